@@ -1,0 +1,37 @@
+"""The commands. Each one's module is light; what is heavy is imported inside the command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from bandpo_cli import __version__
+from bandpo_cli.cli.bounds import bounds
+
+app = typer.Typer(
+    name="bandpo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"bandpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models with Band-constrained Policy Optimization."""
+
+
+app.command()(bounds)
