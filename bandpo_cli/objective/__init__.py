@@ -1,0 +1,1 @@
+"""Advantages, the clipped loss and its figures: pure functions of tensors."""

@@ -1,0 +1,152 @@
+"""Layers of settings: YAML files, then flags, then `--set a.b=c`. Later layers win, key by key.
+
+Where a later layer changes the kind of a tagged choice (say `bounds.method`), the fields of the earlier kind are
+dropped: they mean nothing to the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from bandpo_cli.config.messages import explain
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError
+
+Layer = Mapping[str, Any]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML's safe reader, but a key given twice is an error instead of the last one silently winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, (list, dict)):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = getattr(error, "problem", None) or type(error).__name__
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
+
+
+def read_layer(path: Path) -> Layer:
+    """Read one YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or holds no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not a text file (UTF-8 is expected)") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    content = _read_yaml(text, f"--config {path}")
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected `section:` with `key: value` lines, found {_kind(content)}")
+    return content
+
+
+def _kind(value: Any) -> str:
+    return {"list": "a list", "str": "a bare text"}.get(type(value).__name__, f"a bare {type(value).__name__}")
+
+
+def read_assignments(assignments: Iterable[str]) -> Layer:
+    """Turn `["optim.lr=1e-4", ...]` of `--set` into one layer; values are read as YAML.
+
+    Raises:
+        ConfigError: an assignment is not of the form `a.b=value`, or one contradicts another.
+    """
+    layer: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4")
+        section = layer
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"--set {assignment!r}: '{key}' was given a plain value by another --set")
+        section[keys[-1]] = _read_yaml(text, f"--set {assignment!r}")
+    return layer
+
+
+def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
+    """Return `base` with `over` on top, both shaped like `model`; see the module for tagged choices."""
+    merged = dict(base)
+    for key, value in over.items():
+        field = model.model_fields.get(key)
+        earlier = merged.get(key)
+        if field is None or not isinstance(value, dict):
+            merged[key] = value
+        elif field.discriminator is not None:
+            merged[key] = _merge_choice(earlier if isinstance(earlier, dict) else {}, value, field)
+        else:
+            inner = _section_of(field)
+            mergeable = inner is not None and isinstance(earlier, dict)
+            merged[key] = merge(earlier, value, inner) if mergeable else value  # type: ignore[arg-type]
+    return merged
+
+
+def _merge_choice(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, Any]:
+    """Merge two layers of a tagged choice; a changed tag drops what came before."""
+    tag = str(field.discriminator)
+    default = getattr(field.get_default(call_default_factory=True), tag, None)
+    earlier_kind = earlier.get(tag, default)
+    kind = value.get(tag, earlier_kind)
+    if kind != earlier_kind:
+        return dict(value)
+    kinds = {cls.model_fields[tag].default: cls for cls in _section_classes(field)}
+    if not isinstance(kind, str) or kind not in kinds:
+        return {**earlier, **value}
+    return {tag: kind, **merge(earlier, value, kinds[kind])}
+
+
+def _section_classes(field: FieldInfo) -> list[type[BaseModel]]:
+    options = get_args(field.annotation) or (field.annotation,)
+    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    classes = _section_classes(field)
+    return classes[0] if len(classes) == 1 else None
+
+
+def resolve(layers: Iterable[Layer]) -> RunConfig:
+    """Merge the layers, earliest first, and check the result.
+
+    Raises:
+        ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer, RunConfig)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig)) from None
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write the resolved configuration; `read_layer` and `resolve` give the same one back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,47 @@
+"""Evaluation of a policy on held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import EvaluationConfig
+from bandpo_cli.evaluation.metrics import mean_at_n, mean_pass_at_k
+from bandpo_cli.sampling.base import Sampler, SamplingParams
+from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.types import Group, Problem
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`metrics` under their names in metrics.jsonl (`eval/<task>/mean_at_16`), and what they were computed from."""
+
+    metrics: dict[str, float]
+    groups_P: tuple[Group, ...]
+
+
+def evaluate(
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    problems_P: Sequence[Problem],
+    params: SamplingParams,
+    k: Sequence[int],
+    seed: int,
+) -> Evaluation:
+    """Sample `params.samples` completions of each problem and score them."""
+    prompts, completions = sample_completions(sampler, tokenizer, problems_P, params, seed)
+    groups = grade_groups(tokenizer, task.grade, problems_P, prompts, completions)
+    correct_P = [sum(rollout.grade.correct for rollout in group.rollouts_G) for group in groups]
+    n, prefix = params.samples, f"eval/{task.name}"
+    metrics = {f"{prefix}/mean_at_{n}": mean_at_n(correct_P, n)}
+    metrics |= {f"{prefix}/pass_at_{each}": mean_pass_at_k(correct_P, n, each) for each in k}
+    return Evaluation(metrics, tuple(groups))
+
+
+def due(config: EvaluationConfig, step: int, last_step: int) -> bool:
+    """Tell whether `step` ends with an evaluation: step 0 (before training), every `every` steps, and the last."""
+    return config.every > 0 and (step % config.every == 0 or step == last_step)
