@@ -8,6 +8,7 @@ import typer
 
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
+from bandpo_cli.cli.train import train
 
 app = typer.Typer(
     name="bandpo",
@@ -34,4 +35,5 @@ def root(
     """Reinforcement learning of language models with Band-constrained Policy Optimization."""
 
 
+app.command()(train)
 app.command()(bounds)

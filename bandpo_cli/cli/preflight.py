@@ -1,0 +1,53 @@
+"""Mistakes that can be told before anything heavy loads."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from bandpo_cli.cli.statement import method_stem
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.tracking.run_names import check_name, fresh_name
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
+    """Return the name of the run's folder, refusing one that is taken.
+
+    Raises:
+        UserError: the name is taken or cannot be a folder's name, or the runs folder is a file.
+    """
+    if runs_dir.exists() and not runs_dir.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: this is a file; name a folder")
+    if asked is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return fresh_name(f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}", runs_dir)
+    name = check_name(asked, runs_dir)
+    if (runs_dir / name).exists():
+        raise UserError(f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}")
+    return name
+
+
+def check_model_path(path: str) -> None:
+    """Refuse what can be neither a model's folder nor a hub id.
+
+    Raises:
+        ConfigError: no such folder, a folder without config.json, or a malformed id.
+    """
+    if path == EMBEDDED_MODEL:
+        return
+    folder = Path(path).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote")
+        return
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or not _HUB_ID.fullmatch(path)
+    if looks_local or "/" not in path:
+        hint = nearest(path, [EMBEDDED_MODEL])
+        raise ConfigError(
+            f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
+            f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )

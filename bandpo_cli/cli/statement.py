@@ -1,0 +1,89 @@
+"""What a run is about to do, said before anything heavy loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from bandpo_cli.config.bounds import BandBounds, BoundsConfig, ClipBounds, ClipHigherBounds, DcpoBounds
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+
+
+def describe_method(bounds: BoundsConfig) -> str:
+    """Name the method with the settings that matter, in a line."""
+    if isinstance(bounds, BandBounds):
+        cap = f", ratio ≤ {bounds.max_ratio:g}" if bounds.max_ratio is not None else ""
+        relaxed = f", never tighter than −{bounds.relax.eps_low:g}/+{bounds.relax.eps_high:g}" if bounds.relax else ""
+        return f"Band of the {bounds.divergence} trust region, δ = {bounds.delta:g}{cap}{relaxed}"
+    if isinstance(bounds, (ClipBounds, ClipHigherBounds)):
+        return f"{bounds.method}: ratio in [{1 - bounds.eps_low:g}, {1 + bounds.eps_high:g}]"
+    if isinstance(bounds, DcpoBounds):
+        return f"dcpo: dynamic bounds, ε = {bounds.eps_low:g}/{bounds.eps_high:g}"
+    return "none: no bound on the ratio"
+
+
+def method_stem(bounds: BoundsConfig) -> str:
+    """Return the method's part of a run's name."""
+    if isinstance(bounds, BandBounds):
+        divergence = bounds.divergence.replace(":", "-").replace(".", "-")
+        return f"band-{divergence}-{bounds.delta:g}"
+    return bounds.method
+
+
+def describe_run(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic."""
+    sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
+    completions = sampling.prompts * sampling.samples
+    per_update = completions // optim.updates
+    model = "the embedded model (ships with the package)" if config.model.path == EMBEDDED_MODEL else config.model.path
+    rows = [
+        ("model", f"{model}, {config.model.dtype}"),
+        ("task", f"{config.task.name}, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}"),
+        ("method", describe_method(config.bounds)),
+        (
+            "a step",
+            f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
+            f"(≤ {completions * sampling.max_tokens:,} tokens), "
+            f"{optim.updates} {'update' if optim.updates == 1 else 'updates'} of {per_update:,}",
+        ),
+        (
+            "the run",
+            f"{config.steps} steps = {config.steps * optim.updates:,} updates on {config.steps * completions:,} "
+            f"completions, lr {optim.lr:g}, seed {config.seed}",
+        ),
+    ]
+    if evaluation.every:
+        rows.append(
+            ("evaluation", f"{evaluation.problems} held-out problems × {evaluation.samples}, every {evaluation.every} steps")
+        )
+    return rows
+
+
+def cautions(config: RunConfig) -> list[str]:
+    """Return what the user should know before spending time on this run."""
+    found = []
+    if config.optim.updates == 1 and config.bounds.method != "none":
+        found.append(
+            "clipping can never bind: with one update a batch the ratio is always 1 and every method gives the same "
+            "run; use --set optim.updates=4 or more to compare methods"
+        )
+    if config.optim.warmup_steps >= config.steps * config.optim.updates:
+        found.append(
+            f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
+            f"the run {config.steps * config.optim.updates}"
+        )
+    return found
+
+
+def print_statement(console: Console, rows: Sequence[tuple[str, str]], warnings: Sequence[str]) -> None:
+    """Print the statement, and the cautions below it."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    for heading, text in rows:
+        grid.add_row(heading, text)
+    console.print(grid, highlight=False)
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""`bandpo train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = """
+Examples:
+
+  bandpo train                                          the embedded model on countdown, band kl 0.05
+
+  bandpo train --divergence tv --delta 0.1 --seed 1     another trust region
+
+  bandpo train --method clip --set bounds.eps_high=0.3  a fixed interval instead
+
+  bandpo train --config my.yaml --set optim.lr=1e-4     settings from a file, one changed
+
+  bandpo train --dry-run                                print every setting and stop
+"""
+
+
+def train(
+    config: Annotated[
+        list[Path] | None, typer.Option("--config", "-c", help="YAML file of settings; repeatable, later files win.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Ratio bounds: band, clip, clip-higher, dcpo or none.", show_default="band")
+    ] = None,
+    divergence: Annotated[
+        str | None,
+        typer.Option(
+            help="Trust region of the Band: kl, reverse-kl, tv, chi2, neyman, hellinger, le-cam, js, or your own f as "
+            "module:function.",
+            show_default="kl",
+        ),
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Radius of the trust region.", show_default="0.05")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="What is learnt.", show_default="countdown")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="Sampling engine: auto or transformers.", show_default="auto")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Batches of rollouts.", show_default="100")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random choice.", show_default="0")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run's folder.", show_default="method-task-seed-time")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable.")
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders and the MLflow store are kept.")] = Path("runs"),
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"),
+    ] = None,
+    mlflow: Annotated[bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the run to MLflow.", show_default="on")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved settings and stop.")] = False,
+) -> None:
+    """Train a policy under a Band constraint and record the run."""
+    from rich.console import Console
+
+    from bandpo_cli.cli.preflight import check_model_path, choose_name
+    from bandpo_cli.cli.run_training import run_training
+    from bandpo_cli.cli.statement import cautions, describe_run, print_statement
+    from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+
+    flags = {
+        ("bounds", "method"): method,
+        ("bounds", "divergence"): divergence,
+        ("bounds", "delta"): delta,
+        ("model", "path"): model,
+        ("task", "name"): task,
+        ("sampling", "engine"): sampler,
+        ("steps",): steps,
+        ("seed",): seed,
+        ("tracking", "uri"): tracking_uri,
+        ("tracking", "mlflow"): mlflow,
+    }
+    layers = [*map(read_layer, config or []), _flag_layer(flags), read_assignments(set_ or [])]
+    resolved = resolve(layers)
+    folder_name = choose_name(resolved, runs_dir, name)
+    check_model_path(resolved.model.path)
+    console = Console()
+    print_statement(console, describe_run(resolved), cautions(resolved))
+    if dry_run:
+        console.print(to_yaml(resolved), markup=False, highlight=False)
+        return
+    run_training(resolved, console, runs_dir, folder_name)
+
+
+train.__doc__ = f"{train.__doc__}\n{EXAMPLES}"
+
+
+def _flag_layer(flags: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Turn the flags that were given into a layer of settings."""
+    layer: dict[str, Any] = {}
+    for path, value in flags.items():
+        if value is None:
+            continue
+        section = layer
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+    return layer

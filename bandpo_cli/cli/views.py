@@ -1,0 +1,149 @@
+"""How a training run looks while it goes on: a live panel on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.loop import StepReport
+
+BARS = "▁▂▃▄▅▆▇█"
+PLAIN_LINES = 20
+"""About this many progress lines in a log file, however long the run."""
+
+
+class View(Protocol):
+    """Something that shows reports as they come."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def show(self, report: StepReport) -> None:
+        """Take in one step."""
+
+
+def make_view(console: Console, steps: int) -> View:
+    """Return the live view on a terminal, plain lines elsewhere."""
+    return LiveView(console, steps) if console.is_terminal else PlainView(console, steps)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Draw values as a line of block characters, scaled to their own range, averaged down to `width`."""
+    if not values:
+        return ""
+    size = min(width, len(values))
+    edges = [round(i * len(values) / size) for i in range(size + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0] for value in means)
+
+
+def eval_figures(record: dict[str, float]) -> str:
+    """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`."""
+    named = [(key.rsplit("/", 1)[1], value) for key, value in record.items() if key.startswith("eval/")]
+    return " · ".join(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in named)
+
+
+class PlainView:
+    """One line every few steps and for each evaluation, fit for a log file."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._stride = max(1, steps // PLAIN_LINES)
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def show(self, report: StepReport) -> None:
+        """Print the step when its turn has come."""
+        record, held_out = report.record, eval_figures(report.record)
+        if report.step % self._stride and not held_out and report.step != self._steps:
+            return
+        parts = [f"step {report.step}/{self._steps}"]
+        if report.step:
+            parts.append(
+                f"accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+                f"clipped {record['clip/active_fraction']:.2%}  {record['time/step']:.2f} s/step"
+            )
+        if held_out:
+            parts.append(f"held-out {held_out}")
+        self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
+
+
+class LiveView:
+    """Progress, time left, the curves so far and a fresh completion, in one panel that stays in place."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._steps = steps
+        self._history: dict[str, list[float]] = {}
+        self._held_out: list[tuple[int, str]] = []
+        self._sample = Text("")
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=console, expand=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("train", total=steps)
+        self._live = Live(self._render(), console=console, refresh_per_second=4)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.update(self._render(), refresh=True)
+        self._live.stop()
+
+    def show(self, report: StepReport) -> None:
+        """Draw the panel anew with this step in it."""
+        for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
+            if key in report.record:
+                self._history.setdefault(key, []).append(report.record[key])
+        if held_out := eval_figures(report.record):
+            self._held_out.append((report.step, held_out))
+        if report.sample is not None:
+            self._sample = _show_sample(report)
+        self._progress.update(self._task, completed=report.step)
+        self._live.update(self._render())
+
+    def _render(self) -> Panel:
+        grid = Table.grid(padding=(0, 2))
+        for key, label, form in (
+            ("train/accuracy", "accuracy", "{:.3f}"),
+            ("train/entropy", "entropy", "{:.3f} nats"),
+            ("clip/active_fraction", "clipped tokens", "{:.2%}"),
+        ):
+            values = self._history.get(key, [])
+            grid.add_row(label, form.format(values[-1]) if values else "…", Text(sparkline(values), style="cyan"))
+        for label, (step, figures) in _first_and_last(self._held_out):
+            grid.add_row(label, f"step {step}", figures)
+        grid.add_row("a sample", "", self._sample)
+        return Panel(Group(self._progress, grid), title="bandpo train", title_align="left")
+
+
+def _first_and_last(held_out: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+    if len(held_out) < 2:
+        return [("held-out", each) for each in held_out]
+    return [("held-out before", held_out[0]), ("held-out now", held_out[-1])]
+
+
+def _show_sample(report: StepReport) -> Text:
+    assert report.sample is not None
+    rollout = report.sample
+    style = "green" if rollout.grade.correct else "red"
+    shown = f"{rollout.problem.prompt[-60:]}{rollout.text[:120]}"
+    return Text.assemble(shown, "  ", (rollout.grade.verdict, style))

@@ -1,0 +1,104 @@
+"""What one update learns from: graded groups, with everything that π_old fixes already computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bandpo_cli.bounds import RatioBounds
+from bandpo_cli.models.batch import Row, TokenBatch, collate, group_rows, split_rows
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.objective.loss import LossInputs
+from bandpo_cli.training.optimizer import NonFiniteError
+from bandpo_cli.types import Group
+
+BoundsOf = Callable[[torch.Tensor], RatioBounds]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The N tokens of an update's S completions, flat and in the order of `rows`.
+
+    Attributes:
+        rows: what the model is run on.
+        lengths: [S] int64, tokens of each completion.
+        old_logprobs, entropy, sampler_logprobs: [N] float32, nats; entropy at T=1.
+        bounds: lower and upper ratio bounds, [N] each.
+        advantages: [N], the completion's advantage at each of its tokens.
+        ref_logprobs: [N] under the reference model, or None.
+    """
+
+    rows: list[Row]
+    lengths: torch.Tensor
+    old_logprobs: torch.Tensor
+    entropy: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    bounds: RatioBounds
+    advantages: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+
+    def loss_inputs(self, span: slice, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
+        """Return the loss's inputs for the tokens in `span`; `logprobs` are theirs, `weights` are all N."""
+        return LossInputs(
+            logprobs=logprobs,
+            old_logprobs=self.old_logprobs[span],
+            lower=self.bounds.lower[span],
+            upper=self.bounds.upper[span],
+            advantages=self.advantages[span],
+            weights=weights[span],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[span],
+        )
+
+
+def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
+    """Yield the rows in batches of at most `max_tokens` padded tokens, each with the span of its tokens among N."""
+    start = 0
+    for part in split_rows(rows, max_tokens):
+        batch = collate(part, policy.pad_id, policy.device)
+        yield slice(start, start + len(batch.targets)), batch
+        start += len(batch.targets)
+
+
+@torch.no_grad()
+def prepare(
+    policy: Policy,
+    reference: Policy | None,
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    bounds_of: BoundsOf,
+    temperature: float,
+    max_tokens: int,
+) -> Experience:
+    """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups.
+
+    Raises:
+        NonFiniteError: the policy gives a token no finite log-probability.
+    """
+    rows, device = group_rows(groups), policy.device
+    parts = [
+        token_logprobs(policy.model, batch, temperature, with_entropy=True)
+        for _, batch in micro_batches(policy, rows, max_tokens)
+    ]
+    old = torch.cat([part.logprobs for part in parts])
+    if not torch.isfinite(old).all():
+        raise NonFiniteError("the policy's log-probs are not finite; look at the learning rate and at model.dtype")
+    ref = None
+    if reference is not None:
+        batches = micro_batches(reference, rows, max_tokens)
+        ref = torch.cat([token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches])
+    completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
+    sampled = [logprob for completion in completions for logprob in completion.logprobs]
+    return Experience(
+        rows=rows,
+        lengths=lengths,
+        old_logprobs=old,
+        entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]),
+        sampler_logprobs=torch.tensor(sampled, device=device),
+        bounds=bounds_of(old),
+        advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
+        ref_logprobs=ref,
+    )

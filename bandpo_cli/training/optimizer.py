@@ -1,0 +1,83 @@
+"""AdamW with warm-up and a schedule over updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bandpo_cli.config.run import OptimConfig
+
+
+def constant(progress: float) -> float:
+    """Keep the rate."""
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """Fall in a line to 0."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """Fall along half a cosine to 0."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear": linear, "cosine": cosine}
+
+
+def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
+    """Return the factor on `lr` for the update with this index (from 0): linear warm-up, then the schedule."""
+    if update < config.warmup_steps:
+        return (update + 1) / config.warmup_steps
+    left = max(1, total_updates - config.warmup_steps)
+    return SCHEDULES[config.schedule](min(1.0, (update - config.warmup_steps) / left))
+
+
+class Optimizer:
+    """AdamW over a model's parameters; `update` is the number of updates done."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
+        self._config = config
+        self._total = total_updates
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.update = 0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self._config.lr * lr_factor(self.update, self._total, self._config)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Clip the gradient, apply one update and return the gradient's norm before clipping.
+
+        Raises:
+            NonFiniteError: the norm is NaN or infinite; the weights are left as they were.
+        """
+        limit = self._config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit).item()
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm} at update {self.update + 1}; no update was applied")
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self.update += 1
+        return norm
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, gradient or log-prob stopped being a number; raised before the weights are touched."""
