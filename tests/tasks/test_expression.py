@@ -1,0 +1,93 @@
+"""The verifier's arithmetic agrees with Python's own, refuses what is none, and survives any text."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.tasks.expression import MAX_CHARS, MalformedExpression, parse_expression
+
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def by_syntax_tree(text: str) -> tuple[int, list[int]]:
+    """Value and numbers of an expression, from Python's parser: the independent opinion."""
+
+    def visit(node: ast.AST) -> tuple[int, list[int]]:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value, [node.value]
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            (left, first), (right, last) = visit(node.left), visit(node.right)
+            return OPERATIONS[type(node.op)](left, right), first + last
+        raise ValueError(ast.dump(node))
+
+    return visit(ast.parse(text, mode="eval").body)
+
+
+NUMBERS = st.integers(0, 120).map(str)
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", " + ", "- "]), inner).map("".join),
+        inner.map("({})".format),
+    ),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS.filter(lambda text: len(text) <= MAX_CHARS))
+def test_value_and_numbers_are_those_of_python_s_parser(text: str) -> None:
+    value, numbers = by_syntax_tree(text)
+    parsed = parse_expression(text)
+    assert parsed.value == value
+    assert list(parsed.numbers) == numbers
+
+
+@given(st.text(alphabet="0123456789+-*() ", max_size=12).filter(lambda text: not re.search(r"0\d", text)))
+def test_what_it_accepts_python_accepts_and_reads_alike(text: str) -> None:
+    try:
+        expected = by_syntax_tree(text.strip())
+    except (SyntaxError, ValueError):  # ValueError: a unary operator or a call, which are no answers here
+        with pytest.raises(MalformedExpression):
+            parse_expression(text)
+    else:
+        assert (parse_expression(text).value, list(parse_expression(text).numbers)) == expected
+
+
+@given(st.text())
+def test_any_text_is_read_or_malformed(text: str) -> None:
+    with contextlib.suppress(MalformedExpression):
+        parse_expression(text)
+
+
+# fmt: off
+@pytest.mark.parametrize("text", [
+    "", " ", "+", "-1", "1+", "1 2", "1+-2", "(1", "1)", ")(", "()", "2(3)", "(1)(2)", "007", "1**2", "1//2", "1/2",
+    "1.5", "1e3", "1_0", "0x1", "²", "١+٢", "1×2", "1−2", "__import__('os')", "1+2=3", "1+2;", "1,2",
+])
+# fmt: on
+def test_malformed(text: str) -> None:
+    with pytest.raises(MalformedExpression):
+        parse_expression(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 10**6, "9" * 10**6, "1+" * 500_000 + "1", "(" * 10**5 + "1" + ")" * 10**5, " " * 10**6]
+)
+def test_a_hostile_text_costs_nothing(text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(MalformedExpression):
+        parse_expression(text)
+    assert time.perf_counter() - started < 0.1
+
+
+def test_depth_within_the_limit_is_read() -> None:
+    deep = (MAX_CHARS - 1) // 2
+    assert parse_expression("(" * deep + "7" + ")" * deep).value == 7
