@@ -27,7 +27,9 @@ def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
         return fresh_name(f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}", runs_dir)
     name = check_name(asked, runs_dir)
     if (runs_dir / name).exists():
-        raise UserError(f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}")
+        raise UserError(
+            f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}"
+        )
     return name
 
 
@@ -42,7 +44,9 @@ def check_model_path(path: str) -> None:
     folder = Path(path).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote")
+            raise ConfigError(
+                f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"
+            )
         return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or not _HUB_ID.fullmatch(path)
     if looks_local or "/" not in path:

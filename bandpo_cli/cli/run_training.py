@@ -108,7 +108,9 @@ def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir:
         console.print(f"[bold]{heading:<11}[/bold] {text}", highlight=False, soft_wrap=True)
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
-    for heading, record in zip(("held-out", ""), (evaluations[0], evaluations[-1]), strict=True) if evaluations else ():
+    for heading, record in (
+        zip(("held-out", ""), (evaluations[0], evaluations[-1]), strict=True) if evaluations else ()
+    ):
         line(heading, f"step {record['step']:>4}  {eval_figures(record)}")
     if steps:
         first, last = steps[0], steps[-1]

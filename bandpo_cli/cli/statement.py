@@ -15,7 +15,11 @@ def describe_method(bounds: BoundsConfig) -> str:
     """Name the method with the settings that matter, in a line."""
     if isinstance(bounds, BandBounds):
         cap = f", ratio ≤ {bounds.max_ratio:g}" if bounds.max_ratio is not None else ""
-        relaxed = f", never tighter than −{bounds.relax.eps_low:g}/+{bounds.relax.eps_high:g}" if bounds.relax else ""
+        relaxed = (
+            f", never tighter than −{bounds.relax.eps_low:g}/+{bounds.relax.eps_high:g}"
+            if bounds.relax
+            else ""
+        )
         return f"Band of the {bounds.divergence} trust region, δ = {bounds.delta:g}{cap}{relaxed}"
     if isinstance(bounds, (ClipBounds, ClipHigherBounds)):
         return f"{bounds.method}: ratio in [{1 - bounds.eps_low:g}, {1 + bounds.eps_high:g}]"
@@ -37,10 +41,17 @@ def describe_run(config: RunConfig) -> list[tuple[str, str]]:
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
     per_update = completions // optim.updates
-    model = "the embedded model (ships with the package)" if config.model.path == EMBEDDED_MODEL else config.model.path
+    model = (
+        "the embedded model (ships with the package)"
+        if config.model.path == EMBEDDED_MODEL
+        else config.model.path
+    )
     rows = [
         ("model", f"{model}, {config.model.dtype}"),
-        ("task", f"{config.task.name}, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}"),
+        (
+            "task",
+            f"{config.task.name}, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+        ),
         ("method", describe_method(config.bounds)),
         (
             "a step",
@@ -56,7 +67,10 @@ def describe_run(config: RunConfig) -> list[tuple[str, str]]:
     ]
     if evaluation.every:
         rows.append(
-            ("evaluation", f"{evaluation.problems} held-out problems × {evaluation.samples}, every {evaluation.every} steps")
+            (
+                "evaluation",
+                f"{evaluation.problems} held-out problems × {evaluation.samples}, every {evaluation.every} steps",
+            )
         )
     return rows
 

@@ -24,10 +24,12 @@ Examples:
 
 def train(
     config: Annotated[
-        list[Path] | None, typer.Option("--config", "-c", help="YAML file of settings; repeatable, later files win.")
+        list[Path] | None,
+        typer.Option("--config", "-c", help="YAML file of settings; repeatable, later files win."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Ratio bounds: band, clip, clip-higher, dcpo or none.", show_default="band")
+        str | None,
+        typer.Option(help="Ratio bounds: band, clip, clip-higher, dcpo or none.", show_default="band"),
     ] = None,
     divergence: Annotated[
         str | None,
@@ -37,7 +39,9 @@ def train(
             show_default="kl",
         ),
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="Radius of the trust region.", show_default="0.05")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Radius of the trust region.", show_default="0.05")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
     ] = None,
@@ -51,14 +55,21 @@ def train(
         str | None, typer.Option(help="Name of the run's folder.", show_default="method-task-seed-time")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where run folders and the MLflow store are kept.")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders and the MLflow store are kept.")] = Path(
+        "runs"
+    ),
     tracking_uri: Annotated[
         str | None,
-        typer.Option(help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"),
+        typer.Option(
+            help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"
+        ),
     ] = None,
-    mlflow: Annotated[bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the run to MLflow.", show_default="on")] = None,
+    mlflow: Annotated[
+        bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the run to MLflow.", show_default="on")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved settings and stop.")] = False,
 ) -> None:
     """Train a policy under a Band constraint and record the run."""

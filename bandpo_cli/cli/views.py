@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +52,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     edges = [round(i * len(values) / size) for i in range(size + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     low, span = min(means), max(means) - min(means)
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0] for value in means)
+    return "".join(
+        BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0] for value in means
+    )
 
 
 def eval_figures(record: dict[str, float]) -> str:
@@ -128,7 +137,9 @@ class LiveView:
             ("clip/active_fraction", "clipped tokens", "{:.2%}"),
         ):
             values = self._history.get(key, [])
-            grid.add_row(label, form.format(values[-1]) if values else "…", Text(sparkline(values), style="cyan"))
+            grid.add_row(
+                label, form.format(values[-1]) if values else "…", Text(sparkline(values), style="cyan")
+            )
         for label, (step, figures) in _first_and_last(self._held_out):
             grid.add_row(label, f"step {step}", figures)
         grid.add_row("a sample", "", self._sample)

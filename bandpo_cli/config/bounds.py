@@ -41,7 +41,9 @@ class BandBounds(Section):
 
     method: Literal["band"] = "band"
     divergence: DivergenceName = "kl"
-    delta: float = Field(0.05, gt=0, allow_inf_nan=False, description="radius of the trust region, in nats for kl")
+    delta: float = Field(
+        0.05, gt=0, allow_inf_nan=False, description="radius of the trust region, in nats for kl"
+    )
     max_ratio: float | None = Field(10.0, gt=1, description="cap on the upper bound; null for none")
     relax: Relax | None = None
 

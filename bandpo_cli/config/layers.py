@@ -29,9 +29,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if isinstance(key, (list, dict)):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a plain name", key_node.start_mark
+                )
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is given twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key}' is given twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -62,12 +66,16 @@ def read_layer(path: Path) -> Layer:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: expected `section:` with `key: value` lines, found {_kind(content)}")
+        raise ConfigError(
+            f"--config {path}: expected `section:` with `key: value` lines, found {_kind(content)}"
+        )
     return content
 
 
 def _kind(value: Any) -> str:
-    return {"list": "a list", "str": "a bare text"}.get(type(value).__name__, f"a bare {type(value).__name__}")
+    return {"list": "a list", "str": "a bare text"}.get(
+        type(value).__name__, f"a bare {type(value).__name__}"
+    )
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:
@@ -81,7 +89,9 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
         path, equals, text = assignment.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4")
+            raise ConfigError(
+                f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4"
+            )
         section = layer
         for key in keys[:-1]:
             section = section.setdefault(key, {})

@@ -27,7 +27,9 @@ def _explain_one(finding: ErrorDetails, model: type[BaseModel]) -> str:
         tag = str(finding["ctx"]["discriminator"]).strip("'")
         given = value.get(tag) if isinstance(value, dict) else value
         allowed = [name.strip(" '") for name in str(finding["ctx"]["expected_tags"]).split(",")]
-        return f"{path}.{tag} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
+        return (
+            f"{path}.{tag} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
+        )
     if kind == "literal_error":
         allowed = [str(name) for name in _literal_values(owner, path)] or [str(finding["ctx"]["expected"])]
         return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
@@ -58,7 +60,11 @@ def _walk(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, type
             if chosen:
                 owner, options = chosen[0], []
                 continue
-        if owner is None or part in ("float", "int", "str") or str(part).startswith(("function-", "constrained-")):
+        if (
+            owner is None
+            or part in ("float", "int", "str")
+            or str(part).startswith(("function-", "constrained-"))
+        ):
             continue
         keys.append(str(part))
         field = owner.model_fields.get(str(part))

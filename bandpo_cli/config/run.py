@@ -85,7 +85,9 @@ class EvaluationConfig(Section):
     @model_validator(mode="after")
     def _k_within_samples(self) -> EvaluationConfig:
         if any(k > self.samples for k in self.k):
-            raise ValueError(f"k = {max(self.k)} needs at least as many samples; evaluation.samples is {self.samples}")
+            raise ValueError(
+                f"k = {max(self.k)} needs at least as many samples; evaluation.samples is {self.samples}"
+            )
         return self
 
 

@@ -30,7 +30,10 @@ def token_logprobs(
         with_entropy: also return the entropy at T=1 (detached).
     """
     hidden = model.base_model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.attend, use_cache=False
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attend,
+        use_cache=False,
     ).last_hidden_state
     predicting = hidden.flatten(0, 1)[batch.predictors]
     logits = model.get_output_embeddings()(predicting).float()
@@ -52,4 +55,6 @@ def check_plain_head(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
-            raise UserError(f"model.path: {config.model_type} models change their logits by '{name}', not supported")
+            raise UserError(
+                f"model.path: {config.model_type} models change their logits by '{name}', not supported"
+            )

@@ -45,7 +45,8 @@ def clip_fractions(counts: dict[str, torch.Tensor]) -> dict[str, float]:
     """Turn summed counts into the `clip/` metrics; a bin without tokens has no active fraction."""
     tokens = max(int(counts["tokens"]), 1)
     figures = {
-        f"clip/{name}_fraction": int(counts[name]) / tokens for name in ("active", "upper", "lower", "outside")
+        f"clip/{name}_fraction": int(counts[name]) / tokens
+        for name in ("active", "upper", "lower", "outside")
     }
     per_bin = zip(BIN_NAMES, counts["active_by_bin"].tolist(), counts["tokens_by_bin"].tolist(), strict=True)
     for name, active, in_bin in per_bin:

@@ -33,7 +33,9 @@ class SamplingParams:
 class Sampler(Protocol):
     """Draws completions from the policy's current weights."""
 
-    def sample(self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
         """Return [P][n] completions; the same weights, arguments and machine give the same ones."""
         ...
 

@@ -29,7 +29,9 @@ class TransformersSampler:
         """Nothing is held beyond the trainer's model."""
 
     @torch.inference_mode()
-    def sample(self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
         """Return [P][n] completions; see `Sampler`."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
         prompts_at_once = max(1, self._max_sequences // params.samples)
@@ -88,7 +90,12 @@ class TransformersSampler:
         return logits
 
     def _collect(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, counts: torch.Tensor, stopped: torch.Tensor, n: int
+        self,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        counts: torch.Tensor,
+        stopped: torch.Tensor,
+        n: int,
     ) -> list[list[Completion]]:
         rows = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist(), strict=True)
         flat = [
@@ -98,7 +105,9 @@ class TransformersSampler:
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution.
 
     Args:
@@ -116,7 +125,9 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tu
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
 
 
-def _left_pad(prompts: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_pad(
+    prompts: Sequence[TokenIds], pad_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and attention mask, both int64 [P, longest], with padding on the left."""
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]

@@ -84,11 +84,15 @@ def prepare(
     ]
     old = torch.cat([part.logprobs for part in parts])
     if not torch.isfinite(old).all():
-        raise NonFiniteError("the policy's log-probs are not finite; look at the learning rate and at model.dtype")
+        raise NonFiniteError(
+            "the policy's log-probs are not finite; look at the learning rate and at model.dtype"
+        )
     ref = None
     if reference is not None:
         batches = micro_batches(reference, rows, max_tokens)
-        ref = torch.cat([token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches])
+        ref = torch.cat(
+            [token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches]
+        )
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
     sampled = [logprob for completion in completions for logprob in completion.logprobs]

@@ -161,5 +161,7 @@ def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> 
     seed = derive_seed(config.seed, "eval")
     result = evaluate(parts.sampler, parts.policy.tokenizer, parts.task, problems, params, settings.k, seed)
     correct = {group.problem.id: sum(r.grade.correct for r in group.rollouts_G) for group in result.groups_P}
-    folder.write_eval(step, {"step": step, "metrics": result.metrics, "samples": params.samples, "correct": correct})
+    folder.write_eval(
+        step, {"step": step, "metrics": result.metrics, "samples": params.samples, "correct": correct}
+    )
     return result.metrics

@@ -71,7 +71,9 @@ class Optimizer:
         limit = self._config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit).item()
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm} at update {self.update + 1}; no update was applied")
+            raise NonFiniteError(
+                f"the gradient norm is {norm} at update {self.update + 1}; no update was applied"
+            )
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()

@@ -40,13 +40,16 @@ def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) 
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     count = len(rollouts)
     entropy = torch.cat([experience.entropy for experience in experiences])
-    gap = torch.cat([(experience.sampler_logprobs - experience.old_logprobs).abs() for experience in experiences])
+    gap = torch.cat(
+        [(experience.sampler_logprobs - experience.old_logprobs).abs() for experience in experiences]
+    )
     return {
         "train/reward": sum(rollout.grade.reward for rollout in rollouts) / count,
         "train/accuracy": sum(rollout.grade.correct for rollout in rollouts) / count,
         "train/entropy": entropy.mean().item(),
         "train/response_length": sum(len(rollout.completion.token_ids) for rollout in rollouts) / count,
-        "train/truncated_fraction": sum(rollout.completion.finish_reason == "length" for rollout in rollouts) / count,
+        "train/truncated_fraction": sum(rollout.completion.finish_reason == "length" for rollout in rollouts)
+        / count,
         "sampler/logprob_gap_mean": gap.mean().item(),
         "sampler/logprob_gap_max": gap.max().item(),
     }

@@ -1,0 +1,36 @@
+"""Small random-weight models, made on the spot: no network and no GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+SHAPE = {
+    "vocab_size": 23,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
+    """Return a float32 model with 2 layers and weights wide enough that its distributions are far from uniform."""
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)
+    return model.eval()
+
+
+@pytest.fixture(params=["qwen2", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return random_model(request.param)

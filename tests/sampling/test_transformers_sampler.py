@@ -1,0 +1,80 @@
+"""The sampler draws from the model's own distribution, and reports the log-probs that the trainer computes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.models.batch import Row, collate
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler, draw
+from tests.conftest import random_model
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10)]
+PARAMS = SamplingParams(samples=5, temperature=0.8, max_tokens=12, stop_ids=(2, 3))
+
+
+def test_logprobs_are_the_trainers(model: PreTrainedModel) -> None:
+    """Left padding, the branched cache and the dropping of ended completions leave no trace."""
+    groups = TransformersSampler(model, pad_id=0).sample(PROMPTS, PARAMS, seed=1)
+    assert [len(group) for group in groups] == [5, 5, 5]
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        batch = collate([Row(prompt, [c.token_ids for c in group])], 0, torch.device("cpu"))
+        ours = torch.tensor([lp for c in group for lp in c.logprobs])
+        torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
+
+
+def test_completions_end_where_they_should(model: PreTrainedModel) -> None:
+    completions = list(itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, PARAMS, seed=2)))
+    for completion in completions:
+        *before, last = completion.token_ids
+        assert not set(before) & {2, 3}
+        assert (completion.finish_reason == "stop") == (last in (2, 3))
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 12
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+
+
+def test_a_seed_fixes_the_draw_and_batching_does_not(model: PreTrainedModel) -> None:
+    whole = TransformersSampler(model, 0)
+    assert whole.sample(PROMPTS, PARAMS, 7) == whole.sample(PROMPTS, PARAMS, 7)
+    assert whole.sample(PROMPTS, PARAMS, 7) != whole.sample(PROMPTS, PARAMS, 8)
+
+
+def test_more_sequences_than_fit_are_drawn_in_turn() -> None:
+    groups = TransformersSampler(random_model(), 0, max_sequences=5).sample(PROMPTS, PARAMS, 7)
+    assert [len(group) for group in groups] == [5, 5, 5]
+
+
+def test_the_version_travels_with_the_completion() -> None:
+    model = random_model()
+    sampler = TransformersSampler(model, 0)
+    sampler.sync(model, version=12)
+    assert sampler.sample([(1,)], PARAMS, 0)[0][0].policy_version == 12
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_follow_the_distribution(temperature: float) -> None:
+    """Chi-squared against the exact probabilities; 0.9999 quantile for 7 degrees of freedom is 29.9."""
+    logits = torch.tensor([1.0, -2.0, 0.3, 0.0, 2.0, -30.0, 1.5, 0.7, -0.5])
+    n = 40_000
+    uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens, logprobs = draw(logits.expand(n, -1), uniforms, temperature)
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    counts = torch.bincount(tokens, minlength=9)
+    assert counts[5] == 0
+    kept = [i for i in range(9) if i != 5]
+    expected = probabilities[kept] * n
+    assert ((counts[kept] - expected) ** 2 / expected).sum() < 29.9
+    torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-5, rtol=1e-5)
+
+
+def test_the_extreme_draws_stay_inside() -> None:
+    """A uniform of 0 must not pick a token of probability 0, one just below 1 must not run off the end."""
+    logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]])
+    for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
+        drawn, _ = draw(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
+        assert drawn.item() == token
