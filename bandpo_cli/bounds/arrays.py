@@ -1,0 +1,86 @@
+"""The little that numpy and torch do differently, so that the mathematics is written once for both.
+
+Torch is never imported here: a tensor can only come from someone who has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A `numpy.ndarray` or a `torch.Tensor`."""
+
+CPU_BLOCK = 65_536
+"""Elements worked on at a time on a CPU: the temporaries stay in cache, and torch still uses two threads."""
+
+
+def is_tensor(x: Array) -> bool:
+    """Whether `x` is a torch tensor (without importing torch to ask)."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def as_array(x: Array) -> Array:
+    """`x` itself if it is a tensor, else a numpy array of it (numbers and lists too)."""
+    return x if is_tensor(x) else np.asarray(x)
+
+
+def namespace(x: Array) -> Any:
+    """The module whose functions take `x`: `torch` for a tensor, `numpy` for an array."""
+    return sys.modules["torch"] if is_tensor(x) else np
+
+
+def place(x: Array) -> Any:
+    """Where new arrays that meet `x` must be made: a `torch.device`, or None for numpy."""
+    return x.device if is_tensor(x) else None
+
+
+def arange(count: int, xp: Any, device: Any) -> Array:
+    """The int64 numbers 0 … count−1, made on the device itself."""
+    return (
+        np.arange(count, dtype=np.int64)
+        if device is None
+        else xp.arange(count, dtype=xp.int64, device=device)
+    )
+
+
+def asking_is_free(x: Array) -> bool:
+    """Whether a value may be looked at without making the host wait for an accelerator."""
+    return not is_tensor(x) or x.device.type == "cpu"
+
+
+def quiet(x: Array) -> AbstractContextManager[Any]:
+    """No gradient is recorded, and numpy does not warn of the infinities that the limits p→0 and p→1 pass by."""
+    context: AbstractContextManager[Any] = (
+        namespace(x).no_grad() if is_tensor(x) else np.errstate(all="ignore")
+    )
+    return context
+
+
+def output_dtype(x: Array) -> Any:
+    """float64 for float64 and whole numbers, float32 for every shorter float (half precisions included)."""
+    xp = namespace(x)
+    floating = x.dtype.is_floating_point if is_tensor(x) else np.issubdtype(x.dtype, np.floating)
+    return xp.float32 if floating and x.dtype.itemsize < 8 else xp.float64
+
+
+def empty_like(x: Array, dtype: Any) -> Array:
+    """An array of the shape and place of `x`, of another type."""
+    return namespace(x).empty_like(x, dtype=dtype)
+
+
+def to_float64(x: Array) -> Array:
+    """`x` in the type that everything is computed in."""
+    return x.double() if is_tensor(x) else np.asarray(x, dtype=np.float64)
+
+
+def blocks(x: Array) -> Iterator[slice]:
+    """Slices that cover the one-dimensional `x`: cache-sized on a CPU, one on an accelerator."""
+    size = CPU_BLOCK if asking_is_free(x) else max(len(x), 1)
+    for begin in range(0, len(x), size):
+        yield slice(begin, begin + size)

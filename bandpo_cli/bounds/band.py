@@ -1,0 +1,91 @@
+"""The Band operator on arrays: whatever comes in, computed in float64, bounds of the same shape out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bandpo_cli.bounds.arrays import (
+    Array,
+    as_array,
+    blocks,
+    empty_like,
+    is_tensor,
+    namespace,
+    output_dtype,
+    quiet,
+    to_float64,
+)
+from bandpo_cli.bounds.divergences import Divergence, find
+from bandpo_cli.bounds.values import RatioBounds, tokens_of
+from bandpo_cli.errors import ConfigError
+
+
+def band_bounds(
+    old_logprobs: Array, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = None
+) -> RatioBounds:
+    """The interval of ratios π/π_old that D_f(π‖π_old) ≤ delta allows each token (arXiv 2603.04918, DESIGN §2).
+
+    Args:
+        old_logprobs: log π_old(token) in nats, any shape: a torch tensor on any device, a numpy array or numbers.
+        divergence: a name of `DIVERGENCES`, or `module:function` for an f of your own.
+        delta: radius of the trust region, > 0; in nats for kl, reverse-kl and js.
+        max_ratio: cap on the upper bound, > 1; None for none.
+
+    Returns:
+        `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
+        0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for whole numbers, float32 for float32, float16 and
+        bfloat16: everything is computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits.
+
+    A log-probability above 0 counts as 0. For NaN the interval is [1, 1]: where nothing is known nothing may
+    move. −inf gives the limit p → 0. No value is looked at on an accelerator, so the host never waits; devices
+    that lack float64 (mps) are computed on the CPU. No gradient flows.
+
+    Raises ConfigError for an unknown divergence, a delta that is not a number > 0, or a max_ratio not > 1.
+    """
+    found = find(divergence)
+    if not (delta > 0.0 and math.isfinite(delta)):
+        raise ConfigError(f"delta must be a finite number > 0, not {delta!r}")
+    if max_ratio is not None and not max_ratio > 1.0:
+        raise ConfigError(f"max_ratio must be > 1 or None, not {max_ratio!r}")
+    x = as_array(old_logprobs)
+    if is_tensor(x) and x.device.type == "mps":
+        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), found, float(delta), max_ratio)))
+    return _band(x, found, float(delta), max_ratio)
+
+
+def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
+    with quiet(x):
+        flat = x.reshape(-1)
+        lower, upper = (empty_like(flat, output_dtype(x)) for _ in range(2))
+        for part in blocks(flat):
+            lower[part], upper[part] = _inside_the_simplex(
+                to_float64(flat[part]), divergence, delta, max_ratio
+            )
+        return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
+
+
+def _inside_the_simplex(
+    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None
+) -> RatioBounds:
+    """Roots, clamped to 0 ≤ lower ≤ 1 ≤ upper ≤ 1/p and to the cap; a NaN becomes [1, 1]."""
+    xp = namespace(logp)
+    logp = xp.clip(logp, None, 0.0)
+    tokens = tokens_of(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf))
+    roots = divergence.roots(tokens, delta)
+    # min and max hand a NaN of either side on: log p ≤ 0 never wins against a bound, unless it is NaN.
+    lower = xp.maximum(xp.clip(roots.lower, 0.0, 1.0), logp)
+    upper = xp.maximum(xp.clip(xp.minimum(roots.upper, 1.0 / tokens.p), 1.0, max_ratio), logp)
+    return RatioBounds(*(xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in (lower, upper)))
+
+
+def saturates(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
+    """Whether the region reaches ratio 0, and whether it reaches ratio 1/p (the simplex), at one p in (0, 1]."""
+    p, m = np.float64(prob), np.maximum(np.float64(1.0 - prob), 1e-300)
+    zero, minus_one = np.float64(0.0), np.float64(-1.0)
+    with np.errstate(all="ignore"):
+        at_zero = divergence.f(zero, minus_one)
+        gone = p * at_zero + m * divergence.f(1.0 / m, p / m)
+        certain = p * divergence.f(1.0 / p, m / p) + m * at_zero
+    return bool(gone <= delta), bool(certain <= delta) or prob == 1.0

@@ -1,0 +1,91 @@
+"""Every ratio-bound method as a function of the old log-probabilities, built from its settings (DESIGN §4).
+
+The loss is given the bounds and never learns where they came from. Adding a method is adding a settings class
+and an entry here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from bandpo_cli.bounds.arrays import Array, as_array, empty_like, namespace, output_dtype, quiet, to_float64
+from bandpo_cli.bounds.band import band_bounds
+from bandpo_cli.bounds.values import RatioBounds
+from bandpo_cli.config.bounds import (
+    BandBounds,
+    BoundsConfig,
+    ClipBounds,
+    ClipHigherBounds,
+    DcpoBounds,
+    NoBounds,
+)
+
+Method = Callable[[Array], RatioBounds]
+"""Old log-probabilities of any shape → bounds of that shape, with `band_bounds`' rules on types, NaN and devices."""
+
+
+def ratio_bounds(config: BoundsConfig) -> Method:
+    """The method that `config` describes."""
+    return _BUILDERS[type(config)](config)
+
+
+def _band(config: BandBounds) -> Method:
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        band = band_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
+        if config.relax is None:
+            return band
+        xp = namespace(band.lower)
+        return RatioBounds(
+            xp.clip(band.lower, None, 1.0 - config.relax.eps_low),
+            xp.clip(band.upper, 1.0 + config.relax.eps_high, None),
+        )
+
+    return bounds
+
+
+def _fixed(lower: float, upper: float) -> Method:
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        low, high = (empty_like(x, output_dtype(x)) for _ in range(2))
+        low[...], high[...] = lower, upper
+        return RatioBounds(low, high)
+
+    return bounds
+
+
+def _clip(config: ClipBounds | ClipHigherBounds) -> Method:
+    return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
+
+
+def _none(config: NoBounds) -> Method:
+    return _fixed(0.0, math.inf)
+
+
+def _dcpo(config: DcpoBounds) -> Method:
+    """½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
+
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        xp, dtype = namespace(x), output_dtype(x)
+        with quiet(x):
+            inverse_p = xp.exp(-xp.clip(to_float64(x), None, 0.0))
+            lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
+            upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
+            capped = upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
+            low, high = empty_like(x, dtype), empty_like(x, dtype)
+            low[...] = xp.nan_to_num(lower, nan=1.0)
+            high[...] = xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
+            return RatioBounds(low, high)
+
+    return bounds
+
+
+_BUILDERS: dict[type, Callable[[Any], Method]] = {
+    BandBounds: _band,
+    ClipBounds: _clip,
+    ClipHigherBounds: _clip,
+    DcpoBounds: _dcpo,
+    NoBounds: _none,
+}
