@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group
@@ -50,7 +51,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
         return ""
     size = min(width, len(values))
     edges = [round(i * len(values) / size) for i in range(size + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(
         BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0] for value in means
@@ -102,10 +103,10 @@ class LiveView:
         self._history: dict[str, list[float]] = {}
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"))
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=console, expand=True,
-        )  # fmt: skip
+            TextColumn("step"), *columns, TimeRemainingColumn(), console=console, expand=True
+        )
         self._task = self._progress.add_task("train", total=steps)
         self._live = Live(self._render(), console=console, refresh_per_second=4)
 

@@ -82,7 +82,11 @@ def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatch:
     """Lay out rows as tensors on `device`."""
     width = max(len(row) for row in rows)
-    ids, positions, segments, predictors, targets = [], [], [], [], []
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    segments: list[list[int]] = []
+    predictors: list[int] = []
+    targets: list[int] = []
     for index, row in enumerate(rows):
         prompt = len(row.prompt_ids)
         row_ids, row_positions, row_segments = list(row.prompt_ids), list(range(prompt)), [PROMPT] * prompt
@@ -109,7 +113,7 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatc
 
 
 def _attention(segments_RL: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1, L, L]: earlier tokens of the same segment, and the prompt. Padding looks at itself: no empty row."""
+    """Return [R, 1, L, L]: earlier tokens of the same segment, and the prompt. Padding sees itself: no empty row."""
     length = segments_RL.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
     looking, looked_at = segments_RL[:, :, None], segments_RL[:, None, :]

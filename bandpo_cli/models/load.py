@@ -32,7 +32,8 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def parameters_count(self) -> int:

@@ -12,7 +12,7 @@ from bandpo_cli.models.batch import TokenBatch
 
 
 class TokenLogprobs(NamedTuple):
-    """Both [N] float32, in nats: log π(token) at the sampling temperature, and the entropy of π (T=1) where it was drawn."""
+    """[N] float32 each, nats: log π(token) at the sampling temperature; the entropy of π (T=1) where it was drawn."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None

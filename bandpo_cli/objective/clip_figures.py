@@ -6,13 +6,15 @@ a > 0, or below `lower` with a < 0. *outside*: the ratio is outside the interval
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Bins of π_old(token) for the figures by probability; a bin holds its upper edge, not its lower one."""
 
 BIN_NAMES = tuple(
-    f"p_{low:g}_{high:g}" for low, high in zip(PROBABILITY_EDGES[:-1], PROBABILITY_EDGES[1:], strict=True)
+    f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES)
 )
 
 

@@ -46,7 +46,7 @@ def policy_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Te
 
 
 def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the k3 estimate of KL(π‖π_other) a token: u − 1 − log u, u = π_other/π, unbiased and ≥ 0 (Schulman 2020)."""
+    """Return the k3 estimate of KL(π‖π_other) a token, u − 1 − log u with u = π_other/π: unbiased, ≥ 0 (Schulman)."""
     log_u = (other_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(log_u) - log_u
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateFigures
@@ -55,7 +57,7 @@ def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) 
     }
 
 
-def token_columns(experiences: Sequence[Experience], figures: UpdateFigures) -> dict[str, torch.Tensor]:
+def token_columns(experiences: Sequence[Experience], figures: UpdateFigures) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map: every token at its own update, evenly thinned to `CLIP_MAP_TOKENS`."""
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),

@@ -1,0 +1,118 @@
+"""The loop end to end on the shipped model, small: what it writes, and that a seed decides all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.training.loop import build, train
+from bandpo_cli.training.seeds import derive_seed
+
+SMALL: dict[str, Any] = {
+    "steps": 3,
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2, "lr": 1e-3},
+    "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
+    "checkpoint": {"every": 2},
+}
+
+CONTRACT = """train/reward train/accuracy train/entropy train/response_length clip/active_fraction clip/upper_fraction
+clip/lower_fraction clip/outside_fraction ratio/mean ratio/max kl/old_new sampler/logprob_gap_mean
+sampler/logprob_gap_max optim/loss optim/grad_norm optim/lr time/step""".split()
+
+
+def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, RunFolder, torch.nn.Module]:
+    config = resolve([SMALL, *layers])
+    folder = RunFolder.create(runs_dir, name)
+    parts = build(config)
+    for _ in train(config, parts, folder):
+        pass
+    return config, folder, parts.policy.model
+
+
+def without_clock(folder: RunFolder) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in folder.read_metrics()]
+
+
+def test_the_run_folder_holds_the_contract(tmp_path: Path) -> None:
+    _, folder, model = run(tmp_path, "a")
+    records = folder.read_metrics()
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    for record in records[1:]:
+        assert not set(CONTRACT) - set(record)
+    for step in (0, 2, 3):
+        assert {"eval/countdown/mean_at_4", "eval/countdown/pass_at_1", "eval/countdown/pass_at_4"} <= set(records[step])
+        evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
+        assert len(evaluation["correct"]) == 4
+    assert "eval/countdown/mean_at_4" not in records[1]
+
+    samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
+    assert len(samples) == 16
+    assert samples["reward"].mean() == pytest.approx(records[3]["train/reward"])
+    assert samples["length"].mean() == pytest.approx(records[3]["train/response_length"])
+    tokens = pd.read_parquet(folder.path / "tokens" / "step-000003.parquet")
+    assert len(tokens) == samples["length"].sum()
+    assert tokens["ratio"].mean() == pytest.approx(records[3]["ratio/mean"], rel=1e-5)
+
+    assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    saved = AutoModelForCausalLM.from_pretrained(folder.checkpoint_dir(3))
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], parameter), name
+
+
+def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
+    first, second, other = (
+        without_clock(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
+    )
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"method": "band", "divergence": "tv", "relax": {}},
+        {"method": "clip"},
+        {"method": "clip-higher"},
+        {"method": "dcpo"},
+        {"method": "none"},
+    ],
+    ids=lambda bounds: str(bounds["method"]),
+)
+def test_every_method_trains(tmp_path: Path, bounds: dict[str, Any]) -> None:
+    _, folder, _ = run(tmp_path, "a", {"bounds": bounds, "steps": 1, "evaluation": {"every": 0}})
+    (record,) = folder.read_metrics()
+    assert record["optim/grad_norm"] > 0
+    assert record["clip/active_fraction"] == 0 or bounds["method"] != "none"
+
+
+def test_the_reference_penalty_starts_at_zero_and_grows(tmp_path: Path) -> None:
+    _, folder, _ = run(tmp_path, "a", {"objective": {"reference_kl": 1e-3}, "evaluation": {"every": 0}})
+    figures = [record["kl/ref"] for record in folder.read_metrics()]
+    assert 0 <= figures[0] < figures[-1]
+
+
+def test_held_out_problems_meet_no_training_problem(tmp_path: Path) -> None:
+    config, folder, _ = run(tmp_path, "a")
+    trained: set[str] = set()
+    for path in (folder.path / "samples").glob("*.parquet"):
+        trained |= set(pd.read_parquet(path)["problem_id"])
+    evaluated = json.loads((folder.path / "evals" / "step-000000.json").read_text())["correct"]
+    assert trained
+    assert not trained & set(evaluated)
+    assert len(evaluated) == config.evaluation.problems
+
+
+def test_seeds_differ_by_purpose_and_step() -> None:
+    seeds = {derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)}
+    assert len(seeds) == 500
+    assert all(0 <= seed < 2**63 for seed in seeds)

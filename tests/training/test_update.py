@@ -1,0 +1,175 @@
+"""From groups to updated weights, on small random models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bandpo_cli.bounds import RatioBounds, ratio_bounds
+from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
+from bandpo_cli.config.run import OptimConfig, RunConfig
+from bandpo_cli.models.load import Policy
+from bandpo_cli.objective.advantages import group_advantages
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
+from bandpo_cli.training.update import update_policy
+from bandpo_cli.types import Grade, Group, Problem, Rollout
+from tests.conftest import random_model
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8), (9, 10)]
+CONFIG = RunConfig.model_validate({"sampling": {"prompts": 4, "samples": 4}, "optim": {"warmup_steps": 0}})
+
+
+def policy_of(seed: int = 0) -> Policy:
+    return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)  # type: ignore[arg-type]
+
+
+def graded_groups(policy: Policy) -> list[Group]:
+    """Sampled groups in which shorter completions are better: something that has a gradient."""
+    params = SamplingParams(samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids)
+    groups = []
+    drawn = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
+    for prompt, completions in zip(PROMPTS, drawn, strict=True):
+        problem = Problem(id=str(prompt), prompt="", answer="", source="test")
+        rollouts = (
+            Rollout(problem, prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
+            for completion in completions
+        )
+        groups.append(Group(problem, tuple(rollouts)))
+    return groups
+
+
+def experiences_of(policy: Policy, updates: int, bounds: object = None, micro: int = 10_000) -> list[Experience]:
+    groups = graded_groups(policy)
+    advantages = group_advantages(torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups]))
+    size = len(groups) // updates
+    return [
+        prepare(
+            policy, None, groups[i : i + size], advantages[i : i + size], ratio_bounds(bounds or BandBounds()), 1.0, micro
+        )
+        for i in range(0, len(groups), size)
+    ]
+
+
+def weights_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in policy.model.parameters()])
+
+
+def test_sampler_and_trainer_agree_on_every_token() -> None:
+    for experience in experiences_of(policy_of(), updates=2):
+        assert len(experience.old_logprobs) == int(experience.lengths.sum())
+        torch.testing.assert_close(experience.sampler_logprobs, experience.old_logprobs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-sum-norm"])
+def test_accumulation_gives_the_gradient_of_one_pass(aggregation: str) -> None:
+    """Many passes of one row add up to the update of a single pass over all rows."""
+    gradients = []
+    for micro in (10_000, 1):
+        policy = policy_of()
+        config = CONFIG.model_copy(
+            update={
+                "objective": CONFIG.objective.model_copy(update={"aggregation": aggregation}),
+                "optim": CONFIG.optim.model_copy(update={"micro_batch_tokens": micro, "max_grad_norm": None}),
+            }
+        )
+        optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+        figures = update_policy(policy, optimizer, experiences_of(policy, 1, micro=micro), config)
+        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
+        gradients.append((figures.metrics(), gradient))
+    (whole_figures, whole), (split_figures, split) = gradients
+    assert whole.abs().max() > 1e-3
+    torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-4)
+    assert split_figures == pytest.approx(whole_figures, rel=1e-4, abs=1e-6)
+
+
+def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
+    policy = policy_of()
+    optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-2}), total_updates=2)
+    experience = experiences_of(policy, updates=1, bounds=ClipBounds(eps_low=0.05, eps_high=0.05))
+    first = update_policy(policy, optimizer, experience, CONFIG).metrics()
+    second = update_policy(policy, optimizer, experience, CONFIG).metrics()
+    assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert first["clip/active_fraction"] == 0.0
+    assert second["clip/active_fraction"] > 0.1
+    assert second["kl/old_new"] > first["kl/old_new"]
+
+
+def test_bounds_hold_the_policy_back() -> None:
+    """The same eight updates end nearer to π_old under a tight Band than with no bounds."""
+    moved = []
+    for bounds in (BandBounds(delta=1e-4), NoBounds()):
+        policy = policy_of()
+        optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 2e-3}), total_updates=8)
+        experience = experiences_of(policy, updates=1, bounds=bounds)
+        for _ in range(8):
+            figures = update_policy(policy, optimizer, experience, CONFIG).metrics()
+        moved.append(figures["kl/old_new"])
+    assert moved[0] < 0.5 * moved[1]
+
+
+def test_a_step_raises_the_probability_of_what_did_better() -> None:
+    policy = policy_of()
+    (before,) = experiences_of(policy, updates=1, bounds=NoBounds())
+    groups, advantages = _same_groups(before)
+    optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-3}), total_updates=1)
+    update_policy(policy, optimizer, [before], CONFIG)
+    after = prepare(policy, None, groups, advantages, _free, 1.0, 10_000)
+    assert ((after.old_logprobs - before.old_logprobs) * before.advantages).mean() > 0
+
+
+def _free(old_logprobs: torch.Tensor) -> RatioBounds:
+    return RatioBounds(torch.zeros_like(old_logprobs), torch.full_like(old_logprobs, math.inf))
+
+
+def _same_groups(experience: Experience) -> tuple[list[Group], torch.Tensor]:
+    """The groups that `experience` was made from: drawing is a pure function of the untrained weights."""
+    groups = graded_groups(policy_of())
+    rewards = torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
+    assert sum(len(r.completion.token_ids) for g in groups for r in g.rollouts_G) == len(experience.old_logprobs)
+    return groups, group_advantages(rewards)
+
+
+def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
+    policy = policy_of()
+    optimizer = Optimizer(policy.model, OptimConfig(), total_updates=1)
+    before = weights_of(policy)
+    for parameter in policy.model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    with pytest.raises(NonFiniteError, match="gradient norm is nan at update 1"):
+        optimizer.step()
+    assert torch.equal(weights_of(policy), before)
+    assert optimizer.update == 0
+
+
+def test_log_probs_that_are_no_number_stop_before_any_update() -> None:
+    policy = policy_of()
+    groups = graded_groups(policy)
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(math.nan)
+    with pytest.raises(NonFiniteError, match="log-probs are not finite"):
+        prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), 1.0, 10_000)
+
+
+def test_a_batch_without_spread_moves_nothing() -> None:
+    policy = policy_of()
+    groups = graded_groups(policy)
+    flat = group_advantages(torch.ones(4, 4))
+    experience = prepare(policy, None, groups, flat, ratio_bounds(BandBounds()), 1.0, 10_000)
+    before = weights_of(policy)
+    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
+    assert torch.equal(weights_of(policy), before)
+    assert figures["optim/grad_norm"] == 0.0
+
+
+def test_learning_rate_warms_up_then_follows_its_schedule() -> None:
+    linear = OptimConfig(warmup_steps=4, schedule="linear")
+    assert [lr_factor(update, 12, linear) for update in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert lr_factor(8, 12, linear) == pytest.approx(0.5)
+    cosine = OptimConfig(warmup_steps=0, schedule="cosine")
+    assert lr_factor(6, 12, cosine) == pytest.approx(0.5)
+    assert lr_factor(999, 12, OptimConfig(warmup_steps=0)) == 1.0
