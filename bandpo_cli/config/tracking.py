@@ -1,0 +1,21 @@
+"""Settings of what a run leaves behind beside its folder (`tracking:` in a config file)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from bandpo_cli.config.base import Section
+
+
+class TrackingConfig(Section):
+    """The MLflow mirror. The run folder is written whatever stands here."""
+
+    mlflow: bool = True
+    """Send metrics, params and files to MLflow as well."""
+
+    uri: str | None = Field(None, min_length=1)
+    """Where MLflow keeps its record: an http address or a database. null: what the environment's
+    MLFLOW_TRACKING_URI says, and without one the SQLite file mlflow.db in the runs folder."""
+
+    experiment: str = Field("bandpo", min_length=1, max_length=500)
+    """The MLflow experiment that the run is filed under."""

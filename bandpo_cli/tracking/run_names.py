@@ -1,0 +1,45 @@
+"""What a run may be called: one plain folder in the runs folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bandpo_cli.errors import UserError
+
+RESERVED = ("mlartifacts", "mlruns")
+"""Folders of MLflow that may lie beside the runs."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
+
+
+def check_name(name: str, runs_dir: Path) -> str:
+    """Return `name` if it is one plain folder name, else raise UserError with a name that would do.
+
+    Refused: the empty name, what leads out of or deeper into the runs folder, blanks and characters that a
+    shell or a file system takes for something else, and the names that MLflow uses there.
+    """
+    if _NAME.fullmatch(name) and name not in RESERVED:
+        return name
+    if name in RESERVED:
+        why = f"MLflow keeps its files under that name in {runs_dir}"
+    elif "/" in name or "\\" in name or name in (".", ".."):
+        why = f"a run is one folder directly in {runs_dir}; give another place with --runs-dir"
+    else:
+        why = "a name is letters, digits and . _ - + = , @, at most 200, the first a letter or digit"
+    raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {fresh_name(plain(name), runs_dir)}")
+
+
+def fresh_name(stem: str, runs_dir: Path) -> str:
+    """Return `stem`, or `stem-2`, `stem-3`, ...: the first that no entry of `runs_dir` has."""
+    name, count = stem, 1
+    while (runs_dir / name).exists() or name in RESERVED:
+        count += 1
+        name = f"{stem}-{count}"
+    return name
+
+
+def plain(name: str) -> str:
+    """Return the nearest usable name: the last path part, with other characters as dashes."""
+    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip("-") or "run"

@@ -1,0 +1,312 @@
+"""MLflow gets the whole record when it can be reached, and costs the run one line when it cannot."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.tracking.artifacts import run_artifacts
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker, open_tracker
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.tracker import NullTracker, RunStatus
+
+PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
+
+
+def _client(uri: str):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _only_run(uri: str):
+    client = _client(uri)
+    experiment = client.get_experiment_by_name("bandpo")
+    (found,) = client.search_runs([experiment.experiment_id])
+    return client, found
+
+
+def _history(client, run_id: str, key: str) -> list[tuple[int, float]]:
+    return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, key))
+
+
+def _mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED", **options) -> list[str]:
+    """Track the three steps of `run`, return the lines that were said."""
+    lines: list[str] = []
+    tracker = MlflowTracker(store, run.path, lines.append, **options)
+    tracker.start(run.name, PARAMS, {"mlflow.source.git.commit": "abc"})
+    for record in run.read_metrics():
+        tracker.log_metrics(record["step"], record)
+    tracker.finish(status, run_artifacts(run.path))
+    return lines
+
+
+def _check_complete(uri: str, run: RunFolder, status: str) -> None:
+    client, there = _only_run(uri)
+    assert there.info.status == status
+    assert there.info.run_name == "first"
+    assert there.data.params == {
+        "seed": "3",
+        "bounds.method": "band",
+        "bounds.delta": "0.05",
+        **{f"extra_{i}": str(i) for i in range(150)},
+    }
+    assert there.data.tags["mlflow.source.git.commit"] == "abc"
+    assert _history(client, there.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    top = [file.path for file in client.list_artifacts(there.info.run_id)]
+    assert sorted(top) == ["config.yaml", "env.json", "metrics.jsonl", "samples", "summary.json"]
+    samples = client.list_artifacts(there.info.run_id, "samples")
+    assert [file.path for file in samples] == ["samples/step-000010.parquet"]
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_a_sqlite_file_beside_the_runs_gets_everything(run, status):
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    assert _mirror(run, store, status) == []
+    _check_complete(store.uri, run, status)
+    assert list(Path.cwd().iterdir()) == []  # no ./mlruns, no ./mlflow.db where the user happens to be
+    assert sorted(path.name for path in run.path.parent.iterdir()) == ["first", "mlartifacts", "mlflow.db"]
+
+
+def test_a_folder_name_with_blanks_and_signs_is_no_trouble(run):
+    odd = run.path.parent.parent / "my runs %20 #1 é"
+    run.path.parent.rename(odd)
+    moved = RunFolder(odd / "first")
+    store = tracking_store(TrackingConfig(), odd, {})
+    assert _mirror(moved, store) == []
+    assert (odd / "mlflow.db").is_file()
+    _check_complete(store.uri, moved, "FINISHED")
+
+
+def test_a_resumed_run_goes_on_with_its_mlflow_run_and_sends_no_step_twice(run):
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    _mirror(run, store, "KILLED")
+    run.append_metrics({"step": 4, "train/reward": 1.0})
+    assert _mirror(run, store) == []
+    client, there = _only_run(store.uri)
+    assert there.info.status == "FINISHED"
+    assert [step for step, _ in _history(client, there.info.run_id, "train/reward")] == [1, 2, 3, 4]
+
+
+def test_a_run_that_was_deleted_at_mlflow_is_made_anew(run):
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    _mirror(run, store)
+    client, there = _only_run(store.uri)
+    client.delete_run(there.info.run_id)
+    assert _mirror(run, store) == []
+    _check_complete(store.uri, run, "FINISHED")
+
+
+def test_an_address_that_refuses_costs_one_warning_and_is_told_at_the_end(run):
+    warnings: list[str] = []
+    uri = NOWHERE.replace("//", "//me:secret@")
+    begin = time.monotonic()
+    said = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    assert time.monotonic() - begin < 25
+    warnings += said
+    assert len(warnings) == 1
+    assert "cannot be reached" in warnings[0]
+    assert len(closing) == 1
+    assert "3 steps" in closing[0]
+    assert "5 files" in closing[0]
+    assert "secret" not in warnings[0] + closing[0]
+    assert not any("\n" in line for line in warnings + closing)
+
+
+@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/no/such/folder/x.db", "databricks://none"])
+def test_a_bad_uri_costs_one_warning(run, uri):
+    warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    assert (len(warnings), len(closing)) == (1, 1)
+
+
+@contextmanager
+def _server_with(handler: type[BaseHTTPRequestHandler]):
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_answers_500_costs_one_warning(run):
+    class Broken(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(500)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with _server_with(Broken) as uri:
+        warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    assert (len(warnings), len(closing)) == (1, 1)
+    assert "500" in warnings[0]
+
+
+def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
+    """Two failures in the middle, one of them after MLflow had stored what it was sent."""
+    from bandpo_cli.tracking import mlflow_tracker
+    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    send, calls = MlflowMirror.send, []
+
+    def flaky(self, records):
+        calls.append(len(records))
+        if len(calls) == 1:
+            raise ConnectionError("gone")
+        send(self, records)
+        if len(calls) == 2:
+            raise TimeoutError("stored, but the answer was lost")
+
+    monkeypatch.setattr(MlflowMirror, "send", flaky)
+    monkeypatch.setattr(mlflow_tracker, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(mlflow_tracker, "LAST_TRIES", 3)
+    warnings = _mirror(run, store)
+    assert len(warnings) == 1
+    _check_complete(store.uri, run, "FINISHED")
+
+
+HANGING_RUN = """
+import sys, time
+from pathlib import Path
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.store import Store
+
+tracker = MlflowTracker(Store(sys.argv[1], "bandpo", None), Path(sys.argv[2]), print, finish_within_s=3.0)
+tracker.start("first", {"seed": 1}, {})
+slowest = 0.0
+for step in range(200):
+    begin = time.perf_counter()
+    tracker.log_metrics(step, {"step": step, "train/reward": 1.0})
+    slowest = max(slowest, time.perf_counter() - begin)
+    time.sleep(0.01)
+begin = time.perf_counter()
+tracker.finish("FINISHED", [])
+print("slowest", slowest, "finish", time.perf_counter() - begin)
+"""
+
+
+def test_a_store_that_never_answers_holds_up_neither_a_step_nor_the_end_of_the_process(run):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", HANGING_RUN, uri, str(run.path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    *lines, figures = done.stdout.splitlines()
+    assert "200 steps" in lines[-1]
+    _, slowest, _, finish = figures.split()
+    assert float(slowest) < 2.0  # MLflow's import takes the interpreter from the steps now and then, no more
+    assert float(finish) < 10.0  # 3 s, with room for a busy machine
+
+
+def test_a_run_in_a_new_process_prints_nothing_and_calls_nobody(run):
+    """MLflow's migrations, its telemetry threads and its log lines stay out of the way."""
+    code = (
+        "import sys, threading; from pathlib import Path\n"
+        "from bandpo_cli.config.tracking import TrackingConfig\n"
+        "from bandpo_cli.tracking.mlflow_tracker import open_tracker\n"
+        "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
+        "tracker.start('first', {}, {}); tracker.log_metrics(1, {'a': 1.0}); tracker.finish('FINISHED', [])\n"
+        "assert [t.name for t in threading.enumerate()] == ['MainThread'], threading.enumerate()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_runs_that_start_together_share_a_new_database(run):
+    """A sweep's first runs make the SQLite file and the experiment at the same time."""
+    folders = [RunFolder.create(run.path.parent, f"job-{i}") for i in range(4)]
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from bandpo_cli.config.tracking import TrackingConfig\n"
+        "from bandpo_cli.tracking.mlflow_tracker import open_tracker\n"
+        "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
+        "tracker.start('x', {}, {}); [tracker.log_metrics(i, {'a': 1.0}) for i in range(100)]\n"
+        "tracker.finish('FINISHED', [])\n"
+    )
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder.path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for folder in folders
+    ]
+    assert [job.communicate()[0] for job in jobs] == [""] * 4
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    client = _client(store.uri)
+    runs = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    assert [there.info.status for there in runs] == ["FINISHED"] * 4
+    assert all(len(_history(client, there.info.run_id, "a")) == 100 for there in runs)
+
+
+@pytest.mark.slow
+def test_a_real_server_gets_everything_through_http(run, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    command += ["--artifacts-destination", str(tmp_path / "server-files")]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, start_new_session=True)
+    try:
+        _wait_for(port, server)
+        uri = f"http://127.0.0.1:{port}"
+        assert _mirror(run, tracking_store(TrackingConfig(uri=uri), run.path.parent, {})) == []
+        _check_complete(uri, run, "FINISHED")
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def _wait_for(port: int, server: subprocess.Popen) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the server did not start within a minute")
+
+
+def test_nothing_is_tracked_when_it_is_switched_off(run):
+    tracker = open_tracker(TrackingConfig(mlflow=False), run.path, print)
+    assert isinstance(tracker, NullTracker)
+    tracker.start("first", {}, {})
+    tracker.log_metrics(1, {})
+    tracker.finish("FINISHED", [])
+    assert not (run.path.parent / "mlflow.db").exists()
+
+
+def test_finishing_a_run_that_never_started_says_nothing(run):
+    said: list[str] = []
+    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, said.append).finish("FAILED", [])
+    assert said == []
