@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import sys
 
+import typer
+
 from bandpo_cli.cli import app
 from bandpo_cli.errors import UserError
 
+INTERRUPTED = 130
+"""128 + SIGINT, as shells report a program stopped by Ctrl-C."""
+
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line and exit: 0 when all went well, 2 for a user's mistake, 130 for Ctrl-C."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_complain(str(error)))
+    except typer.TyperException as error:
+        if len(sys.argv) == 1:  # no command was given, and the help has been printed
+            sys.exit(2)
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "bandpo"
+        sys.exit(_complain(f"{message} (see {command} --help)"))
+    except typer.Abort:
+        print("stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

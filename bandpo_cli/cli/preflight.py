@@ -6,9 +6,13 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
+
+from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.cli.statement import method_stem
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.tasks import build_task
 from bandpo_cli.tracking.run_names import check_name, fresh_name
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -31,6 +35,23 @@ def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
             f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}"
         )
     return name
+
+
+def check_settings(config: RunConfig) -> None:
+    """Refuse settings whose mistakes only show when they are used.
+
+    Raises:
+        ConfigError: a divergence of the user's own that cannot be used, a model path that leads nowhere, or more
+            evaluation problems than the task keeps apart.
+    """
+    ratio_bounds(config.bounds)(np.zeros(1))
+    check_model_path(config.model.path)
+    heldout = len(build_task(config.task).heldout_problems())
+    if config.evaluation.every and config.evaluation.problems > heldout:
+        raise ConfigError(
+            f"evaluation.problems = {config.evaluation.problems}: task '{config.task.name}' keeps {heldout:,} problems "
+            f"apart for evaluation; use at most that many"
+        )
 
 
 def check_model_path(path: str) -> None:

@@ -25,7 +25,7 @@ Examples:
 def train(
     config: Annotated[
         list[Path] | None,
-        typer.Option("--config", "-c", help="YAML file of settings; repeatable, later files win."),
+        typer.Option("--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."),
     ] = None,
     method: Annotated[
         str | None,
@@ -75,8 +75,7 @@ def train(
     """Train a policy under a Band constraint and record the run."""
     from rich.console import Console
 
-    from bandpo_cli.cli.preflight import check_model_path, choose_name
-    from bandpo_cli.cli.run_training import run_training
+    from bandpo_cli.cli.preflight import check_settings, choose_name
     from bandpo_cli.cli.statement import cautions, describe_run, print_statement
     from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
 
@@ -95,12 +94,14 @@ def train(
     layers = [*map(read_layer, config or []), _flag_layer(flags), read_assignments(set_ or [])]
     resolved = resolve(layers)
     folder_name = choose_name(resolved, runs_dir, name)
-    check_model_path(resolved.model.path)
+    check_settings(resolved)
     console = Console()
     print_statement(console, describe_run(resolved), cautions(resolved))
     if dry_run:
         console.print(to_yaml(resolved), markup=False, highlight=False)
         return
+    from bandpo_cli.cli.run_training import run_training
+
     run_training(resolved, console, runs_dir, folder_name)
 
 

@@ -22,7 +22,8 @@ def _explain_one(finding: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value = finding["type"], finding["input"]
     if kind == "extra_forbidden":
         names = list(owner.model_fields) if owner else []
-        return f"{path}: no such setting{nearest(path.split('.')[-1], names)}; known here: {', '.join(names)}"
+        kind_of = f" of '{tag}'" if (tag := _only_tag(owner)) else ""
+        return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
     if kind == "union_tag_invalid":
         tag = str(finding["ctx"]["discriminator"]).strip("'")
         given = value.get(tag) if isinstance(value, dict) else value
@@ -39,6 +40,13 @@ def _explain_one(finding: ErrorDetails, model: type[BaseModel]) -> str:
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return f"{path} = {_short(value)}: a section is expected here, with keys below it"
     return f"{path} = {_short(value)}: {message[0].lower()}{message[1:]}"
+
+
+def _only_tag(owner: type[BaseModel] | None) -> str | None:
+    """Return the tag of one kind of a tagged choice, e.g. `clip`; None for an ordinary section."""
+    first = next(iter(owner.model_fields.values())) if owner else None
+    values = get_args(first.annotation) if first else ()
+    return str(values[0]) if len(values) == 1 and isinstance(values[0], str) else None
 
 
 def _short(value: Any) -> str:

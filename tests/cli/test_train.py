@@ -1,0 +1,166 @@
+"""`bandpo train` as a user types it: the run, the record, and the one line that a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = [
+    "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[1,4]",
+]  # fmt: skip
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules.update(torch=None, transformers=None, mlflow=None);"
+    "from bandpo_cli.__main__ import main; main()"
+)
+"""Any import of these fails: what a mistake costs must not include loading them."""
+
+
+def bandpo(
+    *arguments: str, cwd: Path, code: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    start = ["-c", code] if code else ["-m", "bandpo_cli"]
+    env = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {"COLUMNS": "100", **environment}
+    return subprocess.run(
+        [sys.executable, *start, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=240
+    )
+
+
+def test_a_run_from_an_empty_folder(tmp_path: Path) -> None:
+    done = bandpo("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("Band of the kl trust region", "4 prompts × 4 = 16 completions", "step 2/2", "held-out", "runs/first"):
+        assert part in done.stdout
+    assert "\x1b" not in done.stdout, "colour codes outside a terminal"
+    folder = tmp_path / "runs" / "first"
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoints/step-000002/config.json"):
+        assert (folder / name).is_file(), name
+    assert {"accuracy.png", "entropy.png", "clip.png", "clip_map.png"} <= {p.name for p in (folder / "plots").iterdir()}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("FINISHED", 2)
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["first"]
+
+
+def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
+    first = bandpo("train", *SMALL, "--seed", "3", "--delta", "0.2", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    again = bandpo("train", "--config", "runs/a/config.yaml", "--name", "b", cwd=tmp_path)
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    a, b = (
+        [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
+            for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("a", "b")
+    )
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--divergence", "k1"], ["bounds.divergence = 'k1'", "did you mean 'kl'"]),
+        (["--method", "clipp"], ["bounds.method = 'clipp'", "did you mean 'clip'"]),
+        (["--method", "clip", "--delta", "0.1"], ["bounds.delta", "of 'clip'", "eps_high"]),
+        (["--delta", "0"], ["bounds.delta = 0", "greater than 0"]),
+        (["--delta=-1"], ["bounds.delta = -1", "greater than 0"]),
+        (["--delta", "abc"], ["--delta"]),
+        (["--detla", "1"], ["--detla", "--delta"]),
+        (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
+        (["--set", "optim.lr"], ["section.key=value"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+        (["--model", "./nowhere"], ["./nowhere", "no such folder"]),
+        (["--model", "embeded"], ["embeded", "did you mean 'embedded'"]),
+        (["--task", "countdow"], ["task.name", "countdown"]),
+        (["--sampler", "transformer"], ["sampling.engine", "did you mean 'transformers'"]),
+        (["--name", "../x"], ["../x"]),
+        (["--steps", "0"], ["steps = 0"]),
+        (["--divergence", "nomodule:f"], ["nomodule"]),
+        (["--set", "evaluation.problems=1000000"], ["evaluation.problems"]),
+    ],
+)
+def test_a_mistake_gets_one_line_before_anything_loads(
+    tmp_path: Path, arguments: list[str], parts: list[str]
+) -> None:
+    done = bandpo("train", *arguments, cwd=tmp_path, code=WITHOUT_TORCH)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing may be written"
+
+
+def test_a_taken_name_is_refused_and_the_run_untouched(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    done = bandpo("train", "--name", "a", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert done.returncode == 2
+    assert "--name a-2" in done.stderr
+    assert not list((tmp_path / "runs" / "a").iterdir())
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    done = bandpo("train", "--model", "./model", "--no-mlflow", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "model.path = './model'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:
+    done = bandpo("train", "--method", "clip", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    assert "method: clip" in done.stdout
+    assert "delta" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_update_a_batch_is_warned_about(tmp_path: Path) -> None:
+    done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert "clipping can never bind" in done.stdout
+    assert "never bind" not in bandpo("train", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH).stdout
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_run(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    done = bandpo("train", *SMALL, "--name", "mirrored", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db" in done.stdout
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["bounds.divergence"] == "kl"
+    history = client.get_metric_history(run.info.run_id, "train/entropy")
+    assert sorted(point.step for point in history) == [1, 2]
+    assert {"config.yaml", "plots", "samples"} <= {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert not (tmp_path / "mlruns").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_with_its_record(tmp_path: Path) -> None:
+    import signal
+    import time
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", "train", *SMALL, "--steps", "500", "--name", "a", "--no-mlflow"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert summary["status"] == "KILLED"
+    assert summary["steps"] == json.loads(metrics.read_text().splitlines()[-1])["step"]
