@@ -140,11 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)
     model = build_model(tokenizer)
     warm_start(model, tokenizer, task.train_problems(), options.steps, options.seed)
-    figures = measure(model, tokenizer, task, task.heldout_problems()[:HELDOUT_PROBLEMS], options.seed)
-    print(f"held-out {figures}")
-
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
+
+    figures = measure(model, tokenizer, task, task.heldout_problems()[:HELDOUT_PROBLEMS], options.seed)
+    print(f"held-out {figures}")
     card = model_card(options.steps, options.seed, figures)
     (options.out / "README.md").write_text(card, encoding="utf-8")
 
