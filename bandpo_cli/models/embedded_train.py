@@ -115,9 +115,9 @@ is the model that bandpo trains when none is named. Made in the project by
 
     python -m bandpo_cli.models.embedded_train --out FOLDER --steps {steps} --seed {seed}
 
-with torch {torch.__version__}, transformers {transformers.__version__}: {steps} supervised steps of batch
-{BATCH_SIZE}, seed {seed}, on random answers to the training problems of the task's default settings. On the
-first {HELDOUT_PROBLEMS} held-out problems, at temperature 1 and 16 samples a problem:
+with torch {torch.__version__}, transformers {transformers.__version__}, CPU threads: {torch.get_num_threads()}.
+That is {steps} supervised steps of batch {BATCH_SIZE} on random answers to the training problems of the task's
+default settings. On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
 
 | mean@16 | pass@16 | entropy, nats a token |
 |---|---|---|
