@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from bandpo_cli.tracking.environment import redact
 from bandpo_cli.tracking.files import write_json
 from bandpo_cli.tracking.mlflow_names import MAX_METRICS_A_BATCH, MAX_PARAMS_A_BATCH, finite_metrics
+from bandpo_cli.tracking.sqlite_store import prepare_store
 from bandpo_cli.tracking.store import Store
 
 LINK = "mlflow.json"
@@ -127,8 +128,13 @@ class MlflowMirror:
 def _client(uri: str) -> Any:
     for key, value in _QUIET.items():
         os.environ.setdefault(key, value)
+    import mlflow.store.db.utils
     from mlflow.tracking import MlflowClient
 
+    # A database that is away is tried ten times by MLflow, for 25 minutes and three lines on stderr each: it has
+    # no setting for that. The tracker tries again itself.
+    mlflow.store.db.utils.MAX_RETRY_COUNT = 0
+    prepare_store(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 

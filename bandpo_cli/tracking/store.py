@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.tracking.sqlite_store import sqlite_path, sqlite_uri
 
 _WITH_OWN_FILES = ("http", "https", "databricks", "uc", "file", "")
 """Kinds of store that say themselves where a run's files go; a bare path is a file store."""
@@ -33,8 +34,7 @@ class Store:
 def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str, str] = os.environ) -> Store:
     """Return the store of `config.uri`, else of MLFLOW_TRACKING_URI, else `mlflow.db` in the runs folder."""
     runs_dir = runs_dir.absolute()
-    ours = f"sqlite:///{(runs_dir / 'mlflow.db').as_posix()}"
-    uri = config.uri or environ.get("MLFLOW_TRACKING_URI") or ours
+    uri = config.uri or environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(runs_dir / "mlflow.db")
     return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
 
 
@@ -42,8 +42,8 @@ def _artifact_location(uri: str, runs_dir: Path) -> str | None:
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else ""
     if scheme in _WITH_OWN_FILES or uri == "databricks":
         return None
-    database = uri.partition("///")[2] if scheme == "sqlite" else ""
-    folder = Path(database).absolute().parent if database else runs_dir
+    database = sqlite_path(uri)
+    folder = database.absolute().parent if database else runs_dir
     return (folder / "mlartifacts").as_uri()
 
 
@@ -51,15 +51,15 @@ def ui_command(uri: str) -> str:
     """Return what to type, or which address to open, to see the curves of the store `uri`."""
     if uri.startswith(("http://", "https://", "databricks")):
         return uri
-    prefix, slashes, database = uri.partition("sqlite:///")
-    if slashes and not prefix:
-        uri = f"sqlite:///{_from_here(database)}"
+    database = sqlite_path(uri)
+    if database:
+        uri = sqlite_uri(_from_here(database))
     return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
-def _from_here(path: str) -> str:
+def _from_here(path: Path) -> Path:
     """Return `path` as seen from the current folder if it lies under it: shorter to read and to type."""
     try:
-        return Path(path).absolute().relative_to(Path.cwd()).as_posix()
+        return path.absolute().relative_to(Path.cwd())
     except ValueError:
         return path

@@ -76,7 +76,12 @@ def test_a_sqlite_file_beside_the_runs_gets_everything(run, status):
     assert _mirror(run, store, status) == []
     _check_complete(store.uri, run, status)
     assert list(Path.cwd().iterdir()) == []  # no ./mlruns, no ./mlflow.db where the user happens to be
-    assert sorted(path.name for path in run.path.parent.iterdir()) == ["first", "mlartifacts", "mlflow.db"]
+    assert sorted(path.name for path in run.path.parent.iterdir()) == [
+        ".mlflow.db.lock",
+        "first",
+        "mlartifacts",
+        "mlflow.db",
+    ]
 
 
 def test_a_folder_name_with_blanks_and_signs_is_no_trouble(run):
@@ -310,3 +315,21 @@ def test_finishing_a_run_that_never_started_says_nothing(run):
     said: list[str] = []
     MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, said.append).finish("FAILED", [])
     assert said == []
+
+
+def test_a_database_that_is_away_costs_one_warning_and_no_lines_of_mlflow(run, capfd):
+    """MLflow itself would try for 25 minutes, and hold a lock of its own meanwhile."""
+    store = Store(f"sqlite:///{run.path}/no/such/folder/x.db", "bandpo", None)
+    (run.path / "no").write_text("a file where the folder should be")
+    warnings = _mirror(run, store, say=(closing := []).append)
+    assert (len(warnings), len(closing)) == (1, 1)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_first_run_that_was_killed_while_it_made_the_database_spoils_no_later_one(run):
+    half = run.path.parent / ".mlflow.db.new"
+    half.write_bytes(b"SQLite format 3\0 and no more")
+    store = tracking_store(TrackingConfig(), run.path.parent, {})
+    assert _mirror(run, store) == []
+    _check_complete(store.uri, run, "FINISHED")
+    assert not half.exists()

@@ -16,7 +16,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.tracking import files
 from bandpo_cli.tracking.run_folder import RunFolder, read_metrics, step_of
 from bandpo_cli.tracking.run_names import fresh_name
-from bandpo_cli.tracking.tables import TOKEN_COLUMNS, sample_rows
+from bandpo_cli.tracking.tables import sample_rows
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 

@@ -1,0 +1,129 @@
+"""The clip map: which tokens of a step were clipped, by how probable they were and how far they moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from numpy.typing import NDArray
+
+from bandpo_cli.reports import style
+from bandpo_cli.tracking.run_folder import step_of
+from bandpo_cli.tracking.tables import TOKEN_COLUMNS
+
+Floats = NDArray[np.float64]
+
+MOST_POINTS = 20_000
+"""More points than this hide each other: the rest is left out, evenly, the clipped tokens last."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one step; every array has one entry a token.
+
+    Attributes:
+        prob: probability under the policy that sampled them.
+        ratio: new probability / old one, when the update was taken.
+        lower, upper: the bounds of the ratio; infinity for none.
+        advantage: its sign says which bound counts.
+    """
+
+    prob: Floats
+    ratio: Floats
+    lower: Floats
+    upper: Floats
+    advantage: Floats
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """Clipped: the clamp binds and the gradient is zero."""
+        up = (self.advantage > 0) & (self.ratio > self.upper)
+        return up | ((self.advantage < 0) & (self.ratio < self.lower))
+
+    @property
+    def outside(self) -> NDArray[np.bool_]:
+        """Outside the interval, whatever the sign of the advantage."""
+        return (self.ratio > self.upper) | (self.ratio < self.lower)
+
+
+def draw_clip_map(folder: Path, about: str) -> Path | None:
+    """Draw `plots/clip_map.png` from the latest token table of the run in `folder`; None when it has none."""
+    tables = sorted((folder / "tokens").glob("step-*.parquet"))
+    tokens = read_tokens(tables[-1]) if tables else None
+    if tokens is None:
+        return None
+    figure, (axes,) = style.new_figure(
+        "Clip map", f"{about} · step {step_of(tables[-1])} · one point a token"
+    )
+    low, high = _ratio_limits(tokens)
+    _draw_band(axes, tokens, low, high)
+    _draw_tokens(axes, tokens)
+    axes.set(xscale="log", yscale="log", xlim=(tokens.prob.min() / 1.3, 1.25), ylim=(low, high))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
+    style.key(axes, columns=3)
+    return style.save(figure, folder / "plots" / "clip_map.png")
+
+
+def read_tokens(path: Path) -> Tokens | None:
+    """Return the tokens of a table, without those that have no place on log axes; None when none is left."""
+    table = pq.read_table(path)
+    columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
+    prob = np.exp(columns["old_logprob"])
+    shown = (prob > 0) & np.isfinite(columns["ratio"]) & (columns["ratio"] > 0)
+    if not shown.any():
+        return None
+    names = ("ratio", "lower", "upper", "advantage")
+    return Tokens(prob[shown], *(columns[name][shown] for name in names))
+
+
+def _ratio_limits(tokens: Tokens) -> tuple[float, float]:
+    """Return the span of the y axis: nearly all ratios and the usual bounds, without the far tails."""
+    lowest, highest = np.quantile(tokens.ratio, [0.0005, 0.9995])
+    upper = tokens.upper[np.isfinite(tokens.upper)]
+    lower = tokens.lower[tokens.lower > 0]
+    highest = max(highest, np.quantile(upper, 0.9) if upper.size else 1.0)
+    lowest = min(lowest, np.quantile(lower, 0.1) if lower.size else 1.0)
+    return float(np.clip(lowest / 1.25, 1e-3, 0.7)), float(np.clip(highest * 1.25, 1.4, 1e3))
+
+
+def _draw_band(axes: Axes, tokens: Tokens, low: float, high: float) -> None:
+    order = np.argsort(tokens.prob)
+    prob = tokens.prob[order]
+    lower, upper = np.maximum(tokens.lower[order], low), np.minimum(tokens.upper[order], high)
+    axes.fill_between(prob, lower, upper, color=style.SKY, alpha=0.20, linewidth=0, label="allowed interval")
+    axes.plot(prob, lower, color=style.BLUE, linewidth=1.6)
+    axes.plot(prob, upper, color=style.BLUE, linewidth=1.6)
+    limit = np.geomspace(prob[0] / 1.3, 1.0, 200)
+    axes.plot(
+        limit, 1 / limit, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), label="limit 1/p: certainty"
+    )
+    axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
+
+
+def _draw_tokens(axes: Axes, tokens: Tokens) -> None:
+    """Draw the quiet tokens first, the clipped ones on top, each kind with its share of all."""
+    active = tokens.active
+    kept = tokens.outside & ~active
+    kinds = (
+        (~tokens.outside, "inside", style.MUTED, 5, 0.35),
+        (kept, "outside, gradient kept", style.ORANGE, 12, 0.8),
+        (active, "clipped, gradient zero", style.RED, 14, 0.9),
+    )
+    for chosen, text, color, size, alpha in kinds:
+        at = np.flatnonzero(chosen)
+        name = f"{text} ({_percent(len(at) / len(chosen))})"
+        at = at[:: max(1, -(-len(at) // MOST_POINTS))]
+        axes.scatter(
+            tokens.prob[at], tokens.ratio[at], s=size, color=color, alpha=alpha, linewidth=0, label=name
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.4g} %"

@@ -1,0 +1,187 @@
+"""The pictures of one run, drawn from its folder alone: `plots/*.png`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from bandpo_cli.reports import style
+from bandpo_cli.reports.clip_map import draw_clip_map
+from bandpo_cli.tracking.run_folder import read_metrics
+
+Record = Mapping[str, Any]
+Series = tuple[list[int], list[float]]
+"""Steps and values, of the steps that have one."""
+
+
+def plot_run(folder: Path) -> list[Path]:
+    """Draw what the run in `folder` has data for, return the files in `plots/`.
+
+    A picture without data is left out. Raises UserError for a broken `metrics.jsonl`.
+    """
+    records = read_metrics(folder / "metrics.jsonl")
+    about = describe_run(folder)
+    drawn = [draw(records, about, folder / "plots") for draw in (plot_accuracy, plot_entropy, plot_clip)]
+    drawn.append(draw_clip_map(folder, about))
+    return [path for path in drawn if path is not None]
+
+
+def describe_run(folder: Path) -> str:
+    """Return the run's name and method in a line, `kl-a · band kl, δ 0.05`; the name alone without a config."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        bounds = config["bounds"]
+        words = [bounds["method"]]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return folder.resolve().name
+    if bounds["method"] == "band":
+        words += [f"{bounds.get('divergence', 'kl')},", f"δ {bounds.get('delta', 0.05):g}"]
+    return f"{folder.resolve().name} · {' '.join(words)}"
+
+
+def series(records: Iterable[Record], name: str) -> Series:
+    """Return the steps and values of `name`, leaving out the steps without one."""
+    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in found], [float(value) for _, value in found]
+
+
+def smooth(values: Sequence[float]) -> tuple[list[float], int]:
+    """Return the centred mean over a window of steps, and its width: an odd 1/15 of them, at most 51.
+
+    At both ends the window is cut off, so the mean there is of fewer steps, not of invented ones.
+    """
+    half = min(len(values) // 30, 25)
+    totals = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    means = (totals[high] - totals[low]) / (high - low)
+    return [float(mean) for mean in means], 2 * half + 1
+
+
+def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int], path: Path) -> Path:
+    for axes in panels:
+        style.steps_axis(axes, steps)
+        style.key(axes, columns=4 if len(panels) == 1 else 2)
+    return style.save(figure, path)
+
+
+def _line(axes: Axes, points: Series, name: str, color: Any, faint: bool = True) -> None:
+    """Draw the smoothed curve, with the values themselves faint behind it; a lone value as a dot."""
+    steps, values = points
+    means, width = smooth(values)
+    if faint and width > 1:
+        axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
+    axes.plot(
+        steps,
+        means,
+        color=color,
+        linewidth=2.2,
+        solid_capstyle="round",
+        marker="o" if len(steps) == 1 else None,
+        label=name,
+    )
+
+
+def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | None:
+    """Draw training accuracy and every evaluation's mean@n and pass@k over the steps."""
+    train = series(records, "train/accuracy")
+    names = sorted({name for record in records for name in record if _EVAL.fullmatch(name)}, key=_eval_order)
+    shown = [(name, series(records, name)) for name in names]
+    steps = [step for _, points in [("", train), *shown] for step in points[0]]
+    if not steps:
+        return None
+    figure, (axes,) = style.new_figure("Accuracy", about)
+    if train[0]:
+        _line(axes, train, "training, sampled answers", style.MUTED)
+    tasks = sorted({_eval_parts(name)[0] for name in names})
+    for name, (at, values) in shown:
+        task, measure, count = _eval_parts(name)
+        mean = measure == "mean"
+        axes.plot(
+            at,
+            values,
+            color=style.CYCLE[tasks.index(task) % len(style.CYCLE)],
+            linestyle="-" if mean else (0, (4, 2)),
+            linewidth=2.2 if mean else 1.6,
+            marker="o",
+            markersize=6,
+            markerfacecolor=None if mean else "white",
+            label=f"{task} {measure}@{count}",
+            clip_on=False,
+            zorder=3,
+        )
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    style.label(axes, "step", "correct answers")
+    return _finish(figure, [axes], steps, plots / "accuracy.png")
+
+
+_EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+)")
+
+
+def _eval_parts(name: str) -> tuple[str, str, int]:
+    match = _EVAL.fullmatch(name)
+    assert match is not None
+    return match[1], match[2], int(match[3])
+
+
+def _eval_order(name: str) -> tuple[str, str, int]:
+    return _eval_parts(name)
+
+
+def plot_entropy(records: Sequence[Record], about: str, plots: Path) -> Path | None:
+    """Draw the entropy of the policy, in nats a token, over the steps."""
+    points = series(records, "train/entropy")
+    if not points[0]:
+        return None
+    figure, (axes,) = style.new_figure("Entropy of the policy", about)
+    _line(axes, points, "mean of the sampled tokens, under the policy that sampled them", style.BLUE)
+    axes.set_ylim(0, 1.08 * max(*points[1], 0.01))
+    style.label(axes, "step", "entropy, nats a token")
+    return _finish(figure, [axes], points[0], plots / "entropy.png")
+
+
+_CLIP_LINES = (
+    ("clip/outside_fraction", "outside the interval", style.MUTED),
+    ("clip/active_fraction", "active: gradient zero", style.INK),
+    ("clip/upper_fraction", "of these at the upper bound", style.RED),
+    ("clip/lower_fraction", "of these at the lower bound", style.BLUE),
+)
+
+
+def plot_clip(records: Sequence[Record], about: str, plots: Path) -> Path | None:
+    """Draw the share of clipped tokens over the steps and, where recorded, that of each range of probability."""
+    lines = [(series(records, name), text, color) for name, text, color in _CLIP_LINES]
+    lines = [line for line in lines if line[0][0]]
+    if not lines:
+        return None
+    bins = probability_bins({name for record in records for name in record})
+    figure, panels = style.new_figure("Clipped tokens", about, panels=2 if bins else 1)
+    for points, text, color in lines:
+        _line(panels[0], points, text, color, faint=False)
+    style.label(panels[0], "step", "share of all tokens")
+    for index, (name, text) in enumerate(bins):
+        shade = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
+        _line(panels[1], series(records, name), text, shade, faint=False)
+    if bins:
+        style.label(panels[1], "step", "active, share of the tokens of that probability")
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return _finish(figure, panels, lines[0][0][0], plots / "clip.png")
+
+
+def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the metrics `clip/active_fraction/p_<low>_<high>` among `names`, rare tokens first, with a text each."""
+    found = [re.fullmatch(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)", name) for name in names]
+    matches = sorted((match for match in found if match), key=lambda match: float(match[1]))
+    return [(match[0], f"p {match[1]} – {match[2]}") for match in matches]
