@@ -69,6 +69,17 @@ def output_dtype(x: Array) -> Any:
     return xp.float32 if floating and x.dtype.itemsize < 8 else xp.float64
 
 
+def pick(table: Array, index: Array) -> Array:
+    """`table[index]` in one dimension, by the faster way that torch has for it."""
+    return table.index_select(0, index) if is_tensor(table) else table[index]
+
+
+def no_flags(x: Array) -> Array:
+    """Booleans of the shape of `x`, all False."""
+    xp = namespace(x)
+    return xp.zeros_like(x, dtype=xp.bool if is_tensor(x) else np.bool_)
+
+
 def empty_like(x: Array, dtype: Any) -> Array:
     """An array of the shape and place of `x`, of another type."""
     return namespace(x).empty_like(x, dtype=dtype)
@@ -79,8 +90,14 @@ def to_float64(x: Array) -> Array:
     return x.double() if is_tensor(x) else np.asarray(x, dtype=np.float64)
 
 
+def cast(x: Array, dtype: Any) -> Array:
+    """`x` in another type of its own library, truncating towards 0."""
+    return x.to(dtype) if is_tensor(x) else x.astype(dtype)
+
+
 def blocks(x: Array) -> Iterator[slice]:
-    """Slices that cover the one-dimensional `x`: cache-sized on a CPU, one on an accelerator."""
-    size = CPU_BLOCK if asking_is_free(x) else max(len(x), 1)
+    """Equal slices that cover the one-dimensional `x`: cache-sized on a CPU, one on an accelerator."""
+    count = -(-len(x) // CPU_BLOCK) if asking_is_free(x) else 1
+    size = max(-(-len(x) // max(count, 1)), 1)
     for begin in range(0, len(x), size):
         yield slice(begin, begin + size)

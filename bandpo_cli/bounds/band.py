@@ -18,7 +18,7 @@ from bandpo_cli.bounds.arrays import (
     to_float64,
 )
 from bandpo_cli.bounds.divergences import Divergence, find
-from bandpo_cli.bounds.values import RatioBounds, tokens_of
+from bandpo_cli.bounds.values import RatioBounds, Tokens
 from bandpo_cli.errors import ConfigError
 
 
@@ -57,26 +57,25 @@ def band_bounds(
 
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
     with quiet(x):
-        flat = x.reshape(-1)
-        lower, upper = (empty_like(flat, output_dtype(x)) for _ in range(2))
+        flat, dtype = x.reshape(-1), output_dtype(x)
+        lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
         for part in blocks(flat):
-            lower[part], upper[part] = _inside_the_simplex(
-                to_float64(flat[part]), divergence, delta, max_ratio
-            )
+            logp = namespace(x).clip(to_float64(flat[part]), None, 0.0)
+            roots = divergence.roots(Tokens(_without_nan(logp), short=dtype == namespace(x).float32), delta)
+            lower[part], upper[part] = _clamp(roots, logp, max_ratio)
         return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
-def _inside_the_simplex(
-    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None
-) -> RatioBounds:
-    """Roots, clamped to 0 ≤ lower ≤ 1 ≤ upper ≤ 1/p and to the cap; a NaN becomes [1, 1]."""
+def _without_nan(logp: Array) -> Array:
+    return namespace(logp).nan_to_num(logp, nan=0.0, neginf=-math.inf)
+
+
+def _clamp(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
+    """0 ≤ lower ≤ 1 ≤ upper ≤ cap; a NaN on the way in becomes [1, 1]."""
     xp = namespace(logp)
-    logp = xp.clip(logp, None, 0.0)
-    tokens = tokens_of(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf))
-    roots = divergence.roots(tokens, delta)
-    # min and max hand a NaN of either side on: log p ≤ 0 never wins against a bound, unless it is NaN.
+    # max hands a NaN of either side on, and log p ≤ 0 never wins against a bound otherwise.
     lower = xp.maximum(xp.clip(roots.lower, 0.0, 1.0), logp)
-    upper = xp.maximum(xp.clip(xp.minimum(roots.upper, 1.0 / tokens.p), 1.0, max_ratio), logp)
+    upper = xp.maximum(xp.clip(roots.upper, 1.0, max_ratio), logp)
     return RatioBounds(*(xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in (lower, upper)))
 
 

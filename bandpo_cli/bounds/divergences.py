@@ -20,7 +20,7 @@ class Divergence:
     Attributes:
         region: what the trust region bounds, for people.
         f: its generator, `f(u, u−1)`.
-        solve: roots of g(p, r) = δ in closed form or by a method of its own; None for the generic solver.
+        solve: its Band in closed form or by a method of its own; None for the generic solver.
     """
 
     region: str
@@ -28,7 +28,7 @@ class Divergence:
     solve: Callable[[Tokens, float], RatioBounds] | None = None
 
     def roots(self, tokens: Tokens, delta: float) -> RatioBounds:
-        """Ratios at which g(p, r) = δ, or those of the simplex; not yet clamped. Shapes (T,)."""
+        """Ratios at which g(p, r) = δ; the upper at most 1/p, the lower not yet clamped at 0. Shapes (T,)."""
         return self.solve(tokens, delta) if self.solve else solver.solve(self.f, tokens, delta)
 
 
@@ -61,7 +61,7 @@ def divergence_at(divergence: Divergence, tokens: Tokens, ratio: float) -> float
 
     `tokens` hold one token, as numpy arrays of shape (1,). inf where no radius is enough, as r = 1/p for kl.
     """
-    xp, (_, p, m) = namespace(tokens.p), tokens
+    xp, p, m = namespace(tokens.p), tokens.p, tokens.m
     x = xp.zeros_like(p) + (ratio - 1.0)
     other_x = xp.clip(-p * x / m, -1.0, None)
     terms = p * divergence.f(1.0 + x, x) + m * divergence.f(1.0 + other_x, other_x)

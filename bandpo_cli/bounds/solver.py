@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bandpo_cli.bounds import table
-from bandpo_cli.bounds.arrays import Array, asking_is_free, namespace
+from bandpo_cli.bounds.arrays import Array, asking_is_free, namespace, no_flags
 from bandpo_cli.bounds.generators import Generator
 from bandpo_cli.bounds.values import RatioBounds, Tokens
 
 _FARTHEST = 700.0  # exp(709) overflows
 _STEPS = 48  # halving alone takes 700 to 2e-12 in 48, and interpolation does the rest
-_NEAR_STEPS = 6  # what a start from the table needs wherever the root is smooth
+_SETTLED = 1e-7  # a last correction below it leaves an error of its product with the squared margin
 _TOLERANCE = 2.0**-45  # absolute, in t: a relative error of 3e-14 in a ratio
 
 
@@ -44,21 +44,15 @@ class Roots:
         return self._saturate(t, s, delta, side)
 
     def from_table(self, s: Array, delta: float, side: int) -> Array:
-        """The same from a narrow bracket around the table's line; what that does not hold is searched in full."""
+        """The same, by two interpolations around the table's line; what they do not settle is searched in full."""
         xp = namespace(s)
         guess = table.start(self, s, delta, side)
-        margin = 1e-4 * (1.0 + abs(guess))
-        low, high = guess - margin * side, guess + margin * side
-        at_low, at_high = self._excess(s, delta, low), self._excess(s, delta, high)
-        held = (at_low < 0.0) & (at_high > 0.0)
-        near = (low, high, at_low, at_high)
-        full = self._full_bracket(s, delta, side)
-        bracket = tuple(xp.where(held, a, b) for a, b in zip(near, full, strict=True))
+        margin = side * (2e-4 if side > 0 else 1e-4 * (1.0 + abs(guess)))
+        t, settled = _interpolate(lambda x: self._excess(s, delta, x), guess - margin, guess + margin)
         if not asking_is_free(s):
-            return self._saturate(self._search(s, delta, bracket, _STEPS)[0], s, delta, side)
-        t, done = self._search(s, delta, bracket, _NEAR_STEPS)
+            return xp.where(settled, t, self(s, delta, side))
         t = self._saturate(t, s, delta, side)
-        (rest,) = xp.where(~done & xp.isfinite(t))
+        (rest,) = xp.where(~(settled | xp.isinf(t)))
         if len(rest):
             t[rest] = self(s[rest], delta, side)
         return t
@@ -87,6 +81,17 @@ class Roots:
         return chandrupatla(lambda t: self._excess(s, delta, t), bracket, steps)
 
 
+def _interpolate(excess: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
+    """Root between `low` and `high` by the chord and then the inverse quadratic, and where that can be trusted."""
+    at_low, at_high = excess(low), excess(high)
+    slope = (high - low) / (at_high - at_low)
+    x = low - at_low * slope
+    at_x = excess(x)
+    first, second = (x - low) / (at_x - at_low), (high - x) / (at_high - at_x)
+    step = at_x * (first - at_low * (second - first) / (at_high - at_low))
+    return x - step, (at_low < 0.0) & (at_high > 0.0) & (abs(step) < _SETTLED)
+
+
 def chandrupatla(
     excess: Callable[[Array], Array], bracket: tuple[Array, ...], steps: int
 ) -> tuple[Array, Array]:
@@ -97,7 +102,7 @@ def chandrupatla(
     a, b, fa, fb = bracket
     xp = namespace(a)
     fraction: Array = 0.5
-    done = xp.zeros_like(a, dtype=xp.bool) if xp.__name__ == "torch" else xp.zeros_like(a, dtype=bool)
+    done = no_flags(a)
     best = a
     for _ in range(steps):
         x = a + fraction * (b - a)
@@ -138,4 +143,5 @@ def solve(f: Generator, tokens: Tokens, delta: float) -> RatioBounds:
     least, _, most_other, _ = _ratios(s, fall)
     most, _, least_other, _ = _ratios(s, rise)
     most = xp.where(xp.isfinite(rise), most, 1.0 / s) * (s / tokens.p)
-    return RatioBounds(xp.where(common, least_other, least), xp.where(common, most_other, most))
+    upper = xp.minimum(xp.where(common, most_other, most), 1.0 / tokens.p)
+    return RatioBounds(xp.where(common, least_other, least), upper)

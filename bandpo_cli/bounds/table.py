@@ -7,11 +7,11 @@ so a look-up costs no logarithm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from bandpo_cli.bounds.arrays import Array, arange, namespace, place
+from bandpo_cli.bounds.arrays import Array, arange, namespace, pick, place
 
 RootFinder = Callable[[Array, float, int], Array]
 """`root(s, delta, side)`: the natural parameter t of the new probability; side +1 for t > 0, −1 for t < 0."""
@@ -29,9 +29,7 @@ WORTHWHILE = 4 * _EDGES
 
 
 @lru_cache(maxsize=64)
-def _lines(
-    root: RootFinder, delta: float, side: int, kind: Hashable, xp: Any, device: Any
-) -> tuple[Array, Array]:
+def _lines(root: RootFinder, delta: float, side: int, kind: str, xp: Any, device: Any) -> tuple[Array, Array]:
     """Intercepts and slopes of t against s in each bin. `kind` keeps traced tensors out of the real ones' table."""
     edges = ((arange(_EDGES, xp, device) + _FIRST) << _SHIFT).view(xp.float64)
     t = root(edges, delta, side)
@@ -42,6 +40,6 @@ def _lines(
 def start(root: RootFinder, s: Array, delta: float, side: int) -> Array:
     """The root at s in [SMALLEST, ½] to about 3e-5·(1+|t|), NaN in a bin where it ceases to exist. Shape of `s`."""
     xp = namespace(s)
-    intercepts, slopes = _lines(root, delta, side, type(s), xp, place(s))
+    intercepts, slopes = _lines(root, delta, side, type(s).__qualname__, xp, place(s))
     bins = (s.view(xp.int64) >> _SHIFT) - _FIRST
-    return intercepts[bins] + slopes[bins] * s
+    return pick(intercepts, bins) + pick(slopes, bins) * s

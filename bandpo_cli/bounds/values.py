@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from bandpo_cli.bounds.arrays import Array, namespace
@@ -19,21 +21,24 @@ class RatioBounds(NamedTuple):
     upper: Array
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """Probabilities of the sampled tokens under π_old, in float64, accurate at both ends.
 
     Attributes:
         logp: log p ≤ 0, never NaN. Shape (T,).
-        p: the probability, shape (T,).
-        m: 1−p, computed from log p and so accurate where p rounds to 1. Shape (T,).
+        short: a float32 result is wanted, so a relative error of 1e-8 is as good as none.
     """
 
     logp: Array
-    p: Array
-    m: Array
+    short: bool
 
+    @cached_property
+    def p(self) -> Array:
+        """The probability, shape (T,)."""
+        return namespace(self.logp).exp(self.logp)
 
-def tokens_of(logp: Array) -> Tokens:
-    """Both p and 1−p from float64 log-probabilities."""
-    xp = namespace(logp)
-    return Tokens(logp, xp.exp(logp), -xp.expm1(logp))
+    @cached_property
+    def m(self) -> Array:
+        """1−p, from log p and so accurate where p rounds to 1. Shape (T,)."""
+        return -namespace(self.logp).expm1(self.logp)
