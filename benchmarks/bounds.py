@@ -19,7 +19,8 @@ from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
 
 DELTA = 0.05
-PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+PLAIN: dict[str, Elementwise] = {
     "kl": lambda u: -u.log(),  # the linear parts of f cancel in the sum, so the shortest form is taken
     "reverse-kl": lambda u: u * u.log(),
     "tv": lambda u: 0.5 * (u - 1).abs(),
@@ -35,11 +36,14 @@ def logprobs(count: int, device: str) -> torch.Tensor:
     """Float32 log-probabilities of shape (count,)."""
     generator = torch.Generator().manual_seed(0)
     draw = torch.rand(count, generator=generator)
-    frequent, rare = -0.1 * torch.rand(count, generator=generator), -40.0 * torch.rand(count, generator=generator) ** 3
+    frequent, rare = (
+        -0.1 * torch.rand(count, generator=generator),
+        -40.0 * torch.rand(count, generator=generator) ** 3,
+    )
     return torch.where(draw < 2 / 3, frequent, rare).to(device)
 
 
-def bisection(old_logprobs: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def bisection(old_logprobs: torch.Tensor, f: Elementwise) -> tuple[torch.Tensor, torch.Tensor]:
     """Both bounds by 50 halvings of the ratio's interval."""
     p = old_logprobs.exp()
 
@@ -84,7 +88,10 @@ def main() -> None:
     device, x = arguments.device, logprobs(arguments.tokens, arguments.device)
     scale = 1e6 / arguments.tokens
 
-    print(f"{arguments.tokens:,} tokens, float32, delta {DELTA}, {device}, {torch.get_num_threads()} threads, ", end="")
+    print(
+        f"{arguments.tokens:,} tokens, float32, delta {DELTA}, {device}, {torch.get_num_threads()} threads, ",
+        end="",
+    )
     print(f"torch {torch.__version__}; milliseconds per million tokens")
     with torch.no_grad():
         copy = min(milliseconds(lambda: traffic(x), device) for _ in range(20)) * scale
@@ -95,7 +102,9 @@ def main() -> None:
             band_bounds(x, name, DELTA)  # makes the table of starts, which later calls with this delta share
             band, plain = [], []
             for turn in range(arguments.rounds):
-                band += [milliseconds(lambda name=name: band_bounds(x, name, DELTA), device) for _ in range(3)]
+                band += [
+                    milliseconds(lambda name=name: band_bounds(x, name, DELTA), device) for _ in range(3)
+                ]
                 if turn < 3:
                     plain.append(milliseconds(lambda f=f: bisection(x, f), device))
             best, slow = min(band) * scale, min(plain) * scale

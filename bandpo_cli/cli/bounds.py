@@ -1,7 +1,138 @@
-"""`bandpo bounds`."""
+"""`bandpo bounds`: the intervals themselves, without a model. Answers without torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
 
-def bounds() -> None:
+import typer
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  bandpo bounds 0.001 0.08 0.9                              the paper's Band, kl 0.05
+
+  bandpo bounds 0.08 --divergence kl --divergence tv --delta 0.01 --delta 0.05
+
+  bandpo bounds 0.08 --compare clip,clip-higher,dcpo        beside fixed intervals
+
+  bandpo bounds --file probs.txt --format csv > bounds.csv
+
+  echo 0.1 0.2 | bandpo bounds - --format json
+
+  bandpo bounds 0.1 --divergence kl --divergence tv --compare clip --plot bands.png
+
+  bandpo bounds --match clip-higher --at 0.1                which delta is as wide there?
+
+  bandpo bounds 0.1 --divergence mine:f                     your own f, in mine.py here
+
+[bold]Reading it[/bold]
+
+A token of probability p under the old policy may move to a probability between lower·p and upper·p while
+the divergence stays within delta. A fixed clip lets p gain at most 0.2·p however rare it is; a Band lets
+rare tokens gain more. "saturated" says that the simplex, not the trust region, sets the limit.
+"""
+
+FORMATS = ("table", "json", "csv")
+
+
+def bounds(
+    probs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROB]...", help="Probabilities in (0, 1]; - reads them from standard input."
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            help="Read probabilities from FILE: spaces, commas or lines; # comments.",
+        ),
+    ] = None,
+    divergence: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--divergence",
+            "-d",
+            metavar="NAME",
+            help="kl, reverse-kl, tv, chi2, neyman, hellinger, le-cam, js, or your own f as "
+            "module:function; repeatable.",
+            show_default="kl",
+        ),
+    ] = None,
+    delta: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RADIUS", help="Radius of the trust region, > 0; repeatable.", show_default="0.05"
+        ),
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METHODS", help="Add clip, clip-higher, dcpo or none, apart by commas."),
+    ] = None,
+    max_ratio: Annotated[
+        float | None,
+        typer.Option(help="Cap the Bands' upper bounds, > 1.", show_default="no cap; training uses 10"),
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, json or csv.")] = "table",
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB."
+        ),
+    ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Find the delta whose upper bound equals this method's: clip, clip-higher, dcpo.",
+        ),
+    ] = None,
+    at: Annotated[str | None, typer.Option(metavar="PROB", help="The probability at which to match.")] = None,
+) -> None:
     """Show the interval of probability ratios that each method allows a token."""
+    from bandpo_cli.bounds.divergences import find
+    from bandpo_cli.cli import bounds_input as given
+    from bandpo_cli.cli.bounds_match import print_matches
+    from bandpo_cli.errors import UserError
+    from bandpo_cli.reports import interval_table as show
+
+    (style,) = given.names("--format", [format_], FORMATS)
+    radii = given.radii(delta or ["0.05"])
+    regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
+    for name in regions:
+        find(name)
+    peers = given.names("--compare", compare or [], tuple(show.PEERS))
+    if max_ratio is not None and not max_ratio > 1.0:
+        raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
+    if match is not None or at is not None:
+        if probs or file or plot or compare or delta:
+            raise UserError(
+                "--match answers with a delta: give it --at PROB, --divergence and --format alone"
+            )
+        return print_matches(match, at, regions, style)
+    if plot is not None:
+        given.check_plot_file(plot)
+    wanted = given.probabilities(probs or [], file)
+    if not wanted and plot is None:
+        raise UserError(
+            "give probabilities in (0, 1], as in: bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
+        )
+
+    rows = [
+        row for name in regions for radius in radii for row in show.band_rows(wanted, name, radius, max_ratio)
+    ]
+    rows += [row for name in peers for row in show.peer_rows(wanted, name)]
+    if wanted and style == "table":
+        show.print_table(rows, max_ratio)
+    elif wanted or style != "table":
+        print({"json": show.as_json, "csv": show.as_csv}[style](rows))
+    if plot is not None:
+        from bandpo_cli.reports.interval_plot import plot_intervals
+
+        plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
+        typer.echo(f"wrote {plot}", err=True)
+    return None

@@ -1,0 +1,124 @@
+"""The intervals as a picture: ratio bounds and change of probability against p, with the simplex's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
+from bandpo_cli.errors import UserError
+from bandpo_cli.reports import style
+from bandpo_cli.reports.interval_table import PEERS
+
+_SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
+_SIMPLEX = "#f1f2f4"
+
+
+class _Curve(NamedTuple):
+    name: str
+    bounds: RatioBounds
+    color: str
+    dash: Any
+
+
+def plot_intervals(
+    path: Path,
+    divergences: Sequence[str],
+    deltas: Sequence[float],
+    peers: Sequence[str],
+    max_ratio: float | None,
+    marked: Sequence[float],
+) -> None:
+    """Write a picture of every asked method; `marked` probabilities get a tick of their own.
+
+    The format follows the suffix: png, svg or pdf. Raises UserError where the file cannot be written.
+    """
+    p = 1.0 - np.geomspace(1.0 - _SMALLEST_P, 1e-4, 400)
+    p = np.unique(np.concatenate([np.geomspace(min([_SMALLEST_P, *marked]), 1.0, 600), p[p > 0.5], [1.0]]))
+    curves = list(_curves(np.log(p), divergences, deltas, peers, max_ratio))
+    figure, (ratios, changes) = style.new_figure(
+        "What each method allows a token",
+        "old probability p, new probability r·p; grey: outside the simplex",
+        panels=2,
+    )
+    _draw_ratios(ratios, p, curves)
+    _draw_changes(changes, p, curves)
+    for axes in (ratios, changes):
+        _probability_axis(axes, p, marked)
+    handles, labels = ratios.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(0.022, 0.885),
+        ncols=min(len(labels), 6),
+        frameon=False,
+        fontsize=10.5,
+        labelcolor=style.INK,
+    )
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _curves(
+    logp: np.ndarray,
+    divergences: Sequence[str],
+    deltas: Sequence[float],
+    peers: Sequence[str],
+    max_ratio: float | None,
+) -> Iterator[_Curve]:
+    """Bands in solid lines of the palette, further cycles and peers told apart by their dashes."""
+    dashes: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+    named = [(name, delta) for name in divergences for delta in deltas]
+    for index, (name, delta) in enumerate(named):
+        turn, color = divmod(index, len(style.CYCLE))
+        band = band_bounds(logp, name, delta, max_ratio)
+        yield _Curve(f"{name} δ={delta:g}", band, style.CYCLE[color], dashes[turn % len(dashes)])
+    for index, name in enumerate(peers):
+        yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED, dashes[1 + index % 3])
+
+
+def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+    for curve in curves:
+        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
+        axes.plot(p, np.clip(curve.bounds.upper, None, 1e6), label=curve.name, **look)
+        axes.plot(p, np.clip(curve.bounds.lower, 1e-6, None), **look)
+    axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
+    axes.plot(p, 1.0 / p, color=style.INK, linewidth=0.9, label="simplex, r = 1/p")
+    axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    style.label(axes, "old probability p", "probability ratio r = π / π_old")
+
+
+def _draw_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+    for curve in curves:
+        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
+        axes.plot(p, np.clip(p * (curve.bounds.upper - 1.0), None, 2.0), **look)
+        axes.plot(p, p * (curve.bounds.lower - 1.0), **look)
+    axes.fill_between(p, 1.0 - p, 2.0, color=_SIMPLEX, zorder=0)
+    axes.fill_between(p, -p, -2.0, color=_SIMPLEX, zorder=0)
+    axes.plot(p, 1.0 - p, color=style.INK, linewidth=0.9)
+    axes.plot(p, -p, color=style.INK, linewidth=0.9)
+    axes.axhline(0.0, color=style.MUTED, linewidth=0.8)
+    allowed = np.concatenate([np.minimum(p * (c.bounds.upper - 1.0), 1.0 - p) for c in curves])
+    fallen = np.concatenate([p * (1.0 - c.bounds.lower) for c in curves])
+    axes.set_ylim(-1.25 * max(fallen.max(), 0.02), 1.25 * max(allowed.max(), 0.02))
+    style.label(axes, "old probability p", "change of probability Δp = (r − 1)·p")
+
+
+def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(p[0], 1.0)
+    axes.xaxis.set_major_locator(LogLocator(numticks=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda prob, _: f"{prob:g}"))
+    for prob in marked[:12]:
+        axes.axvline(prob, color=style.GRID, linewidth=1.0, zorder=0.5)

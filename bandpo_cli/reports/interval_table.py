@@ -1,0 +1,141 @@
+"""The intervals of single probabilities as rows, and the rows as a table, JSON or CSV. numpy only, no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bandpo_cli.bounds import band_bounds, ratio_bounds
+from bandpo_cli.bounds.band import saturates
+from bandpo_cli.bounds.divergences import find
+from bandpo_cli.config.bounds import BoundsConfig, ClipBounds, ClipHigherBounds, DcpoBounds, NoBounds
+
+PEERS: dict[str, BoundsConfig] = {
+    "clip": ClipBounds(),
+    "clip-higher": ClipHigherBounds(),
+    "dcpo": DcpoBounds(),
+    "none": NoBounds(),
+}
+"""Methods without a divergence that an interval can be compared with, at their papers' settings."""
+
+
+@dataclass(frozen=True)
+class IntervalRow:
+    """What one method allows a token. The fields are the keys of `--format json` (DESIGN §6).
+
+    Attributes:
+        prob: the token's probability under π_old.
+        divergence: the trust region, or a peer's name.
+        delta: its radius; None for a peer.
+        lower: least ratio.
+        upper: greatest ratio.
+        prob_lower: least new probability.
+        prob_upper: greatest new probability, at most 1.
+        lower_saturated: the token may vanish.
+        upper_saturated: the token may become certain: the simplex, not the region, is the limit.
+    """
+
+    prob: float
+    divergence: str
+    delta: float | None
+    lower: float
+    upper: float
+    prob_lower: float
+    prob_upper: float
+    lower_saturated: bool
+    upper_saturated: bool
+
+
+def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float | None) -> list[IntervalRow]:
+    """One row a probability, in the order given. Raises ConfigError as `band_bounds` does."""
+    divergence, (lower, upper) = find(name), band_bounds(_logs(probs), name, delta, max_ratio)
+    rows = []
+    for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True):
+        vanishes, certain = saturates(divergence, prob, delta)
+        capped = max_ratio is not None and high == max_ratio and high * prob < 1.0
+        rows.append(_row(prob, name, delta, low, high, vanishes, certain and not capped))
+    return rows
+
+
+def peer_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
+    """One row a probability for a method of `PEERS`."""
+    lower, upper = ratio_bounds(PEERS[name])(_logs(probs))
+    return [
+        _row(prob, name, None, low, high, low <= 0.0, high * prob >= 1.0)
+        for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True)
+    ]
+
+
+def _row(
+    prob: float, name: str, delta: float | None, low: float, high: float, vanishes: bool, certain: bool
+) -> IntervalRow:
+    return IntervalRow(prob, name, delta, low, high, prob * low, min(prob * high, 1.0), vanishes, certain)
+
+
+def _logs(probs: Sequence[float]) -> np.ndarray:
+    return np.log(np.asarray(probs, dtype=np.float64))
+
+
+def as_json(rows: Sequence[IntervalRow]) -> str:
+    """A list of objects with the keys of `IntervalRow`, numbers to full precision; infinity as null."""
+    plain = [{key: None if value == np.inf else value for key, value in asdict(row).items()} for row in rows]
+    return json.dumps(plain, indent=1, allow_nan=False)
+
+
+def as_csv(rows: Sequence[IntervalRow]) -> str:
+    """The same with a header line; no delta is an empty cell."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [field.name for field in fields(IntervalRow)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return out.getvalue().rstrip("\n")
+
+
+def print_table(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
+    """One block a method, narrow enough for 80 columns."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("method", no_wrap=True)
+    for heading in ("p", "lower", "upper"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("probability range", justify="center", no_wrap=True)
+    table.add_column("Δp", justify="right", no_wrap=True)
+    table.add_column("saturated", no_wrap=True)
+    previous = None
+    for row in rows:
+        method = row.divergence if row.delta is None else f"{row.divergence} {row.delta:g}"
+        if previous not in (None, method):
+            table.add_row()
+        table.add_row("" if method == previous else method, *_cells(row))
+        previous = method
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(_footnote(rows, max_ratio), style="dim")
+
+
+def _cells(row: IntervalRow) -> tuple[str, ...]:
+    ends = [end for end, reached in (("0", row.lower_saturated), ("1/p", row.upper_saturated)) if reached]
+    return (
+        f"{row.prob:.4g}",
+        f"{row.lower:.4g}",
+        f"{row.upper:.4g}",
+        f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
+        f"+{row.prob_upper - row.prob:.3g}",
+        " ".join(ends) or "·",
+    )
+
+
+def _footnote(rows: Sequence[IntervalRow], max_ratio: float | None) -> str:
+    lines = ["lower, upper: π/π_old.  Δp: the most that p can gain."]
+    if any(row.lower_saturated or row.upper_saturated for row in rows):
+        lines.append("saturated: 0 = the token may vanish; 1/p = it may become certain.")
+    lines.append(
+        f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
+    )
+    return "\n" + "\n".join(lines)

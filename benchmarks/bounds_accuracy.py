@@ -1,0 +1,137 @@
+"""The largest relative error of every divergence's bounds against 60-digit roots.
+
+    python benchmarks/bounds_accuracy.py [--points N] [--only NAME ...]
+
+log p is drawn from [−80, −1e-9] (half log-uniform towards 0, half uniform), δ from [1e-4, 2]. Both ways of
+computing are measured: a few numbers at a time, and as part of a batch large enough for tables.
+
+What no method in the type can do better is not held against it. Where the lower bound is about to vanish it is
+a difference of near-equal numbers, and one rounding of p = exp(log p) in the type of the computation moves it
+by its condition number |∂log r/∂log p| times 1e-16. A point counts as `ill` where that number exceeds 1000, and
+its error is reported apart, divided by the condition number. Bounds below the type's smallest normal number
+(lower ones of kl) and above its largest are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import mpmath as mp
+import numpy as np
+import torch
+
+from bandpo_cli.bounds import band_bounds
+from bandpo_cli.bounds.divergences import DIVERGENCES
+
+PADDING = 8192  # tokens that make a batch large enough for tables
+F = {
+    "kl": lambda u: -mp.log(u),
+    "reverse-kl": lambda u: u * mp.log(u) if u else mp.mpf(0),
+    "tv": lambda u: abs(u - 1) / 2,
+    "chi2": lambda u: (u - 1) ** 2,
+    "neyman": lambda u: (u - 1) ** 2 / u,
+    "hellinger": lambda u: (mp.sqrt(u) - 1) ** 2,
+    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
+    "js": lambda u: ((u * mp.log(2 * u / (1 + u)) if u else 0) + mp.log(2 / (1 + u))) / 2,
+}
+INFINITE_AT_ZERO = ("kl", "neyman")
+
+
+def reference(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
+    """Both ratios, by halving in the logit of the new probability: nothing shared with the package."""
+    f, delta = F[name], mp.mpf(delta)
+    p = mp.exp(mp.mpf(logp))
+    m = -mp.expm1(mp.mpf(logp))
+
+    def excess(r: mp.mpf, other: mp.mpf) -> mp.mpf:
+        return p * f(r) + m * f(other) - delta
+
+    def at(t: mp.mpf) -> tuple[mp.mpf, mp.mpf]:
+        other = 1 / (1 + p * mp.expm1(t))
+        return mp.exp(t) * other, other
+
+    def root(side: int) -> mp.mpf:
+        inner, outer = mp.mpf(0), mp.mpf(side)
+        while excess(*at(outer)) < 0:
+            inner, outer = outer, 2 * outer
+        for _ in range(12):
+            middle = (inner + outer) / 2
+            inner, outer = (middle, outer) if excess(*at(middle)) < 0 else (inner, middle)
+        tiny = mp.mpf(10) ** -90
+        t = mp.findroot(lambda t: excess(*at(t)), (inner, outer), solver="anderson", tol=tiny, verify=False)
+        return at(t)[0]
+
+    lower_free = name not in INFINITE_AT_ZERO and excess(mp.mpf(0), 1 / m) <= 0
+    upper_free = name not in INFINITE_AT_ZERO and excess(1 / p, mp.mpf(0)) <= 0
+    return mp.mpf(0) if lower_free else root(-1), 1 / p if upper_free else root(+1)
+
+
+def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
+    """|∂ log r / ∂ log p| of the lower bound, by a difference; infinite where it is saturated nearby."""
+    step = mp.mpf(10) ** -25
+    moved = reference(name, mp.mpf(logp) - step, delta)[0]
+    return mp.inf if moved == 0 else abs(mp.log(moved / ratio)) / step
+
+
+def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
+    """Both bounds of one token, alone or in a batch."""
+    count = PADDING * (8 if DIVERGENCES[name].solve is None else 1) if batch else 1
+    bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
+    return bounds.lower[0].item(), bounds.upper[0].item()
+
+
+def points(count: int) -> Iterator[tuple[float, float]]:
+    """(log p, δ), the ends of the range first."""
+    random = np.random.default_rng(0)
+    deltas = (1e-4, 0.05, 2.0)
+    yield from ((logp, delta) for logp in (-80.0, -1e-9) for delta in deltas)
+    for index in range(count):
+        logp = -(10 ** random.uniform(-9, np.log10(80))) if index % 2 else -random.uniform(0, 80)
+        yield logp, deltas[index % 3] if index % 4 else 10 ** random.uniform(-4, np.log10(2))
+
+
+def measure(name: str, dtype: torch.dtype, count: int) -> str:
+    """One line of the table."""
+    info, worst, ill, ill_points, used = torch.finfo(dtype), {"lower": 0.0, "upper": 0.0}, 0.0, 0, 0
+    for drawn, delta in points(count):
+        logp = torch.tensor(drawn, dtype=dtype).item()
+        truth = reference(name, logp, delta)
+        for batch in (False, True):
+            results = computed(logp, name, delta, dtype, batch)
+            for side, want, got in zip(("lower", "upper"), truth, results, strict=True):
+                if not (want == 0 or info.tiny <= want <= info.max):
+                    continue
+                used += 1
+                error = float(abs(got - want) / want) if want else (0.0 if got == 0 else float("inf"))
+                limit = 1e-12 if dtype == torch.float64 else 1e-6
+                if (
+                    error > limit
+                    and side == "lower"
+                    and want
+                    and (number := condition(name, logp, delta, want)) > 1000
+                ):
+                    ill, ill_points = max(ill, float(error / number)), ill_points + 1
+                else:
+                    worst[side] = max(worst[side], error)
+    typename = str(dtype).removeprefix("torch.")
+    return f"{name:<12}{typename:<10}{worst['lower']:>10.1e}{worst['upper']:>10.1e}{used:>8}{ill_points:>6}{ill:>12.1e}"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--points", type=int, default=60, help="random points for each divergence and type")
+    parser.add_argument("--only", nargs="*", choices=list(F), default=list(F))
+    arguments = parser.parse_args()
+    mp.mp.dps = 60
+    print(
+        f"{'divergence':<12}{'type':<10}{'lower':>10}{'upper':>10}{'bounds':>8}{'ill':>6}{'ill/number':>12}"
+    )
+    for name in arguments.only:
+        for dtype in (torch.float32, torch.float64):
+            print(measure(name, dtype, arguments.points), flush=True)
+
+
+if __name__ == "__main__":
+    main()
