@@ -7,32 +7,6 @@ from typing import Annotated
 
 import typer
 
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  bandpo bounds 0.001 0.08 0.9                              the paper's Band, kl 0.05
-
-  bandpo bounds 0.08 --divergence kl --divergence tv --delta 0.01 --delta 0.05
-
-  bandpo bounds 0.08 --compare clip,clip-higher,dcpo        beside fixed intervals
-
-  bandpo bounds --file probs.txt --format csv > bounds.csv
-
-  echo 0.1 0.2 | bandpo bounds - --format json
-
-  bandpo bounds 0.1 --divergence kl --divergence tv --compare clip --plot bands.png
-
-  bandpo bounds --match clip-higher --at 0.1                which delta is as wide there?
-
-  bandpo bounds 0.1 --divergence mine:f                     your own f, in mine.py here
-
-[bold]Reading it[/bold]
-
-A token of probability p under the old policy may move to a probability between lower·p and upper·p while
-the divergence stays within delta. A fixed clip lets p gain at most 0.2·p however rare it is; a Band lets
-rare tokens gain more. "saturated" says that the simplex, not the trust region, sets the limit.
-"""
-
 FORMATS = ("table", "json", "csv")
 
 
@@ -40,7 +14,7 @@ def bounds(
     probs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROB]...", help="Probabilities in (0, 1]; - reads them from standard input."
+            metavar="PROB", help="Probabilities in (0, 1]; - reads them from standard input."
         ),
     ] = None,
     file: Annotated[
@@ -93,7 +67,22 @@ def bounds(
     ] = None,
     at: Annotated[str | None, typer.Option(metavar="PROB", help="The probability at which to match.")] = None,
 ) -> None:
-    """Show the interval of probability ratios that each method allows a token."""
+    """Show the interval of probability ratios that each method allows a token.
+
+    A token of probability p under the old policy may move anywhere between
+    lower·p and upper·p while the divergence stays within delta. A clip of 0.2
+    lets p gain at most 0.2·p however rare the token is; a Band lets rare tokens
+    gain more. Saturated: the simplex, not the trust region, sets the limit.
+
+    [bold]bandpo bounds 0.001 0.08 0.9[/bold]  the paper's Band, kl 0.05
+    [bold]bandpo bounds 0.08 -d kl -d tv --delta 0.01 --delta 0.05[/bold]  all pairs
+    [bold]bandpo bounds 0.08 --compare clip,clip-higher,dcpo[/bold]  fixed intervals
+    [bold]echo 0.1 0.2 | bandpo bounds - --format json[/bold]  in scripts
+    [bold]bandpo bounds --file probs.txt --format csv[/bold]  many at once
+    [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a picture
+    [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
+    [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
+    """
     from bandpo_cli.bounds.divergences import find
     from bandpo_cli.cli import bounds_input as given
     from bandpo_cli.cli.bounds_match import print_matches

@@ -16,6 +16,7 @@ from bandpo_cli.reports import style
 from bandpo_cli.reports.interval_table import PEERS
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
+_LEGEND_COLUMNS = 5
 _SIMPLEX = "#f1f2f4"
 
 
@@ -51,12 +52,14 @@ def plot_intervals(
     for axes in (ratios, changes):
         _probability_axis(axes, p, marked)
     handles, labels = ratios.get_legend_handles_labels()
+    further_rows = (len(labels) - 1) // _LEGEND_COLUMNS
+    figure.subplots_adjust(left=0.095, right=0.975, bottom=0.11, top=0.80 - 0.036 * further_rows, wspace=0.27)
     figure.legend(
         handles,
         labels,
         loc="upper left",
         bbox_to_anchor=(0.022, 0.885),
-        ncols=min(len(labels), 6),
+        ncols=_LEGEND_COLUMNS,
         frameon=False,
         fontsize=10.5,
         labelcolor=style.INK,
@@ -121,4 +124,4 @@ def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> Non
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda prob, _: f"{prob:g}"))
     for prob in marked[:12]:
-        axes.axvline(prob, color=style.GRID, linewidth=1.0, zorder=0.5)
+        axes.axvline(prob, color=style.MUTED, linewidth=0.8, linestyle=":", zorder=0.5)

@@ -7,9 +7,11 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
@@ -99,24 +101,27 @@ def as_csv(rows: Sequence[IntervalRow]) -> str:
 
 
 def print_table(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
-    """One block a method, narrow enough for 80 columns."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for heading in ("p", "lower", "upper"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("probability range", justify="center", no_wrap=True)
-    table.add_column("Δp", justify="right", no_wrap=True)
-    table.add_column("saturated", no_wrap=True)
-    previous = None
-    for row in rows:
-        method = row.divergence if row.delta is None else f"{row.divergence} {row.delta:g}"
-        if previous not in (None, method):
-            table.add_row()
-        table.add_row("" if method == previous else method, *_cells(row))
-        previous = method
+    """One block a method under its name; the columns line up and fit 80 characters."""
     console = Console(highlight=False)
-    console.print(table)
+    for number, ((name, delta), block) in enumerate(
+        groupby(rows, key=lambda row: (row.divergence, row.delta))
+    ):
+        title = name if delta is None else f"{name}, delta {delta:g}"
+        console.print(f"{'' if number == 0 else chr(10)}[bold]{escape(title)}[/bold]")
+        console.print(_block(list(block), heading=number == 0))
     console.print(_footnote(rows, max_ratio), style="dim")
+
+
+def _block(rows: Sequence[IntervalRow], heading: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=heading, header_style="dim")
+    for name, width in (("p", 10), ("lower", 9), ("upper", 9)):
+        table.add_column(name, justify="right", min_width=width, no_wrap=True)
+    table.add_column("probability range", justify="center", min_width=19, no_wrap=True)
+    table.add_column("Δp", justify="right", min_width=9, no_wrap=True)
+    table.add_column("saturated", min_width=9, no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
 
 
 def _cells(row: IntervalRow) -> tuple[str, ...]:

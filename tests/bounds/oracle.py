@@ -1,0 +1,53 @@
+"""Bounds to 50 digits by halving, from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p)) alone."""
+
+from __future__ import annotations
+
+import mpmath as mp
+
+mp.mp.dps = 50
+
+
+def _u_log_u(u: mp.mpf) -> mp.mpf:
+    return u * mp.log(u) if u else mp.mpf(0)
+
+
+F = {
+    "kl": lambda u: -mp.log(u) + u - 1 if u else mp.inf,
+    "reverse-kl": lambda u: _u_log_u(u) - u + 1,
+    "tv": lambda u: abs(u - 1) / 2,
+    "chi2": lambda u: (u - 1) ** 2,
+    "neyman": lambda u: (u - 1) ** 2 / u if u else mp.inf,
+    "hellinger": lambda u: (mp.sqrt(u) - 1) ** 2,
+    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
+    "js": lambda u: (_u_log_u(u) - (u + 1) * mp.log((u + 1) / 2)) / 2,
+}
+
+
+def oracle(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
+    """(lower, upper) ratio of one token; halves the ratio on a logarithmic scale."""
+    f, p, m = F[name], mp.exp(mp.mpf(logp)), -mp.expm1(mp.mpf(logp))
+
+    def outside(r: mp.mpf, other: mp.mpf) -> bool:
+        return p * f(r) + m * f(other) > delta
+
+    def ratios(t: mp.mpf) -> tuple[mp.mpf, mp.mpf]:
+        other = 1 / (1 + p * mp.expm1(t))
+        return mp.exp(t) * other, other
+
+    def root(side: int) -> mp.mpf:
+        inner, outer = mp.mpf(0), mp.mpf(side)
+        while not outside(*ratios(outer)):
+            inner, outer = outer, 2 * outer
+        for _ in range(90):
+            middle = (inner + outer) / 2
+            inner, outer = (inner, middle) if outside(*ratios(middle)) else (middle, outer)
+        return ratios(inner)[0]
+
+    lower = root(-1) if outside(mp.mpf(0), 1 / m) else mp.mpf(0)
+    return lower, root(+1) if outside(1 / p, mp.mpf(0)) else 1 / p
+
+
+def least_step(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
+    """How far each bound moves, relatively, when one rounding error (1e-16) changes p: what double precision can do."""
+    base, moved = oracle(name, logp, delta), oracle(name, mp.mpf(logp) - mp.mpf(10) ** -16, delta)
+    return tuple(abs(a - b) / a if a else mp.mpf(0) for a, b in zip(base, moved, strict=True))

@@ -1,0 +1,102 @@
+"""The promised accuracy, against 50-digit roots: 1e-6 in float32, 1e-12 in float64, one token or a large batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.bounds import band_bounds
+from bandpo_cli.bounds.divergences import DIVERGENCES
+from tests.bounds.oracle import least_step, oracle
+
+CHECKED = {  # DESIGN §2, at p = 0.08 and δ = 0.05
+    "kl": (0.261695843479, 2.41055379376),
+    "reverse-kl": (0.135680527438, 2.22811829954),
+    "tv": (0.375, 1.625),
+    "chi2": (0.241712455595, 1.75828754441),
+    "neyman": (0.468898823699, 2.0311011763),
+    "hellinger": (0.0490474798726, 2.98782752013),
+    "le-cam": (0.166355765755, 2.3458393562),
+    "js": (0.0, 4.0946982543),
+}
+BATCH = 70_000  # more than one block on a CPU, and tables pay
+LOGPS = st.one_of(st.floats(-80, -1e-9), st.floats(-9, 1.9).map(lambda x: max(-(10**x), -80.0)))
+DELTAS = st.one_of(st.sampled_from([1e-4, 0.05, 2.0]), st.floats(-4, 0.301).map(lambda x: 10**x))
+
+
+def assert_close(got: float, want: object, allowed: float, step: object, dtype: torch.dtype) -> None:
+    if 0 < want < torch.finfo(dtype).tiny or want > torch.finfo(dtype).max:
+        return  # not a normal number of the type
+    assert abs(got - want) <= allowed * want + 8 * step * want, f"{got} for {want}"
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_values_of_the_design(name: str) -> None:
+    bounds = band_bounds([math.log(0.08)], name, 0.05)
+    assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECKED[name], rel=1e-11)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@settings(max_examples=20, deadline=None)
+@given(logp=LOGPS, delta=DELTAS)
+@example(logp=-80.0, delta=1e-4)
+@example(logp=-80.0, delta=2.0)
+@example(logp=-1e-9, delta=1e-4)
+@example(logp=-1e-9, delta=2.0)
+@example(logp=math.log(0.5), delta=0.05)
+def test_one_token_against_the_oracle(name: str, logp: float, delta: float) -> None:
+    for dtype, allowed in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        x = torch.tensor([logp], dtype=dtype)
+        exact = x.double().item()
+        bounds = band_bounds(x, name, delta)
+        for got, want, step in zip(
+            bounds, oracle(name, exact, delta), least_step(name, exact, delta), strict=True
+        ):
+            assert_close(got.item(), want, allowed, step, dtype)
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.05, 2.0])
+@pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
+def test_a_large_batch_against_the_oracle(name: str, delta: float) -> None:
+    """Tables serve these; tokens near p = 1, near p = 0, at the fold p = ½ and on both sides of saturation."""
+    random = np.random.default_rng(1)
+    logps = -np.concatenate([10 ** random.uniform(-9, 1.9, BATCH - 4), [80.0, 1e-9, math.log(2), 1.0]])
+    checked = [*range(0, BATCH, BATCH // 12), *range(BATCH - 4, BATCH)]
+    for dtype, allowed in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        x = torch.tensor(logps, dtype=dtype)
+        bounds = band_bounds(x, name, delta)
+        for index in checked:
+            exact = x[index].double().item()
+            wanted = zip(bounds, oracle(name, exact, delta), least_step(name, exact, delta), strict=True)
+            for got, want, step in wanted:
+                assert_close(got[index].item(), want, allowed, step, dtype)
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
+def test_tables_agree_with_the_direct_solution_everywhere(name: str) -> None:
+    """A dense comparison, so that no piece of a table is left unchecked, kink included."""
+    logps = -np.exp(np.linspace(math.log(1e-9), math.log(80), 40_000))
+    for delta in (0.003, 0.05, 0.4):
+        batch = band_bounds(logps, name, delta)
+        alone = [band_bounds(part, name, delta) for part in np.array_split(logps, 20)]
+        for side in (0, 1):
+            direct = np.concatenate([bounds[side] for bounds in alone])
+            visible = (
+                direct > 1e-3
+            )  # below, the kink's conditioning shows, which the oracle's tests allow for
+            np.testing.assert_allclose(batch[side][visible], direct[visible], rtol=3e-12)
+
+
+def test_tiny_lower_bounds_of_kl_keep_their_digits() -> None:
+    """exp(−δ/p) down to the smallest normal numbers, where an exponent of 745 needs 15 digits of its own."""
+    for p in (0.0012, 0.0006, 0.000072):
+        logp = math.log(p)
+        want = oracle("kl", logp, 0.05)[0]
+        for count in (1, BATCH):
+            got = band_bounds(torch.full((count,), logp, dtype=torch.float64), "kl", 0.05).lower[0].item()
+            assert abs(got - want) <= 1e-12 * want

@@ -1,0 +1,116 @@
+"""What holds for every divergence whatever the numbers: order, shapes, types, and what becomes of odd input."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.bounds import RatioBounds, band_bounds
+from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.config.bounds import DIVERGENCES as CONFIG_NAMES
+from bandpo_cli.errors import ConfigError
+
+NAMES = st.sampled_from(list(DIVERGENCES))
+BATCH = 70_000
+
+
+def test_the_config_knows_the_same_names() -> None:
+    assert set(CONFIG_NAMES) == set(DIVERGENCES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 30))
+def test_order(name: str, logp: float, delta: float) -> None:
+    lower, upper = band_bounds([logp], name, delta)
+    assert 0 <= lower[0] <= 1 <= upper[0] <= math.exp(-logp) * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=NAMES, logp=st.floats(-60, -1e-8), delta=st.floats(1e-4, 2), factor=st.floats(1.01, 3))
+def test_a_larger_radius_never_allows_less(name: str, logp: float, delta: float, factor: float) -> None:
+    small, large = band_bounds([logp], name, delta), band_bounds([logp], name, delta * factor)
+    assert large.lower[0] <= small.lower[0] * (1 + 1e-12)
+    assert large.upper[0] >= small.upper[0] * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=NAMES, delta=st.floats(1e-4, 2))
+def test_new_probabilities_grow_with_the_old_one_and_mirror_at_a_half(name: str, delta: float) -> None:
+    p = np.linspace(0.01, 0.99, 99)
+    lower, upper = band_bounds(np.log(p), name, delta)
+    assert (np.diff(p * lower) >= -1e-12).all()
+    assert (np.diff(p * upper) >= -1e-12).all()
+    np.testing.assert_allclose(p * upper, (1.0 - p * lower)[::-1], atol=1e-11)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("count", [1, BATCH])
+def test_odd_input(name: str, count: int) -> None:
+    odd = [math.nan, 3.0, 0.0, -math.inf, -1e4]
+    for dtype in (torch.float64, torch.float32):
+        x = torch.full((count + len(odd),), -1.0, dtype=dtype)
+        x[: len(odd)] = torch.tensor(odd)
+        lower, upper = band_bounds(x, name, 0.05)
+        assert not lower.isnan().any()
+        assert not upper.isnan().any()
+        assert (lower[0], upper[0]) == (1.0, 1.0)
+        assert lower[1] == lower[2]
+        assert upper[1] == upper[2] == 1.0
+        assert lower[3] == lower[4] == pytest.approx(0.0, abs=1e-30)
+        assert upper[3] == math.inf
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_shapes_and_types(name: str) -> None:
+    wanted = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
+    for given_type, returned in (wanted | {torch.float64: torch.float64}).items():
+        for shape in ((), (0,), (3,), (2, 0, 3), (2, 3, 4)):
+            bounds = band_bounds(-torch.rand(shape, dtype=torch.float32).to(given_type), name, 0.1)
+            assert isinstance(bounds, RatioBounds)
+            assert [b.shape for b in bounds] == [shape, shape]
+            assert {b.dtype for b in bounds} == {returned}
+    assert band_bounds(np.float32([-1.0]), name).lower.dtype == np.float32
+    assert band_bounds(-1, name).lower.dtype == np.float64
+    assert band_bounds(-torch.rand(6, 4).T[::2], name).upper.shape == (2, 6)
+
+
+def test_bfloat16_is_computed_in_more() -> None:
+    x = torch.tensor([-1e-3, -0.01, -3.0], dtype=torch.bfloat16)
+    assert torch.equal(band_bounds(x).lower, band_bounds(x.float()).lower)
+
+
+def test_no_gradient_flows_and_the_input_stays_as_it_was() -> None:
+    x = torch.tensor([-1.0, math.nan, 2.0], requires_grad=True)
+    before = x.detach().clone()
+    assert not band_bounds(x).upper.requires_grad
+    torch.testing.assert_close(x.detach(), before, equal_nan=True)
+
+
+def test_the_limits_of_kl() -> None:
+    """As p → 1 the bounds go to (e^−δ, 1); as p → 0 the upper probability goes to 1−e^−δ."""
+    lower, upper = band_bounds([-1e-12, -60.0], "kl", 0.05)
+    assert (lower[0], upper[0]) == pytest.approx((math.exp(-0.05), 1.0), rel=1e-9)
+    assert upper[1] * math.exp(-60.0) == pytest.approx(-math.expm1(-0.05), rel=1e-12)
+
+
+def test_the_cap() -> None:
+    assert band_bounds([-10.0, -0.1], max_ratio=10.0).upper[0] == 10.0
+    assert band_bounds([-0.1], max_ratio=10.0).upper == band_bounds([-0.1]).upper
+
+
+@pytest.mark.parametrize(
+    "settings_", [{"delta": 0.0}, {"delta": math.nan}, {"delta": -1.0}, {"max_ratio": 1.0}]
+)
+def test_settings_that_cannot_be(settings_: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings_))):
+        band_bounds([-1.0], **settings_)
+
+
+def test_a_misspelt_name() -> None:
+    with pytest.raises(ConfigError, match=r"'helinger' is not known \(did you mean 'hellinger'\?\)"):
+        band_bounds([-1.0], "helinger")

@@ -1,0 +1,81 @@
+"""Every method of DESIGN §4 by hand-computed numbers, and the radius that matches another method."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from bandpo_cli.bounds import band_bounds, ratio_bounds
+from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.bounds.match import matching_delta
+from bandpo_cli.config.bounds import (
+    METHODS,
+    BandBounds,
+    BoundsConfig,
+    ClipBounds,
+    ClipHigherBounds,
+    DcpoBounds,
+    NoBounds,
+    Relax,
+)
+from bandpo_cli.errors import ConfigError
+
+LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
+
+
+def test_every_settings_class_has_a_method() -> None:
+    classes = get_args(get_args(BoundsConfig)[0])
+    assert {cls().method for cls in classes} == set(METHODS)
+    for cls in classes:
+        assert ratio_bounds(cls())(LOGP).lower.shape == LOGP.shape
+
+
+def test_clip_clip_higher_and_none() -> None:
+    for config, wanted in (
+        (ClipBounds(), (0.8, 1.2)),
+        (ClipHigherBounds(), (0.8, 1.28)),
+        (NoBounds(), (0, math.inf)),
+    ):
+        lower, upper = ratio_bounds(config)(LOGP)
+        assert lower.tolist() == [wanted[0]] * 3
+        assert upper.tolist() == [wanted[1]] * 3
+
+
+def test_dcpo() -> None:
+    lower, upper = ratio_bounds(DcpoBounds())(LOGP)
+    assert lower.tolist() == pytest.approx([0.5, 0.5, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9)])
+    assert upper.tolist() == pytest.approx(
+        [10.0, 0.5 + 0.5 * math.sqrt(11.0), 0.5 + 0.5 * math.sqrt(1 + 0.8 / 0.9)]
+    )
+    unknown = ratio_bounds(DcpoBounds())(torch.tensor([math.nan]))
+    assert (unknown.lower.item(), unknown.upper.item()) == (1.0, 1.0)
+
+
+def test_band_and_its_relaxation() -> None:
+    plain = ratio_bounds(BandBounds(divergence="tv", delta=0.1))(LOGP)
+    assert plain.upper.tolist() == pytest.approx([10.0, 2.25, 1 / 0.9])
+    assert plain.lower.tolist() == pytest.approx([0.0, 0.0, 1 - 0.1 / 0.9])
+    relaxed = ratio_bounds(BandBounds(divergence="tv", delta=0.1, relax=Relax()))(LOGP)
+    assert relaxed.upper.tolist() == pytest.approx([10.0, 2.25, 1.28])
+    assert relaxed.lower.tolist() == pytest.approx([0.0, 0.0, 0.8])
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("prob", [1e-9, 0.1, 0.7])
+def test_the_matching_radius_gives_that_upper_bound(name: str, prob: float) -> None:
+    delta = matching_delta(name, prob, 1.28)
+    assert delta is not None
+    assert band_bounds(np.log([prob]), name, delta).upper[0] == pytest.approx(1.28, rel=1e-7)
+
+
+def test_what_no_band_matches() -> None:
+    assert matching_delta("tv", 0.9, 1.2) is None  # past the simplex
+    assert matching_delta("kl", 0.5, 2.0) is None  # certain: an infinite radius
+    assert matching_delta("tv", 0.5, 2.0) == pytest.approx(0.5)
+    for prob, upper in ((1.0, 1.2), (0.0, 1.2), (0.1, 1.0), (0.1, math.nan)):
+        with pytest.raises(ConfigError):
+            matching_delta("kl", prob, upper)

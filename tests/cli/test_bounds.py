@@ -1,0 +1,254 @@
+"""`bandpo bounds`: what it prints, how it refuses, and that it starts without torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.__main__ import main
+
+KEYS = [
+    "prob",
+    "divergence",
+    "delta",
+    "lower",
+    "upper",
+    "prob_lower",
+    "prob_upper",
+    "lower_saturated",
+    "upper_saturated",
+]
+
+
+class Ran:
+    """What one call printed and how it ended."""
+
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["bandpo", "bounds", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        self.code = ended.value.code or 0
+        self.out, self.err = capsys.readouterr()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *words: Ran(capsys, monkeypatch, *words)
+
+
+def test_json_has_exactly_the_keys_in_the_promised_order(run) -> None:
+    words = [
+        "0.9",
+        "0.08",
+        "-d",
+        "kl",
+        "--divergence",
+        "tv",
+        "--delta",
+        "0.05",
+        "--delta",
+        "0.1",
+        "--format",
+        "json",
+    ]
+    ran = run(*words)
+    rows = json.loads(ran.out)
+    assert ran.code == 0
+    assert all(list(row) == KEYS for row in rows)
+    order = [(row["divergence"], row["delta"], row["prob"]) for row in rows]
+    assert order == [
+        (name, delta, prob) for name in ("kl", "tv") for delta in (0.05, 0.1) for prob in (0.9, 0.08)
+    ]
+    assert rows[1]["lower"] == pytest.approx(0.261695843479, rel=1e-11)
+    assert rows[1]["upper"] == pytest.approx(2.41055379376, rel=1e-11)
+    assert rows[1]["prob_upper"] == rows[1]["upper"] * 0.08
+
+
+def test_no_cap_unless_asked(run) -> None:
+    assert json.loads(run("1e-6", "--format", "json").out)[0]["upper"] > 1e4
+    capped = json.loads(run("1e-6", "--format", "json", "--max-ratio", "10").out)[0]
+    assert (capped["upper"], capped["upper_saturated"]) == (10.0, False)
+
+
+@pytest.mark.parametrize(
+    ("prob", "name", "delta", "saturated"),
+    [
+        ("0.08", "js", "0.05", (True, False)),
+        ("0.04", "tv", "0.05", (True, False)),
+        ("0.97", "tv", "0.05", (False, True)),
+        ("0.5", "hellinger", "2", (True, True)),
+        (
+            "0.00001",
+            "kl",
+            "0.05",
+            (False, False),
+        ),  # the ratio underflows, but no radius lets the token vanish
+        ("1", "kl", "0.05", (False, True)),
+    ],
+)
+def test_saturation(run, prob: str, name: str, delta: str, saturated: tuple[bool, bool]) -> None:
+    (row,) = json.loads(run(prob, "-d", name, "--delta", delta, "--format", "json").out)
+    assert (row["lower_saturated"], row["upper_saturated"]) == saturated
+
+
+def test_csv_and_json_say_the_same(run) -> None:
+    words = ["0.1", "1", "-d", "js", "--compare", "clip,none"]
+    rows = json.loads(run(*words, "--format", "json").out)
+    table = list(csv.DictReader(io.StringIO(run(*words, "--format", "csv").out)))
+    assert list(table[0]) == KEYS
+    for row, cells in zip(rows, table, strict=True):
+        assert float(cells["upper"]) == (row["upper"] if row["upper"] is not None else float("inf"))
+        assert cells["delta"] == ("" if row["delta"] is None else str(row["delta"]))
+
+
+def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
+    words = ["0.000123456", "0.08", "0.9", "-d", "kl", "-d", "reverse-kl", "--delta", "0.001"]
+    ran = run(*words, "--compare", "clip,clip-higher,dcpo")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    for word in (
+        "kl, delta 0.001",
+        "reverse-kl, delta 0.001",
+        "clip",
+        "clip-higher",
+        "dcpo",
+        "Δp",
+        "lower",
+        "upper",
+        "saturated",
+    ):
+        assert word in ran.out
+    assert "…" not in ran.out
+
+
+def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("probs.txt").write_text("# made by hand\n0.1, 0.2\n0.3  # the last\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0.4\n0.5"))
+    rows = json.loads(run("0.6", "-", "--file", "probs.txt", "--format", "json").out)
+    assert [row["prob"] for row in rows] == [0.6, 0.4, 0.5, 0.1, 0.2, 0.3]
+
+
+def test_match_finds_the_radius(run) -> None:
+    (found,) = json.loads(run("--match", "clip-higher", "--at", "0.1", "--format", "json").out)
+    (row,) = json.loads(run("0.1", "--delta", repr(found["delta"]), "--format", "json").out)
+    assert row["upper"] == pytest.approx(1.28, rel=1e-9)
+    ran = run("--match", "clip-higher", "--at", "0.9", "-d", "tv")
+    assert ran.code == 0
+    assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in ran.out
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_plot(run, suffix: str) -> None:
+    words = [
+        "0.1",
+        "-d",
+        "kl",
+        "-d",
+        "js",
+        "--delta",
+        "0.05",
+        "--delta",
+        "0.1",
+        "--compare",
+        "clip,dcpo,none",
+    ]
+    ran = run(*words, "--plot", f"out.{suffix}")
+    assert ran.code == 0
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    assert Path(f"out.{suffix}").read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
+        (["0.1", "-d", "no_module_here:f"], ["no_module_here:f", "failed"]),
+        (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
+        (["0.1", "--format", "jsn"], ["--format", "did you mean 'json'", "csv"]),
+        (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
+        (["0"], ["'0'", "0 < p ≤ 1"]),
+        (["nan"], ["'nan'", "0 < p ≤ 1"]),
+        (["half"], ["'half'", "not a number"]),
+        ([], ["probabilities"]),
+        (["0.1", "--delta", "0"], ["--delta", "> 0"]),
+        (["0.1", "--delta", "nan"], ["--delta", "> 0"]),
+        (["0.1", "--delta", "inf"], ["--delta", "finite"]),
+        (["0.1", "--delta", "big"], ["--delta", "'big'"]),
+        (["0.1", "--max-ratio", "1"], ["--max-ratio", "> 1"]),
+        (["--file", "missing.txt"], ["--file missing.txt", "No such file"]),
+        (["--file", "empty.txt"], ["--file empty.txt", "no probability"]),
+        (["--file", "bad.txt"], ["bad.txt, line 2", "'x'"]),
+        (["0.1", "--plot", "out.jpg"], ["--plot out.jpg", ".png, .svg, .pdf"]),
+        (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "no folder"]),
+        (["0.1", "--plot", "folder.png"], ["--plot folder.png", "folder"]),
+        (["--match", "clip"], ["--match", "--at"]),
+        (["--match", "none", "--at", "0.1"], ["--match", "'none'", "clip-higher"]),
+        (["--match", "clip", "--at", "2"], ["'2'", "0 < p ≤ 1"]),
+        (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
+    ],
+)
+def test_a_mistake_gets_one_line(run, words: list[str], said: list[str]) -> None:
+    Path("empty.txt").write_text("# nothing\n")
+    Path("bad.txt").write_text("0.1\n0.2 x\n")
+    Path("folder.png").mkdir()
+    ran = run(*words)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert len(ran.err.splitlines()) == 1
+    for word in said:
+        assert word in ran.err
+
+
+def test_help_teaches(run) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert "bandpo bounds 0.001 0.08 0.9" in ran.out
+    assert "--match clip-higher --at 0.1" in ran.out
+
+
+@pytest.mark.parametrize(
+    "words", [["0.08", "-d", "js"], ["--match", "dcpo", "--at", "0.1"], ["0.1", "--format", "json"]]
+)
+def test_it_answers_without_torch(words: list[str]) -> None:
+    code = (
+        "import sys; from bandpo_cli.__main__ import main\n"
+        f"sys.argv = ['bandpo', 'bounds', *{words!r}]\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'mlflow', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_help_needs_not_even_numpy() -> None:
+    code = (
+        "import sys; from bandpo_cli.__main__ import main\n"
+        "sys.argv = ['bandpo', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_it_answers_within_a_second() -> None:
+    words = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run(words, check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 1.0
