@@ -15,6 +15,7 @@ its error is reported apart, divided by the condition number. Bounds below the t
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 
 import mpmath as mp
@@ -23,8 +24,9 @@ import torch
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.bounds.table import WORTHWHILE
 
-PADDING = 8192  # tokens that make a batch large enough for tables
+BATCH = {True: 4096, False: WORTHWHILE}  # tokens that make a batch large enough for tables: kl, the solver
 F = {
     "kl": lambda u: -mp.log(u),
     "reverse-kl": lambda u: u * mp.log(u) if u else mp.mpf(0),
@@ -76,7 +78,7 @@ def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
     """Both bounds of one token, alone or in a batch."""
-    count = PADDING * (8 if DIVERGENCES[name].solve is None else 1) if batch else 1
+    count = BATCH[DIVERGENCES[name].solve is not None] if batch else 1
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()
 
@@ -86,6 +88,8 @@ def points(count: int) -> Iterator[tuple[float, float]]:
     random = np.random.default_rng(0)
     deltas = (1e-4, 0.05, 2.0)
     yield from ((logp, delta) for logp in (-80.0, -1e-9) for delta in deltas)
+    # lower bounds of kl, about exp(−δ/p), just above the smallest normal number of either type
+    yield from ((math.log(delta / depth), delta) for depth in (80.0, 600.0, 690.0) for delta in deltas)
     for index in range(count):
         logp = -(10 ** random.uniform(-9, np.log10(80))) if index % 2 else -random.uniform(0, 80)
         yield logp, deltas[index % 3] if index % 4 else 10 ** random.uniform(-4, np.log10(2))

@@ -11,15 +11,16 @@ import numpy as np
 
 from bandpo_cli.bounds.arrays import Array, arange, cast, namespace, pick
 
-SMALLEST, LARGEST = 2.0**-30, 128.0
-"""The range of y: below it a bound is at its limit p→1 to 2e-8·y-free digits, above it the new probability is."""
+SMALLEST, LARGEST = 2.0**-64, 128.0
+"""The range of y. Below it a bound has reached its limit p→1 to double precision; above it the new probability has."""
 
 DEGREE_FLOAT32, DEGREE_FLOAT64 = 3, 6
 
 _BITS = 6
 _SHIFT = 52 - _BITS
-_FIRST = (1023 - 30) << _BITS
-_LOG_PIECES = 30 << _BITS
+_ONE = 1023 << 52
+_FIRST = (1023 - 64) << _BITS
+_LOG_PIECES = 64 << _BITS
 _PIECES = _LOG_PIECES + int(LARGEST - 1.0) * 64 + 1
 
 Place = tuple[Array, Array]
@@ -31,9 +32,11 @@ def locate(y: Array) -> Place:
     xp = namespace(y)
     bits = xp.clip(y, SMALLEST, 1.0).view(xp.int64)
     units = xp.clip(64.0 * y - 64.0, 0.0, 64.0 * (LARGEST - 1.0))
-    whole = cast(units, xp.int64)
-    fraction = cast(bits & ((1 << _SHIFT) - 1), xp.float64) * 2.0**-_SHIFT + (units - whole)
-    return (bits >> _SHIFT) + (whole - _FIRST), fraction - 0.5
+    whole = xp.floor(units)
+    # The bits below the piece's, with the exponent of 1: a number in [1, 1 + 1/64), without a slow conversion.
+    rest = ((bits & ((1 << _SHIFT) - 1)) | _ONE).view(xp.float64)
+    place = (rest * 64.0 - 64.5) + (units - whole)
+    return (bits >> _SHIFT) + (cast(whole, xp.int64) - _FIRST), place
 
 
 def nodes(degree: int, xp: object, device: object) -> list[Array]:

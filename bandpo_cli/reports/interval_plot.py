@@ -16,6 +16,7 @@ from bandpo_cli.reports import style
 from bandpo_cli.reports.interval_table import PEERS
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
+_COLORS = (*style.CYCLE, "#7f4f24", style.INK)
 _LEGEND_COLUMNS = 5
 _SIMPLEX = "#f1f2f4"
 
@@ -53,7 +54,9 @@ def plot_intervals(
         _probability_axis(axes, p, marked)
     handles, labels = ratios.get_legend_handles_labels()
     further_rows = (len(labels) - 1) // _LEGEND_COLUMNS
-    figure.subplots_adjust(left=0.095, right=0.975, bottom=0.11, top=0.80 - 0.036 * further_rows, wspace=0.27)
+    for axes in (ratios, changes):
+        box = axes.get_position()
+        axes.set_position((box.x0, box.y0, box.width, box.height - 0.036 * further_rows))
     figure.legend(
         handles,
         labels,
@@ -77,13 +80,13 @@ def _curves(
     peers: Sequence[str],
     max_ratio: float | None,
 ) -> Iterator[_Curve]:
-    """Bands in solid lines of the palette, further cycles and peers told apart by their dashes."""
+    """A colour for each divergence, a dash for each radius; peers in grey."""
     dashes: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-    named = [(name, delta) for name in divergences for delta in deltas]
-    for index, (name, delta) in enumerate(named):
-        turn, color = divmod(index, len(style.CYCLE))
-        band = band_bounds(logp, name, delta, max_ratio)
-        yield _Curve(f"{name} δ={delta:g}", band, style.CYCLE[color], dashes[turn % len(dashes)])
+    for index, name in enumerate(divergences):
+        for turn, delta in enumerate(deltas):
+            band = band_bounds(logp, name, delta, max_ratio)
+            color, dash = _COLORS[index % len(_COLORS)], dashes[turn % len(dashes)]
+            yield _Curve(f"{name} δ={delta:g}", band, color, dash)
     for index, name in enumerate(peers):
         yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED, dashes[1 + index % 3])
 

@@ -62,6 +62,8 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
     for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True):
         vanishes, certain = saturates(divergence, prob, delta)
         capped = max_ratio is not None and high == max_ratio and high * prob < 1.0
+        # A probability given as such saturates at an exact number, which its rounded logarithm may just miss.
+        low, high = 0.0 if vanishes else low, 1.0 / prob if certain and not capped else high
         rows.append(_row(prob, name, delta, low, high, vanishes, certain and not capped))
     return rows
 

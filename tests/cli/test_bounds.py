@@ -86,6 +86,7 @@ def test_no_cap_unless_asked(run) -> None:
     [
         ("0.08", "js", "0.05", (True, False)),
         ("0.04", "tv", "0.05", (True, False)),
+        ("0.01", "tv", "0.01", (True, False)),  # just so
         ("0.97", "tv", "0.05", (False, True)),
         ("0.5", "hellinger", "2", (True, True)),
         (
@@ -100,6 +101,8 @@ def test_no_cap_unless_asked(run) -> None:
 def test_saturation(run, prob: str, name: str, delta: str, saturated: tuple[bool, bool]) -> None:
     (row,) = json.loads(run(prob, "-d", name, "--delta", delta, "--format", "json").out)
     assert (row["lower_saturated"], row["upper_saturated"]) == saturated
+    assert not saturated[0] or row["lower"] == 0.0
+    assert not saturated[1] or (row["upper"], row["prob_upper"]) == (1.0 / float(prob), 1.0)
 
 
 def test_csv_and_json_say_the_same(run) -> None:
