@@ -17,8 +17,8 @@ from bandpo_cli.tracking.tables import TOKEN_COLUMNS
 
 Floats = NDArray[np.float64]
 
-MOST_POINTS = 20_000
-"""More points than this hide each other: the rest is left out, evenly, the clipped tokens last."""
+MOST_POINTS = 5_000
+"""More points of a kind than this hide each other: only every second, third, ... is then drawn."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ def draw_clip_map(folder: Path, about: str) -> Path | None:
     tokens = read_tokens(tables[-1]) if tables else None
     if tokens is None:
         return None
-    figure, (axes,) = style.new_figure(
-        "Clip map", f"{about} · step {step_of(tables[-1])} · one point a token"
-    )
+    what = f"{about} · step {step_of(tables[-1])} · {len(tokens.prob):,} tokens"
+    figure, (axes,) = style.new_figure("Clip map", what)
     low, high = _ratio_limits(tokens)
     _draw_band(axes, tokens, low, high)
     _draw_tokens(axes, tokens)
@@ -67,7 +66,7 @@ def draw_clip_map(folder: Path, about: str) -> Path | None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
-    style.key(axes, columns=3)
+    style.key(axes, columns=3, marker_scale=2.0)
     return style.save(figure, folder / "plots" / "clip_map.png")
 
 
@@ -86,23 +85,29 @@ def read_tokens(path: Path) -> Tokens | None:
 def _ratio_limits(tokens: Tokens) -> tuple[float, float]:
     """Return the span of the y axis: nearly all ratios and the usual bounds, without the far tails."""
     lowest, highest = np.quantile(tokens.ratio, [0.0005, 0.9995])
-    upper = tokens.upper[np.isfinite(tokens.upper)]
-    lower = tokens.lower[tokens.lower > 0]
-    highest = max(highest, np.quantile(upper, 0.9) if upper.size else 1.0)
-    lowest = min(lowest, np.quantile(lower, 0.1) if lower.size else 1.0)
+    highest = max(highest, np.max(tokens.upper[tokens.upper <= 20], initial=1.0))
+    lowest = min(lowest, np.min(tokens.lower[tokens.lower >= 0.1], initial=1.0))
     return float(np.clip(lowest / 1.25, 1e-3, 0.7)), float(np.clip(highest * 1.25, 1.4, 1e3))
 
 
 def _draw_band(axes: Axes, tokens: Tokens, low: float, high: float) -> None:
     order = np.argsort(tokens.prob)
     prob = tokens.prob[order]
-    lower, upper = np.maximum(tokens.lower[order], low), np.minimum(tokens.upper[order], high)
-    axes.fill_between(prob, lower, upper, color=style.SKY, alpha=0.20, linewidth=0, label="allowed interval")
-    axes.plot(prob, lower, color=style.BLUE, linewidth=1.6)
-    axes.plot(prob, upper, color=style.BLUE, linewidth=1.6)
+    lower, upper = tokens.lower[order], tokens.upper[order]
+    inside = np.maximum(lower, low), np.minimum(upper, high)
+    axes.fill_between(prob, *inside, color=style.SKY, alpha=0.20, linewidth=0, label="allowed interval")
+    for bound in (lower, upper):  # a bound beyond the picture has no line at its edge
+        drawn = np.where((bound > low) & (bound < high), bound, np.nan)
+        axes.plot(prob, drawn, color=style.BLUE, linewidth=1.6, zorder=4)
     limit = np.geomspace(prob[0] / 1.3, 1.0, 200)
     axes.plot(
-        limit, 1 / limit, color=style.INK, linewidth=1.2, linestyle=(0, (4, 3)), label="limit 1/p: certainty"
+        limit,
+        1 / limit,
+        color=style.INK,
+        linewidth=1.2,
+        linestyle=(0, (4, 3)),
+        zorder=4,
+        label="limit 1/p: certainty",
     )
     axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
 
@@ -112,9 +117,9 @@ def _draw_tokens(axes: Axes, tokens: Tokens) -> None:
     active = tokens.active
     kept = tokens.outside & ~active
     kinds = (
-        (~tokens.outside, "inside", style.MUTED, 5, 0.35),
-        (kept, "outside, gradient kept", style.ORANGE, 12, 0.8),
-        (active, "clipped, gradient zero", style.RED, 14, 0.9),
+        (~tokens.outside, "inside", style.MUTED, 5, 0.40),
+        (kept, "outside, gradient kept", style.ORANGE, 9, 0.7),
+        (active, "clipped, gradient zero", style.RED, 9, 0.7),
     )
     for chosen, text, color, size, alpha in kinds:
         at = np.flatnonzero(chosen)

@@ -12,7 +12,6 @@ import yaml
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.clip_map import draw_clip_map
@@ -36,16 +35,20 @@ def plot_run(folder: Path) -> list[Path]:
 
 
 def describe_run(folder: Path) -> str:
-    """Return the run's name and method in a line, `kl-a · band kl, δ 0.05`; the name alone without a config."""
+    """Return the run's name and method in a line, `a · band, kl, δ 0.05`; the name alone without a config."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        bounds = config["bounds"]
+        bounds = dict(config["bounds"])
         words = [bounds["method"]]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return folder.resolve().name
-    if bounds["method"] == "band":
-        words += [f"{bounds.get('divergence', 'kl')},", f"δ {bounds.get('delta', 0.05):g}"]
-    return f"{folder.resolve().name} · {' '.join(words)}"
+    words += [
+        f"{_SHORT[name]}{value}" for name, value in bounds.items() if name in _SHORT and value is not None
+    ]
+    return f"{folder.resolve().name} · {', '.join(str(word) for word in words)}"
+
+
+_SHORT = {"divergence": "", "delta": "δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ "}
 
 
 def series(records: Iterable[Record], name: str) -> Series:
@@ -70,7 +73,8 @@ def smooth(values: Sequence[float]) -> tuple[list[float], int]:
 def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int], path: Path) -> Path:
     for axes in panels:
         style.steps_axis(axes, steps)
-        style.key(axes, columns=4 if len(panels) == 1 else 2)
+        entries = len(axes.get_legend_handles_labels()[0])
+        style.key(axes, columns=4 if entries <= 4 and len(panels) == 1 else (entries + 1) // 2)
     return style.save(figure, path)
 
 
@@ -120,7 +124,7 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
             zorder=3,
         )
     axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    style.percent(axes)
     style.label(axes, "step", "correct answers")
     return _finish(figure, [axes], steps, plots / "accuracy.png")
 
@@ -153,8 +157,8 @@ def plot_entropy(records: Sequence[Record], about: str, plots: Path) -> Path | N
 _CLIP_LINES = (
     ("clip/outside_fraction", "outside the interval", style.MUTED),
     ("clip/active_fraction", "active: gradient zero", style.INK),
-    ("clip/upper_fraction", "of these at the upper bound", style.RED),
-    ("clip/lower_fraction", "of these at the lower bound", style.BLUE),
+    ("clip/upper_fraction", "active at the upper bound", style.RED),
+    ("clip/lower_fraction", "active at the lower bound", style.BLUE),
 )
 
 
@@ -164,7 +168,7 @@ def plot_clip(records: Sequence[Record], about: str, plots: Path) -> Path | None
     lines = [line for line in lines if line[0][0]]
     if not lines:
         return None
-    bins = probability_bins({name for record in records for name in record})
+    bins = probability_bins({name for record in records for name in record if record[name] is not None})
     figure, panels = style.new_figure("Clipped tokens", about, panels=2 if bins else 1)
     for points, text, color in lines:
         _line(panels[0], points, text, color, faint=False)
@@ -173,10 +177,10 @@ def plot_clip(records: Sequence[Record], about: str, plots: Path) -> Path | None
         shade = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
         _line(panels[1], series(records, name), text, shade, faint=False)
     if bins:
-        style.label(panels[1], "step", "active, share of the tokens of that probability")
+        style.label(panels[1], "step", "active, share of the tokens in that range of p")
     for axes in panels:
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        style.percent(axes)
     return _finish(figure, panels, lines[0][0][0], plots / "clip.png")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bandpo_cli.errors import UserError
 
-RESERVED = ("mlartifacts", "mlruns")
-"""Folders of MLflow that may lie beside the runs."""
+RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
+"""What MLflow may keep beside the runs."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 

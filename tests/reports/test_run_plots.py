@@ -1,0 +1,174 @@
+"""A run's pictures come from its folder alone, show what is there, and never fall over what is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from bandpo_cli.reports import style
+from bandpo_cli.reports.clip_map import Tokens, read_tokens
+from bandpo_cli.reports.run_plots import describe_run, plot_run, probability_bins, series, smooth
+from bandpo_cli.tracking.run_folder import RunFolder
+
+RECORD = {
+    "train/accuracy": 0.3,
+    "train/entropy": 0.5,
+    "clip/active_fraction": 0.01,
+    "clip/upper_fraction": 0.007,
+    "clip/lower_fraction": 0.003,
+    "clip/outside_fraction": 0.02,
+    "clip/active_fraction/p_0_0.001": None,
+    "clip/active_fraction/p_0.9_1": 0.01,
+    "clip/token_share/p_0.9_1": 0.6,
+    "eval/countdown/mean_at_16": 0.3,
+    "eval/countdown/pass_at_16": 0.9,
+    "eval/countdown/maj_at_16": 0.4,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder.create(tmp_path, "a")
+    folder.write_config("bounds: {method: band, divergence: kl, delta: 0.05}\n")
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """Return the figures that are saved from now on, by file name."""
+    saved: dict[str, Figure] = {}
+    save = style.save
+    monkeypatch.setattr(
+        style, "save", lambda figure, path: saved.update({path.name: figure}) or save(figure, path)
+    )
+    return saved
+
+
+def _tokens(run: RunFolder, step: int, **columns: list[float]) -> Path:
+    table = {"old_logprob": [-3.0, -0.1], "ratio": [1.5, 0.9], "lower": [0.3, 0.8], "upper": [2.5, 1.1]}
+    return run.write_tokens(step, {**table, "advantage": [1.0, -1.0], **columns})
+
+
+def _drawn(run: RunFolder) -> list[str]:
+    paths = plot_run(run.path)
+    assert all(path.parent == run.path / "plots" and imread(path).shape == (1000, 1600, 4) for path in paths)
+    return [path.name for path in paths]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 200])
+def test_every_picture_is_drawn_for_a_run_of_any_length(run, steps):
+    for step in range(1, steps + 1):
+        run.append_metrics({"step": step, **RECORD})
+    _tokens(run, steps)
+    assert _drawn(run) == ["accuracy.png", "entropy.png", "clip.png", "clip_map.png"]
+
+
+def test_what_has_no_data_is_left_out(run):
+    assert _drawn(run) == []
+    run.append_metrics({"step": 1})
+    assert _drawn(run) == []
+    run.append_metrics({"step": 2, "train/entropy": 0.4})
+    assert _drawn(run) == ["entropy.png"]
+    run.append_metrics({"step": 3, "train/entropy": float("nan"), "eval/countdown/mean_at_4": 0.2})
+    assert _drawn(run) == ["accuracy.png", "entropy.png"]
+
+
+def test_curves_show_the_values_of_the_record(run, figures):
+    for step in (10, 20, 30):
+        run.append_metrics({"step": step, **RECORD, "eval/countdown/mean_at_16": step / 100})
+    plot_run(run.path)
+    (axes,) = figures["accuracy.png"].axes
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines) == ["training, sampled answers", "countdown mean@16", "countdown pass@16"]
+    assert list(lines["countdown mean@16"].get_xdata()) == [10, 20, 30]
+    assert list(lines["countdown mean@16"].get_ydata()) == [0.1, 0.2, 0.3]
+    left, right = figures["clip.png"].axes
+    assert len(left.get_lines()) == 4
+    assert [line.get_label() for line in right.get_lines()] == ["p 0.9 – 1"]
+
+
+def test_the_latest_token_table_makes_the_clip_map(run, figures):
+    _tokens(run, 5, ratio=[9.0, 9.0])
+    _tokens(run, 100)
+    plot_run(run.path)
+    (axes,) = figures["clip_map.png"].axes
+    labels = axes.get_legend_handles_labels()[1]
+    assert "inside (100 %)" in labels
+    assert "step 100" in figures["clip_map.png"].texts[1].get_text()
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"lower": [0.0, 0.0], "upper": [np.inf, np.inf]},  # no clipping at all
+        {"ratio": [1.0, 1.0]},  # the first update of a batch
+        {"ratio": [np.nan, 0.0]},  # nothing that log axes can show
+        {"old_logprob": [-200.0, 0.0], "ratio": [1e30, 1e-30]},
+        {name: [] for name in ("old_logprob", "ratio", "lower", "upper", "advantage")},
+        {"old_logprob": [-1.0], "ratio": [1.0], "lower": [1.0], "upper": [1.0], "advantage": [0.0]},
+    ],
+)
+def test_odd_tokens_give_a_picture_or_none(run, columns):
+    _tokens(run, 1, **columns)
+    assert _drawn(run) in ([], ["clip_map.png"])
+
+
+def test_active_counts_the_sign_of_the_advantage_and_outside_does_not():
+    ratio = np.array([1.3, 1.3, 0.7, 0.7, 1.0, 1.3])
+    advantage = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    bounds = np.full(6, 0.8), np.full(6, 1.2)
+    tokens = Tokens(np.full(6, 0.5), ratio, *bounds, advantage)
+    assert tokens.active.tolist() == [True, False, False, True, False, False]
+    assert tokens.outside.tolist() == [True, True, True, True, False, True]
+
+
+def test_tokens_are_read_as_probabilities(run):
+    tokens = read_tokens(_tokens(run, 1, old_logprob=[np.log(0.25), 0.0]))
+    assert tokens is not None
+    np.testing.assert_allclose(tokens.prob, [0.25, 1.0], rtol=1e-6)
+
+
+def test_smooth_is_a_centred_mean_cut_off_at_the_ends():
+    values = [float(value) for value in np.random.default_rng(0).normal(size=100)]
+    means, width = smooth(values)
+    assert width == 7
+    assert means == pytest.approx([np.mean(values[max(at - 3, 0) : at + 4]) for at in range(100)])
+    assert smooth([5.0]) == ([5.0], 1)
+    assert smooth([2.0] * 3000) == (pytest.approx([2.0] * 3000), 51)
+
+
+def test_series_leaves_gaps_out():
+    assert series([{"step": 1, "a": 2}, {"step": 2, "a": None}, {"step": 3}], "a") == ([1], [2.0])
+
+
+def test_probability_bins_are_sorted_by_probability():
+    names = ["clip/active_fraction/p_0.9_1", "clip/active_fraction", "clip/active_fraction/p_0_0.001"]
+    assert [text for _, text in probability_bins(names)] == ["p 0 – 0.001", "p 0.9 – 1"]
+
+
+def test_a_run_is_described_by_its_method(run):
+    assert describe_run(run.path) == "a · band, kl, δ 0.05"
+    run.write_config("bounds: {method: clip-higher, eps_low: 0.2, eps_high: 0.28}\n")
+    assert describe_run(run.path) == "a · clip-higher, ε₋ 0.2, ε₊ 0.28"
+    for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n", "just text\n"):
+        run.write_config(broken)
+        assert describe_run(run.path) == "a"
+
+
+def test_pictures_need_neither_torch_nor_the_global_state_of_pyplot(run):
+    run.append_metrics({"step": 1, **RECORD})
+    code = (
+        "import sys; from pathlib import Path; from bandpo_cli.reports.run_plots import plot_run\n"
+        "assert plot_run(Path(sys.argv[1]))\n"
+        "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
