@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError
@@ -55,6 +56,7 @@ def load_policy(config: ModelConfig) -> Policy:
         UserError: nothing loadable is there, or the tokenizer names no end-of-sequence token.
     """
     location = model_location(config)
+    disable_progress_bar()  # its bars would break into the run's own view
     try:
         tokenizer = AutoTokenizer.from_pretrained(location)
         model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, config.dtype))

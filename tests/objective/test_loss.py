@@ -1,4 +1,4 @@
-"""The objective against a plain-Python rendering of its definition, and its gradient against the definition of active."""
+"""The objective against a plain-Python rendering of its definition, its gradient against what "active" means."""
 
 from __future__ import annotations
 

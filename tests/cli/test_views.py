@@ -1,0 +1,99 @@
+"""What a person watches while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from bandpo_cli.cli.statement import cautions, describe_method, describe_run, method_stem
+from bandpo_cli.cli.views import LiveView, PlainView, eval_figures, make_view, sparkline
+from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBounds, Relax
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.training.loop import StepReport
+from bandpo_cli.types import Completion, Grade, Problem, Rollout
+
+
+def report(step: int, evaluated: bool = False) -> StepReport:
+    record = {"step": step, "time/step": 1.5}
+    if step:
+        record |= {"train/accuracy": 0.25 + step / 1000, "train/entropy": 0.5, "clip/active_fraction": 0.002}
+    if evaluated:
+        record |= {"eval/countdown/mean_at_16": 0.3125, "eval/countdown/pass_at_16": 0.9}
+    problem = Problem("1 2=3", "1 2=3:", "3", "countdown")
+    completion = Completion((1, 2), (-0.1, -0.2), "stop", 0)
+    rollout = Rollout(problem, (1,), completion, "1+2[bold]", Grade(1.0, True, "correct"))
+    return StepReport(step, record, rollout if step else None)
+
+
+def printed(terminal: bool, steps: int) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    with make_view(console, steps) as view:
+        for step in range(steps + 1):
+            view.show(report(step, evaluated=step in (0, steps)))
+    return out.getvalue()
+
+
+def test_a_log_gets_few_plain_lines() -> None:
+    text = printed(terminal=False, steps=200)
+    assert "\x1b" not in text
+    assert 15 <= len(text.splitlines()) <= 30
+    assert "step 200/200" in text
+    assert "held-out mean@16 0.312" in text
+
+
+def test_a_terminal_gets_one_panel_with_the_curves() -> None:
+    text = printed(terminal=True, steps=5)
+    for part in ("accuracy", "entropy", "clipped tokens", "5/5", "held-out before", "held-out now", "1+2[bold]", "correct"):
+        assert part in text
+
+
+def test_the_view_follows_the_terminal() -> None:
+    assert isinstance(make_view(Console(force_terminal=True), 1), LiveView)
+    assert isinstance(make_view(Console(file=io.StringIO()), 1), PlainView)
+
+
+def test_sparklines_span_their_range() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)], width=40)) == 40
+
+
+def test_eval_figures_read_as_people_write_them() -> None:
+    assert eval_figures({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
+    assert eval_figures({"train/reward": 1.0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("bounds", "line", "stem"),
+    [
+        (BandBounds(), "Band of the kl trust region, δ = 0.05, ratio ≤ 10", "band-kl-0.05"),
+        (BandBounds(divergence="my.module:f", max_ratio=None), "Band of the my.module:f", "band-my-module-f-0.05"),
+        (BandBounds(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
+        (ClipBounds(), "clip: ratio in [0.8, 1.2]", "clip"),
+        (DcpoBounds(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
+        (NoBounds(), "none: no bound", "none"),
+    ],
+)
+def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
+    assert line in describe_method(bounds)  # type: ignore[arg-type]
+    assert method_stem(bounds) == stem  # type: ignore[arg-type]
+
+
+def test_the_batch_arithmetic_adds_up() -> None:
+    text = " ".join(text for _, text in describe_run(RunConfig()))
+    for part in ("64 prompts × 16 = 1,024 completions", "≤ 8,192 tokens", "4 updates of 256", "400 updates", "102,400"):
+        assert part in text
+
+
+def test_cautions_come_when_they_are_due() -> None:
+    assert cautions(RunConfig()) == []
+    (one,) = cautions(resolve([{"optim": {"updates": 1}}]))
+    assert "never bind" in one
+    assert cautions(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
+    (late,) = cautions(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
+    assert "warm-up is 4 updates" in late
