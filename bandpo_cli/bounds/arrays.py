@@ -15,8 +15,9 @@ import numpy as np
 Array = Any
 """A `numpy.ndarray` or a `torch.Tensor`."""
 
-CPU_BLOCK = 65_536
-"""Elements worked on at a time on a CPU: the temporaries stay in cache, and torch still uses two threads."""
+CPU_BLOCK = 32_000
+"""Elements worked on at a time on a CPU: the temporaries stay in cache, and torch (which splits from 32,768 on) makes
+no threads of its own for them, whose meeting after every operation is what a busy machine is slow at."""
 
 
 def is_tensor(x: Array) -> bool:
@@ -54,11 +55,20 @@ def asking_is_free(x: Array) -> bool:
     return not is_tensor(x) or x.device.type == "cpu"
 
 
+def workers(x: Array) -> int:
+    """Threads for blocks of `x`: as many as torch may use on its CPU, one for numpy."""
+    return sys.modules["torch"].get_num_threads() if is_tensor(x) else 1
+
+
 def quiet(x: Array) -> AbstractContextManager[Any]:
-    """No gradient is recorded, and numpy does not warn of the infinities that the limits p→0 and p→1 pass by."""
-    context: AbstractContextManager[Any] = (
-        namespace(x).no_grad() if is_tensor(x) else np.errstate(all="ignore")
-    )
+    """No gradient is recorded, and numpy does not warn of the infinities that the limits p→0 and p→1 pass by.
+
+    It holds for one thread; tensors made in torch's inference mode may only be written in that mode.
+    """
+    if not is_tensor(x):
+        return np.errstate(all="ignore")
+    torch = namespace(x)
+    context: AbstractContextManager[Any] = torch.inference_mode() if x.is_inference() else torch.no_grad()
     return context
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from bandpo_cli.bounds.arrays import (
     output_dtype,
     quiet,
     to_float64,
+    workers,
 )
 from bandpo_cli.bounds.divergences import Divergence, find
 from bandpo_cli.bounds.values import RatioBounds, Tokens
@@ -56,14 +58,22 @@ def band_bounds(
 
 
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
-    with quiet(x):
-        flat, dtype = x.reshape(-1), output_dtype(x)
-        lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
-        for part in blocks(flat):
+    flat, dtype = x.reshape(-1), output_dtype(x)
+    lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
+
+    def fill(part: slice) -> None:
+        with quiet(lower):
             logp = namespace(x).clip(to_float64(flat[part]), None, 0.0)
             roots = divergence.roots(Tokens(_without_nan(logp), short=dtype == namespace(x).float32), delta)
             lower[part], upper[part] = _clamp(roots, logp, max_ratio)
-        return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
+
+    parts = list(blocks(flat))
+    for part in parts[:1]:
+        fill(part)  # makes the tables that the others share
+    if len(parts) > 1:
+        with ThreadPoolExecutor(workers(x)) as pool:
+            list(pool.map(fill, parts[1:]))
+    return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
 def _without_nan(logp: Array) -> Array:

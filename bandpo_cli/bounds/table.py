@@ -24,7 +24,7 @@ _SHIFT = 52 - _BITS
 _FIRST = (1023 - 128) << _BITS  # the top bits of SMALLEST
 _EDGES = (127 << _BITS) + 2  # up to s = ½, and one bin more for ½ itself
 
-WORTHWHILE = 4 * _EDGES
+WORTHWHILE = _EDGES
 """From this many tokens on a table pays for itself even when it serves one call."""
 
 

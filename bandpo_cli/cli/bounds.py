@@ -13,9 +13,7 @@ FORMATS = ("table", "json", "csv")
 def bounds(
     probs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="PROB", help="Probabilities in (0, 1]; - reads them from standard input."
-        ),
+        typer.Argument(metavar="PROB", help="Probabilities in (0, 1]; - reads them from standard input."),
     ] = None,
     file: Annotated[
         Path | None,

@@ -91,6 +91,15 @@ def test_no_gradient_flows_and_the_input_stays_as_it_was() -> None:
     torch.testing.assert_close(x.detach(), before, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["kl", "js"])
+def test_inference_mode(name: str) -> None:
+    """Blocks are filled by threads, to which torch's modes do not extend by themselves; tables outlive the mode."""
+    x = -torch.rand(BATCH)
+    with torch.inference_mode():
+        inside = band_bounds(x, name, 0.0625)
+    assert torch.equal(inside.upper, band_bounds(x, name, 0.0625).upper)
+
+
 def test_the_limits_of_kl() -> None:
     """As p → 1 the bounds go to (e^−δ, 1); as p → 0 the upper probability goes to 1−e^−δ."""
     lower, upper = band_bounds([-1e-12, -60.0], "kl", 0.05)
