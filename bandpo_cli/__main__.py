@@ -23,7 +23,7 @@ def main() -> None:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(2)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        command = error.ctx.command_path if getattr(error, "ctx", None) else "bandpo"
+        command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
         sys.exit(_complain(f"{message} (see {command} --help)"))
     except typer.Abort:
         print("stopped", file=sys.stderr)

@@ -13,7 +13,8 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.reports.run_plots import plot_run
 from bandpo_cli.tracking.artifacts import run_artifacts
-from bandpo_cli.tracking.environment import describe_environment, run_tags
+from bandpo_cli.tracking.environment import describe_environment
+from bandpo_cli.tracking.mlflow_names import run_tags
 from bandpo_cli.tracking.mlflow_tracker import open_tracker
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.tracking.store import tracking_store, ui_command

@@ -25,7 +25,9 @@ Examples:
 def train(
     config: Annotated[
         list[Path] | None,
-        typer.Option("--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."),
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."
+        ),
     ] = None,
     method: Annotated[
         str | None,

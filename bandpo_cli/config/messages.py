@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -50,7 +51,7 @@ def _only_tag(owner: type[BaseModel] | None) -> str | None:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = re.sub(r"://[^/@]*@", "://***@", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

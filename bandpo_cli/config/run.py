@@ -78,8 +78,8 @@ class EvaluationConfig(Section):
     problems: PositiveInt = 128
     samples: PositiveInt = 16
     """Completions a problem (n)."""
-    k: tuple[PositiveInt, ...] = (1, 4, 16)
-    """The k of pass@k."""
+    k: tuple[PositiveInt, ...] = (4, 16)
+    """The k of pass@k; pass@1 is mean@n itself."""
     temperature: Positive = 1.0
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator
 
 from bandpo_cli.config.base import Section
 
@@ -19,3 +21,13 @@ class TrackingConfig(Section):
 
     experiment: str = Field("bandpo", min_length=1, max_length=500)
     """The MLflow experiment that the run is filed under."""
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        """A run's config.yaml is copied, shared and uploaded, so no password belongs in it."""
+        if uri is not None and re.search(r"://[^/@]*:[^/@]*@", uri):
+            raise ValueError(
+                "it holds a password, which the run folder would keep; set MLFLOW_TRACKING_URI instead"
+            )
+        return uri

@@ -13,9 +13,7 @@ import torch
 PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Bins of π_old(token) for the figures by probability; a bin holds its upper edge, not its lower one."""
 
-BIN_NAMES = tuple(
-    f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES)
-)
+BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
 
 
 def clip_counts(

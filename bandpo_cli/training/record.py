@@ -57,7 +57,9 @@ def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) 
     }
 
 
-def token_columns(experiences: Sequence[Experience], figures: UpdateFigures) -> dict[str, NDArray[np.float32]]:
+def token_columns(
+    experiences: Sequence[Experience], figures: UpdateFigures
+) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map: every token at its own update, evenly thinned to `CLIP_MAP_TOKENS`."""
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),

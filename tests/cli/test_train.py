@@ -26,7 +26,10 @@ def bandpo(
     *arguments: str, cwd: Path, code: str | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else ["-m", "bandpo_cli"]
-    env = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {"COLUMNS": "100", **environment}
+    env = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {
+        "COLUMNS": "100",
+        **environment,
+    }
     return subprocess.run(
         [sys.executable, *start, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=240
     )
@@ -35,20 +38,36 @@ def bandpo(
 def test_a_run_from_an_empty_folder(tmp_path: Path) -> None:
     done = bandpo("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for part in ("Band of the kl trust region", "4 prompts × 4 = 16 completions", "step 2/2", "held-out", "runs/first"):
+    for part in (
+        "Band of the kl trust region",
+        "4 prompts × 4 = 16 completions",
+        "step 2/2",
+        "held-out",
+        "runs/first",
+    ):
         assert part in done.stdout
     assert "\x1b" not in done.stdout, "colour codes outside a terminal"
     folder = tmp_path / "runs" / "first"
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoints/step-000002/config.json"):
+    for name in (
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints/step-000002/config.json",
+    ):
         assert (folder / name).is_file(), name
-    assert {"accuracy.png", "entropy.png", "clip.png", "clip_map.png"} <= {p.name for p in (folder / "plots").iterdir()}
+    assert {"accuracy.png", "entropy.png", "clip.png", "clip_map.png"} <= {
+        p.name for p in (folder / "plots").iterdir()
+    }
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("FINISHED", 2)
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["first"]
 
 
 def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
-    first = bandpo("train", *SMALL, "--seed", "3", "--delta", "0.2", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    first = bandpo(
+        "train", *SMALL, "--seed", "3", "--delta", "0.2", "--name", "a", "--no-mlflow", cwd=tmp_path
+    )
     again = bandpo("train", "--config", "runs/a/config.yaml", "--name", "b", cwd=tmp_path)
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     a, b = (
@@ -140,7 +159,9 @@ def test_mlflow_has_the_run(tmp_path: Path) -> None:
     assert run.data.params["bounds.divergence"] == "kl"
     history = client.get_metric_history(run.info.run_id, "train/entropy")
     assert sorted(point.step for point in history) == [1, 2]
-    assert {"config.yaml", "plots", "samples"} <= {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "plots", "samples"} <= {
+        item.path for item in client.list_artifacts(run.info.run_id)
+    }
     assert not (tmp_path / "mlruns").exists()
 
 

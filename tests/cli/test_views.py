@@ -47,7 +47,16 @@ def test_a_log_gets_few_plain_lines() -> None:
 
 def test_a_terminal_gets_one_panel_with_the_curves() -> None:
     text = printed(terminal=True, steps=5)
-    for part in ("accuracy", "entropy", "clipped tokens", "5/5", "held-out before", "held-out now", "1+2[bold]", "correct"):
+    for part in (
+        "accuracy",
+        "entropy",
+        "clipped",
+        "5/5",
+        "held-out before",
+        "held-out now",
+        "1+2[bold]",
+        "correct",
+    ):
         assert part in text
 
 
@@ -72,7 +81,11 @@ def test_eval_figures_read_as_people_write_them() -> None:
     ("bounds", "line", "stem"),
     [
         (BandBounds(), "Band of the kl trust region, δ = 0.05, ratio ≤ 10", "band-kl-0.05"),
-        (BandBounds(divergence="my.module:f", max_ratio=None), "Band of the my.module:f", "band-my-module-f-0.05"),
+        (
+            BandBounds(divergence="my.module:f", max_ratio=None),
+            "Band of the my.module:f",
+            "band-my-module-f-0.05",
+        ),
         (BandBounds(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
         (ClipBounds(), "clip: ratio in [0.8, 1.2]", "clip"),
         (DcpoBounds(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
@@ -86,7 +99,13 @@ def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
 
 def test_the_batch_arithmetic_adds_up() -> None:
     text = " ".join(text for _, text in describe_run(RunConfig()))
-    for part in ("64 prompts × 16 = 1,024 completions", "≤ 8,192 tokens", "4 updates of 256", "400 updates", "102,400"):
+    for part in (
+        "64 prompts × 16 = 1,024 completions",
+        "≤ 8,192 tokens",
+        "4 updates of 256",
+        "400 updates",
+        "102,400",
+    ):
         assert part in text
 
 

@@ -46,6 +46,13 @@ def test_the_same_kind_again_drops_nothing() -> None:
     }
 
 
+def test_a_password_is_kept_out_of_config_and_message() -> None:
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI") as caught:
+        resolve([{"tracking": {"uri": "postgresql://ann:secret@db/mlflow"}}])
+    assert "secret" not in str(caught.value)
+    assert resolve([{"tracking": {"uri": "postgresql://db/mlflow"}}]).tracking.uri == "postgresql://db/mlflow"
+
+
 def test_the_order_within_one_set_layer_does_not_matter() -> None:
     forth = read_assignments(["bounds.method=clip", "bounds.eps_high=0.3"])
     back = read_assignments(["bounds.eps_high=0.3", "bounds.method=clip"])

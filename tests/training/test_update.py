@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +44,14 @@ def graded_groups(policy: Policy) -> list[Group]:
     return groups
 
 
-def experiences_of(policy: Policy, updates: int, bounds: object = None, micro: int = 10_000) -> list[Experience]:
+def experiences_of(policy: Policy, updates: int, bounds: Any = None, micro: int = 10_000) -> list[Experience]:
     groups = graded_groups(policy)
-    advantages = group_advantages(torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups]))
-    size = len(groups) // updates
+    advantages = group_advantages(
+        torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
+    )
+    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandBounds())
     return [
-        prepare(
-            policy, None, groups[i : i + size], advantages[i : i + size], ratio_bounds(bounds or BandBounds()), 1.0, micro
-        )
+        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, 1.0, micro)
         for i in range(0, len(groups), size)
     ]
 
@@ -130,7 +131,9 @@ def _same_groups(experience: Experience) -> tuple[list[Group], torch.Tensor]:
     """The groups that `experience` was made from: drawing is a pure function of the untrained weights."""
     groups = graded_groups(policy_of())
     rewards = torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
-    assert sum(len(r.completion.token_ids) for g in groups for r in g.rollouts_G) == len(experience.old_logprobs)
+    assert sum(len(r.completion.token_ids) for g in groups for r in g.rollouts_G) == len(
+        experience.old_logprobs
+    )
     return groups, group_advantages(rewards)
 
 
