@@ -107,6 +107,7 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
     if train[0]:
         _line(axes, train, "training, sampled answers", style.MUTED)
     tasks = sorted({_eval_parts(name)[0] for name in names})
+    ks = sorted({count for _, measure, count in map(_eval_parts, names) if measure == "pass"})
     for name, (at, values) in shown:
         task, measure, count = _eval_parts(name)
         mean = measure == "mean"
@@ -116,7 +117,7 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
             color=style.CYCLE[tasks.index(task) % len(style.CYCLE)],
             linestyle="-" if mean else (0, (4, 2)),
             linewidth=2.2 if mean else 1.6,
-            marker="o",
+            marker="o" if mean else _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)],
             markersize=6,
             markerfacecolor=None if mean else "white",
             label=f"{task} {measure}@{count}",
@@ -128,6 +129,9 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
     style.label(axes, "step", "correct answers")
     return _finish(figure, [axes], steps, plots / "accuracy.png")
 
+
+_PASS_MARKERS = ("s", "^", "D", "v", "P")
+"""One a k, so that the lines of pass@k are told apart within a task's colour."""
 
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+)")
 
