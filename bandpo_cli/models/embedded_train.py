@@ -1,9 +1,10 @@
-"""Makes the embedded model: a few minutes of supervised learning on solved countdown problems.
+"""Makes the embedded model: some minutes of supervised learning on solved countdown problems.
 
-    python -m bandpo_cli.models.embedded_train --out FOLDER --steps 600 --seed 0
+    python -m bandpo_cli.models.embedded_train --out FOLDER
 
-It stops early on purpose. A model that solves a quarter of the held-out problems at the first try, and nearly
-all within 16 tries, leaves reinforcement learning something to find and something to lose.
+It ends on demonstrations of which a third are wrong, on purpose. The model then solves a quarter of the held-out
+problems at the first try and nearly all within 16, and knows more than it shows, as pretrained models do: that
+leaves reinforcement learning something to find and something to lose.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
 
 from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.models.batch import Row, collate
 from bandpo_cli.models.embedded_build import build_model, build_tokenizer
 from bandpo_cli.models.embedded_measure import Figures, measure
+from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.tasks.countdown import Countdown
 from bandpo_cli.tasks.expression import parse_expression
 from bandpo_cli.types import Problem
 
-BATCH_SIZE = 256
+PROBLEMS, ANSWERS = 96, 4  # a step: 96 prompts, each computed once for its 4 answers
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 50
+CLEAN_SHARE, WRONG_SHARE = 5 / 6, 0.35
 HELDOUT_PROBLEMS = 512  # measured at the end
-IGNORED = -100  # what cross_entropy leaves out
 
 
 def solutions(numbers: Sequence[int]) -> dict[int, list[str]]:
@@ -57,48 +59,56 @@ def solved_problems(problems: Sequence[Problem]) -> list[tuple[str, list[str]]]:
     return solved
 
 
-def supervised_batch(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, (pairs, tokens), padded on the right; only the answer and its end have labels."""
-    prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
-    answers = tokenizer([answer for _, answer in pairs])["input_ids"]
-    width = max(len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True))
-    tokens = torch.full((len(pairs), width), tokenizer.pad_token_id)
-    labels = torch.full((len(pairs), width), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
-        tokens[row, : len(ids)] = ids
-        labels[row, len(prompt) : len(ids)] = ids[len(prompt) :]
-    return tokens, labels
+class Demonstrations:
+    """Endless batches of problems with answers to imitate; what is drawn depends on the seed alone."""
+
+    def __init__(self, tokenizer: Any, problems: Sequence[Problem], seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._solved = solved_problems(problems)
+        self._rng = random.Random(seed)
+
+    def rows(self, wrong_share: float) -> list[Row]:
+        """Return `PROBLEMS` prompts with `ANSWERS` answers each, a `wrong_share` of them wrong."""
+        drawn = self._rng.choices(self._solved, k=PROBLEMS)
+        prompts = self._tokenizer([prompt for prompt, _ in drawn])["input_ids"]
+        answers = self._tokenizer(
+            [self._answer(prompt, right, wrong_share) for prompt, right in drawn for _ in range(ANSWERS)]
+        )["input_ids"]
+        ended = [[*answer, self._tokenizer.eos_token_id] for answer in answers]
+        return [Row(prompt, ended[i * ANSWERS : (i + 1) * ANSWERS]) for i, prompt in enumerate(prompts)]
+
+    def _answer(self, prompt: str, right: Sequence[str], wrong_share: float) -> str:
+        """Return one of the right answers, or the prompt's numbers in any order with any operators."""
+        if self._rng.random() >= wrong_share:
+            return self._rng.choice(right)
+        first, *others = self._rng.sample(numbers := prompt.partition("=")[0].split(), len(numbers))
+        return first + "".join(self._rng.choice("+-*") + number for number in others)
 
 
 def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: int, seed: int) -> None:
-    """Train in place on random answers to random problems, and print a line each 50 steps.
+    """Train in place, and print a line each 50 steps.
 
-    The learning rate rises for `WARMUP_STEPS` and falls in a line to zero at the last step.
+    The learning rate rises for `WARMUP_STEPS` and falls in a line to zero at the last step. The last sixth of the
+    steps mixes wrong answers in: the model then knows more than it shows, as pretrained models do.
     """
-    rng = random.Random(seed)
-    solved = solved_problems(problems)
+    demonstrations = Demonstrations(tokenizer, problems, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARMUP_STEPS, (steps - step) / max(steps - WARMUP_STEPS, 1))
     )
-    model.train()
     started = time.perf_counter()
     for step in range(1, steps + 1):
-        pairs = [(prompt, rng.choice(answers)) for prompt, answers in rng.choices(solved, k=BATCH_SIZE)]
-        tokens, labels = supervised_batch(tokenizer, pairs)
-        logits = model(input_ids=tokens).logits  # causal, so padding on the right needs no mask
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        rows = demonstrations.rows(WRONG_SHARE if step > steps * CLEAN_SHARE else 0.0)
+        batch = collate(rows, tokenizer.pad_token_id, model.device)
+        loss = -token_logprobs(model, batch).logprobs.mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 50 == 0 or step == steps:
-            print(
-                f"step {step}/{steps}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - started
+            print(f"step {step}/{steps}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
 
 
 def model_card(steps: int, seed: int, figures: Figures) -> str:
@@ -116,8 +126,8 @@ is the model that bandpo trains when none is named. Made in the project by
     python -m bandpo_cli.models.embedded_train --out FOLDER --steps {steps} --seed {seed}
 
 with torch {torch.__version__}, transformers {transformers.__version__}, CPU threads: {torch.get_num_threads()}.
-That is {steps} supervised steps of batch {BATCH_SIZE} on random answers to the training problems of the task's
-default settings. On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
+That is {steps} supervised steps, each on {ANSWERS} random answers to each of {PROBLEMS} training problems of the task's
+default settings; in the last sixth of the steps {WRONG_SHARE:.0%} of the answers are wrong. On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
 
 | mean@16 | pass@16 | entropy, nats a token |
 |---|---|---|
@@ -127,9 +137,9 @@ default settings. On the first {HELDOUT_PROBLEMS} held-out problems, at temperat
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the folder: tokenizer, weights, model card."""
-    parser = argparse.ArgumentParser(description="Make the embedded model: a short warm start on countdown.")
+    parser = argparse.ArgumentParser(description="Make the embedded model: a warm start on countdown.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=600, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=1800, help="supervised steps")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the initial weights and the order of the data"
     )

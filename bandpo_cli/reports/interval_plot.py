@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
 from bandpo_cli.errors import UserError
@@ -100,6 +100,7 @@ def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     axes.plot(p, 1.0 / p, color=style.INK, linewidth=0.9, label="simplex, r = 1/p")
     axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     style.label(axes, "old probability p", "probability ratio r = π / π_old")
@@ -123,6 +124,7 @@ def _draw_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
 
 def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> None:
     axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(p[0], 1.0)
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda prob, _: f"{prob:g}"))

@@ -14,7 +14,7 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.models.embedded_build import ALPHABET, build_model, build_tokenizer
 from bandpo_cli.models.embedded_default import embedded_model_path
 from bandpo_cli.models.embedded_measure import measure
-from bandpo_cli.models.embedded_train import IGNORED, main, solutions, solved_problems, supervised_batch
+from bandpo_cli.models.embedded_train import Demonstrations, main, solutions, solved_problems
 from bandpo_cli.tasks.countdown import Countdown
 
 FOLDER = embedded_model_path()
@@ -93,16 +93,25 @@ def test_solutions_are_right_and_all_there() -> None:
         assert all(TASK.grade(problem, answer).correct for answer in answers)
 
 
-def test_the_loss_is_on_the_answer_and_its_end_alone() -> None:
-    tokens, labels = supervised_batch(TOKENIZER, [("1 2=3:", "1+2"), ("1 9=10:", "9+1")])
-    assert TOKENIZER.batch_decode(tokens) == ["1 2=3:1+2<eos><pad>", "1 9=10:9+1<eos>"]
-    assert [TOKENIZER.decode(row[row != IGNORED]) for row in labels] == ["1+2<eos>", "9+1<eos>"]
-    assert torch.equal(tokens[labels != IGNORED], labels[labels != IGNORED])
+@pytest.mark.parametrize("wrong_share", [0.0, 0.5])
+def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
+    """A wrong answer uses the right numbers, and now and then reaches the target by chance."""
+    problems = {problem.prompt: problem for problem in TASK.train_problems()}
+    rows = Demonstrations(TOKENIZER, TASK.train_problems(), seed=0).rows(wrong_share)
+    verdicts = []
+    for row in rows:
+        problem = problems[TOKENIZER.decode(row.prompt_ids)]
+        for answer in row.completions:
+            assert answer[-1] == TOKENIZER.eos_token_id
+            verdicts.append(TASK.grade(problem, TOKENIZER.decode(answer[:-1])).verdict)
+    assert set(verdicts) <= {"correct", "wrong-value"}
+    share = verdicts.count("wrong-value") / len(verdicts)
+    assert share == 0 if wrong_share == 0 else 0.35 < share < 0.6
 
 
 def test_the_command_writes_the_same_folder_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bandpo_cli.models.embedded_train.HELDOUT_PROBLEMS", 4)
-    monkeypatch.setattr("bandpo_cli.models.embedded_train.BATCH_SIZE", 8)
+    monkeypatch.setattr("bandpo_cli.models.embedded_train.PROBLEMS", 4)
     for folder in ("first", "second"):
         main(["--out", str(tmp_path / folder), "--steps", "2", "--seed", "3"])
     files = sorted(file.name for file in FOLDER.iterdir())
