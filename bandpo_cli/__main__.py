@@ -7,18 +7,21 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import RunError, UserError
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report a program stopped by Ctrl-C."""
 
 
 def main() -> None:
-    """Run the command line and exit: 0 when all went well, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run the command line and exit: 0 all went well, 1 a run failed, 2 a user's mistake, 130 Ctrl-C."""
     try:
         code = app(standalone_mode=False)
     except UserError as error:
         sys.exit(_complain(str(error)))
+    except RunError as error:
+        _complain(str(error))
+        sys.exit(1)
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(2)

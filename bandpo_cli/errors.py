@@ -10,6 +10,10 @@ class UserError(Exception):
     """A mistake in what the user gave: printed as one line without a traceback, exit code 2."""
 
 
+class RunError(Exception):
+    """A run that cannot go on, through no mistake of the user's: one line, exit code 1. The run folder is whole."""
+
+
 class ConfigError(UserError):
     """A setting that cannot be used. The message names the key, the value and what is allowed."""
 

@@ -92,6 +92,10 @@ def _close(
         if records:
             plot_run(folder.path)
         tracker.finish(status, run_artifacts(folder.path))
+    if status != "FINISHED":
+        console.print(
+            f"{status.lower()}; what the run did is in {folder.path}", highlight=False, soft_wrap=True
+        )
 
 
 def _eval_of(record: dict[str, Any]) -> dict[str, Any]:

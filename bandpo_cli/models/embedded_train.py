@@ -126,8 +126,9 @@ is the model that bandpo trains when none is named. Made in the project by
     python -m bandpo_cli.models.embedded_train --out FOLDER --steps {steps} --seed {seed}
 
 with torch {torch.__version__}, transformers {transformers.__version__}, CPU threads: {torch.get_num_threads()}.
-That is {steps} supervised steps, each on {ANSWERS} random answers to each of {PROBLEMS} training problems of the task's
-default settings; in the last sixth of the steps {WRONG_SHARE:.0%} of the answers are wrong. On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
+That is {steps} supervised steps, each on {ANSWERS} random answers to each of {PROBLEMS} training problems of the
+task's default settings; in the last sixth of the steps {WRONG_SHARE:.0%} of the answers are wrong.
+On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
 
 | mean@16 | pass@16 | entropy, nats a token |
 |---|---|---|

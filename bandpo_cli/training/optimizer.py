@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.errors import RunError
 
 
 def constant(progress: float) -> float:
@@ -81,5 +82,5 @@ class Optimizer:
         return norm
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """A loss, gradient or log-prob stopped being a number; raised before the weights are touched."""

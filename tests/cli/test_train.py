@@ -185,3 +185,14 @@ def test_ctrl_c_ends_the_run_with_its_record(tmp_path: Path) -> None:
     summary = json.loads((metrics.parent / "summary.json").read_text())
     assert summary["status"] == "KILLED"
     assert summary["steps"] == json.loads(metrics.read_text().splitlines()[-1])["step"]
+
+
+def test_a_run_that_cannot_go_on_says_why_in_a_line(tmp_path: Path) -> None:
+    """A learning rate that blows the weights up: exit code 1, and the record of the steps before it."""
+    done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error: " in done.stderr
+    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    assert summary["status"] == "FAILED"
+    assert "NonFiniteError" in summary["error"]
