@@ -2,7 +2,7 @@
 
     python -m bandpo_cli.models.embedded_train --out FOLDER
 
-It ends on demonstrations of which a third are wrong, on purpose. The model then solves a quarter of the held-out
+It ends on demonstrations of which a fifth are wrong, on purpose. The model then solves a quarter of the held-out
 problems at the first try and nearly all within 16, and knows more than it shows, as pretrained models do: that
 leaves reinforcement learning something to find and something to lose.
 """
@@ -33,7 +33,7 @@ from bandpo_cli.types import Problem
 PROBLEMS, ANSWERS = 96, 4  # a step: 96 prompts, each computed once for its 4 answers
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 50
-CLEAN_SHARE, WRONG_SHARE = 5 / 6, 0.35
+CLEAN_SHARE, WRONG_SHARE = 5 / 6, 0.2
 HELDOUT_PROBLEMS = 512  # measured at the end
 
 
