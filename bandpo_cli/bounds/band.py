@@ -27,7 +27,7 @@ from bandpo_cli.errors import ConfigError
 def band_bounds(
     old_logprobs: Array, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = None
 ) -> RatioBounds:
-    """The interval of ratios π/π_old that D_f(π‖π_old) ≤ delta allows each token (arXiv 2603.04918, DESIGN §2).
+    """The interval of ratios π/π_old that D_f(π‖π_old) ≤ delta allows each token (arXiv 2603.04918).
 
     Args:
         old_logprobs: log π_old(token) in nats, any shape: a torch tensor on any device, a numpy array or numbers.

@@ -1,4 +1,4 @@
-"""The Bands that have a closed form, written as ratios so that no small p cancels (DESIGN §2).
+"""The Bands that have a closed form, written as ratios so that no small p cancels (docs/bounds.md).
 
 Every function takes the tokens and δ > 0 and returns the roots of g(p, r) = δ, the upper at most 1/p. A lower one
 below 0 means that the region reaches past the simplex there: `band_bounds` clamps it.

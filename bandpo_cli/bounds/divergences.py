@@ -57,7 +57,7 @@ def find(name: str) -> Divergence:
 
 
 def divergence_at(divergence: Divergence, tokens: Tokens, ratio: float) -> float:
-    """g(p, r) of DESIGN §2: the least divergence at which a token of probability p can have ratio r ≤ 1/p.
+    """g(p, r) of docs/bounds.md: the least divergence at which a token of probability p can have ratio r ≤ 1/p.
 
     `tokens` hold one token, as numpy arrays of shape (1,). inf where no radius is enough, as r = 1/p for kl.
     """

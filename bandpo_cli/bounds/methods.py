@@ -1,4 +1,4 @@
-"""Every ratio-bound method as a function of the old log-probabilities, built from its settings (DESIGN §4).
+"""Every ratio-bound method as a function of the old log-probabilities, built from its settings.
 
 The loss is given the bounds and never learns where they came from. Adding a method is adding a settings class
 and an entry here.

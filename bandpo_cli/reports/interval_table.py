@@ -30,7 +30,7 @@ PEERS: dict[str, BoundsConfig] = {
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """What one method allows a token. The fields are the keys of `--format json` (DESIGN §6).
+    """What one method allows a token. The fields are the keys of `--format json`.
 
     Attributes:
         prob: the token's probability under π_old.

@@ -14,7 +14,7 @@ from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
 from tests.bounds.oracle import least_step, oracle
 
-CHECKED = {  # DESIGN §2, at p = 0.08 and δ = 0.05
+CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05
     "kl": (0.261695843479, 2.41055379376),
     "reverse-kl": (0.135680527438, 2.22811829954),
     "tv": (0.375, 1.625),

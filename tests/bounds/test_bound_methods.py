@@ -1,4 +1,4 @@
-"""Every method of DESIGN §4 by hand-computed numbers, and the radius that matches another method."""
+"""Every method by hand-computed numbers, and the radius that matches another method."""
 
 from __future__ import annotations
 
