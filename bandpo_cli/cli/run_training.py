@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,6 +19,9 @@ from bandpo_cli.tracking.mlflow_tracker import open_tracker
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.tracking.store import tracking_store, ui_command
 from bandpo_cli.tracking.tracker import RunStatus, Tracker, status_of
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.loop import Parts
 
 
 def run_training(config: RunConfig, console: Console, runs_dir: Path, name: str) -> None:
@@ -54,7 +57,7 @@ def run_training(config: RunConfig, console: Console, runs_dir: Path, name: str)
     _say_where(config, folder, console, runs_dir)
 
 
-def _watch(config: RunConfig, parts: Any, folder: RunFolder, tracker: Tracker, console: Console) -> None:
+def _watch(config: RunConfig, parts: Parts, folder: RunFolder, tracker: Tracker, console: Console) -> None:
     """Run the loop to its end, showing and mirroring each step."""
     from bandpo_cli.training.loop import train
 
