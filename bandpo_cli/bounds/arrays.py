@@ -15,9 +15,8 @@ import numpy as np
 Array = Any
 """A `numpy.ndarray` or a `torch.Tensor`."""
 
-CPU_BLOCK = 32_000
-"""Elements worked on at a time on a CPU: the temporaries stay in cache, and torch (which splits from 32,768 on) makes
-no threads of its own for them, whose meeting after every operation is what a busy machine is slow at."""
+CPU_BLOCK = 2**20
+"""Elements worked on at a time on a CPU, so that a batch of any size needs some 100 MB of temporaries at most."""
 
 
 def is_tensor(x: Array) -> bool:
@@ -53,11 +52,6 @@ def arange(count: int, xp: Any, device: Any) -> Array:
 def asking_is_free(x: Array) -> bool:
     """Whether a value may be looked at without making the host wait for an accelerator."""
     return not is_tensor(x) or x.device.type == "cpu"
-
-
-def workers(x: Array) -> int:
-    """Threads for blocks of `x`: as many as torch may use on its CPU, one for numpy."""
-    return sys.modules["torch"].get_num_threads() if is_tensor(x) else 1
 
 
 def quiet(x: Array) -> AbstractContextManager[Any]:
@@ -106,7 +100,7 @@ def cast(x: Array, dtype: Any) -> Array:
 
 
 def blocks(x: Array) -> Iterator[slice]:
-    """Equal slices that cover the one-dimensional `x`: cache-sized on a CPU, one on an accelerator."""
+    """Equal slices that cover the one-dimensional `x`: of bounded size on a CPU, one on an accelerator."""
     count = -(-len(x) // CPU_BLOCK) if asking_is_free(x) else 1
     size = max(-(-len(x) // max(count, 1)), 1)
     for begin in range(0, len(x), size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -11,15 +10,16 @@ from bandpo_cli.bounds.arrays import (
     Array,
     as_array,
     blocks,
+    cast,
     empty_like,
     is_tensor,
     namespace,
     output_dtype,
     quiet,
     to_float64,
-    workers,
 )
 from bandpo_cli.bounds.divergences import Divergence, find
+from bandpo_cli.bounds.kl import WORTHWHILE
 from bandpo_cli.bounds.values import RatioBounds, Tokens
 from bandpo_cli.errors import ConfigError
 
@@ -60,32 +60,33 @@ def band_bounds(
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
     flat, dtype = x.reshape(-1), output_dtype(x)
     lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
-
-    def fill(part: slice) -> None:
-        with quiet(lower):
-            logp = namespace(x).clip(to_float64(flat[part]), None, 0.0)
-            roots = divergence.roots(Tokens(_without_nan(logp), short=dtype == namespace(x).float32), delta)
-            lower[part], upper[part] = _clamp(roots, logp, max_ratio)
-
-    parts = list(blocks(flat))
-    for part in parts[:1]:
-        fill(part)  # makes the tables that the others share
-    if len(parts) > 1:
-        with ThreadPoolExecutor(workers(x)) as pool:
-            list(pool.map(fill, parts[1:]))
+    short = dtype == namespace(x).float32 and len(flat) >= WORTHWHILE
+    with quiet(lower):
+        for part in blocks(flat):
+            lower[part], upper[part] = _band_of(cast(flat[part], dtype), divergence, delta, max_ratio, short)
     return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
-def _without_nan(logp: Array) -> Array:
-    return namespace(logp).nan_to_num(logp, nan=0.0, neginf=-math.inf)
+def _band_of(
+    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None, short: bool
+) -> RatioBounds:
+    """One block, by the float32 method where there is one and it is enough, else in float64."""
+    xp = namespace(logp)
+    if short and divergence.solve_short is not None:
+        logp = xp.clip(logp, None, 0.0)
+        return _clamp(divergence.solve_short(logp, delta), logp, max_ratio)
+    logp = xp.clip(to_float64(logp), None, 0.0)
+    known = xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)
+    return _clamp(divergence.roots(Tokens(known), delta), logp, max_ratio)
 
 
 def _clamp(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
     """0 ≤ lower ≤ 1 ≤ upper ≤ cap; a NaN on the way in becomes [1, 1]."""
     xp = namespace(logp)
     # max hands a NaN of either side on, and log p ≤ 0 never wins against a bound otherwise.
-    lower = xp.maximum(xp.clip(roots.lower, 0.0, 1.0), logp)
-    upper = xp.maximum(xp.clip(roots.upper, 1.0, max_ratio), logp)
+    lower, upper = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
+    for bound in (lower, upper):
+        xp.maximum(bound, logp, out=bound)
     return RatioBounds(*(xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in (lower, upper)))
 
 

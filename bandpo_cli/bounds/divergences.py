@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bandpo_cli.bounds import closed, custom, generators, solver
-from bandpo_cli.bounds.arrays import namespace
+from bandpo_cli.bounds.arrays import Array, namespace
 from bandpo_cli.bounds.generators import Generator
-from bandpo_cli.bounds.kl import kl
+from bandpo_cli.bounds.kl import kl, kl_short
 from bandpo_cli.bounds.values import RatioBounds, Tokens
 from bandpo_cli.errors import ConfigError, nearest
 
@@ -21,11 +21,13 @@ class Divergence:
         region: what the trust region bounds, for people.
         f: its generator, `f(u, u−1)`.
         solve: its Band in closed form or by a method of its own; None for the generic solver.
+        solve_short: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` serves.
     """
 
     region: str
     f: Generator
     solve: Callable[[Tokens, float], RatioBounds] | None = None
+    solve_short: Callable[[Array, float], RatioBounds] | None = None
 
     def roots(self, tokens: Tokens, delta: float) -> RatioBounds:
         """Ratios at which g(p, r) = δ; the upper at most 1/p, the lower not yet clamped at 0. Shapes (T,)."""
@@ -33,7 +35,7 @@ class Divergence:
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "kl": Divergence("KL(π_old‖π), nats", generators.kl, kl),
+    "kl": Divergence("KL(π_old‖π), nats", generators.kl, kl, kl_short),
     "reverse-kl": Divergence("KL(π‖π_old), nats", generators.reverse_kl),
     "tv": Divergence("total variation", generators.total_variation, closed.total_variation),
     "chi2": Divergence("Pearson χ²(π‖π_old)", generators.chi2, closed.chi2),

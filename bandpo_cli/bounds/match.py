@@ -25,5 +25,5 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
     if upper * prob > 1.0:
         return None
     with np.errstate(all="ignore"):
-        delta = divergence_at(find(name), Tokens(np.log([prob]), short=False), upper)
+        delta = divergence_at(find(name), Tokens(np.log([prob])), upper)
     return delta if math.isfinite(delta) and delta > 0.0 else None

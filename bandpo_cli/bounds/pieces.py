@@ -14,7 +14,7 @@ from bandpo_cli.bounds.arrays import Array, arange, cast, namespace, pick
 SMALLEST, LARGEST = 2.0**-64, 128.0
 """The range of y. Below it a bound has reached its limit p→1 to double precision; above it the new probability has."""
 
-DEGREE_FLOAT32, DEGREE_FLOAT64 = 3, 6
+DEGREE = 6
 
 _BITS = 6
 _SHIFT = 52 - _BITS
@@ -39,11 +39,11 @@ def locate(y: Array) -> Place:
     return (bits >> _SHIFT) + (cast(whole, xp.int64) - _FIRST), place
 
 
-def nodes(degree: int, xp: object, device: object) -> list[Array]:
-    """y at the Chebyshev nodes of every piece: degree+1 arrays of shape (pieces,)."""
+def nodes(xp: object, device: object) -> list[Array]:
+    """y at the Chebyshev nodes of every piece: DEGREE+1 arrays of shape (pieces,)."""
     piece = arange(_PIECES, xp, device)
     low, high = _edge(piece), _edge(piece + 1)
-    return [0.5 * (low + high) + 0.5 * (high - low) * float(x) for x in _chebyshev(degree)]
+    return [0.5 * (low + high) + 0.5 * (high - low) * float(x) for x in _chebyshev(DEGREE)]
 
 
 def _edge(piece: Array) -> Array:

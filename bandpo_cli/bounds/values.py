@@ -27,11 +27,9 @@ class Tokens:
 
     Attributes:
         logp: log p ≤ 0, never NaN. Shape (T,).
-        short: a float32 result is wanted, so a relative error of 1e-8 is as good as none.
     """
 
     logp: Array
-    short: bool
 
     @cached_property
     def p(self) -> Array:

@@ -93,7 +93,7 @@ def test_no_gradient_flows_and_the_input_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", ["kl", "js"])
 def test_inference_mode(name: str) -> None:
-    """Blocks are filled by threads, to which torch's modes do not extend by themselves; tables outlive the mode."""
+    """Tables made in inference mode outlive the mode."""
     x = -torch.rand(BATCH)
     with torch.inference_mode():
         inside = band_bounds(x, name, 0.0625)
