@@ -128,3 +128,4 @@ def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir:
     line("plots", str(folder.path / "plots"))
     if config.tracking.mlflow:
         line("MLflow", ui_command(tracking_store(config.tracking, runs_dir).uri))
+        line("", f"then Model training › {config.tracking.experiment} › {folder.name} › Model metrics")

@@ -27,9 +27,6 @@ from bandpo_cli.tracking.store import Store
 LINK = "mlflow.json"
 """The file in the run folder that names the MLflow run which mirrors it, so that a resume goes on with it."""
 
-_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
-"""A tag of an experiment that has MLflow's pages open on runs and curves; without it they take it for chat traces."""
-
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else each new database tells of its migrations on stderr
@@ -176,7 +173,7 @@ def _experiment(client: Any, store: Store) -> str:
     found = client.get_experiment_by_name(store.experiment)
     if found is None:
         try:
-            return str(client.create_experiment(store.experiment, store.artifact_location, _TRAINING))
+            return str(client.create_experiment(store.experiment, artifact_location=store.artifact_location))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
