@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -22,10 +23,13 @@ def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
     """Return the name of the run's folder, refusing one that is taken.
 
     Raises:
-        UserError: the name is taken or cannot be a folder's name, or the runs folder is a file.
+        UserError: the name is taken or cannot be a folder's name, or nothing can be written to the runs folder.
     """
-    if runs_dir.exists() and not runs_dir.is_dir():
-        raise UserError(f"--runs-dir {runs_dir}: this is a file; name a folder")
+    ground = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
+    if not ground.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
+    if not os.access(ground, os.W_OK):
+        raise UserError(f"--runs-dir {runs_dir}: {ground} may not be written to; name another folder")
     if asked is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return fresh_name(f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}", runs_dir)

@@ -43,8 +43,11 @@ class Policy:
 
 
 def model_location(config: ModelConfig) -> str:
-    """Return what the loader is given: the shipped folder for `embedded`, else the path or hub id as it is."""
-    return str(embedded_model_path()) if config.path == EMBEDDED_MODEL else config.path
+    """Return what the loader is given: the shipped folder for `embedded`, else the user's folder or the hub id."""
+    if config.path == EMBEDDED_MODEL:
+        return str(embedded_model_path())
+    folder = Path(config.path).expanduser()
+    return str(folder) if folder.exists() else config.path
 
 
 def load_policy(config: ModelConfig) -> Policy:

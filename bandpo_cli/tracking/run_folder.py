@@ -39,14 +39,15 @@ class RunFolder:
     def create(cls, runs_dir: Path, name: str) -> RunFolder:
         """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
         path = runs_dir / check_name(name, runs_dir)
-        runs_dir.mkdir(parents=True, exist_ok=True)
         try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
             path.mkdir()
         except FileExistsError:
             raise UserError(
-                f"there is a run {name!r} in {runs_dir} already: go on with it by --resume {name}, "
-                f"or start another by --name {fresh_name(name, runs_dir)}"
+                f"there is a run {name!r} in {runs_dir} already: start another by --name {fresh_name(name, runs_dir)}"
             ) from None
+        except OSError as error:
+            raise UserError(f"--runs-dir {runs_dir}: no folder can be made there: {error.strerror}") from None
         sync_folder(runs_dir)
         return cls(path)
 

@@ -99,6 +99,7 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
         (["--sampler", "transformer"], ["sampling.engine", "did you mean 'transformers'"]),
         (["--name", "../x"], ["../x"]),
         (["--steps", "0"], ["steps = 0"]),
+        (["--runs-dir", "/dev/null/x"], ["--runs-dir", "/dev/null is a file"]),
         (["--divergence", "nomodule:f"], ["nomodule"]),
         (["--set", "evaluation.problems=1000000"], ["evaluation.problems"]),
     ],

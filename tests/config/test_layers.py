@@ -149,6 +149,10 @@ def test_config_files_that_ship_are_valid() -> None:
         assert yaml.safe_load(path.read_text(encoding="utf-8")), f"{path} says nothing"
 
 
+def test_the_example_is_the_embedded_default() -> None:
+    assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()
+
+
 def test_config_imports_no_torch() -> None:
     code = "import sys, bandpo_cli.config.layers; print(*sorted(sys.modules))"
     loaded = subprocess.run(
