@@ -1,4 +1,4 @@
-"""The Band operator on arrays: whatever comes in, computed in float64, bounds of the same shape out."""
+"""The Band operator on arrays: log-probabilities of any shape and type in, bounds of the same shape out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def band_bounds(
     Returns:
         `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
         0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for whole numbers, float32 for float32, float16 and
-        bfloat16: everything is computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits.
+        bfloat16. Computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32
+        tokens has a way of its own around that (`kl_float32`).
 
     A log-probability above 0 counts as 0. For NaN the interval is [1, 1]: where nothing is known nothing may
     move. −inf gives the limit p → 0. No value is looked at on an accelerator, so the host never waits; devices

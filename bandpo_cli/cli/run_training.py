@@ -53,6 +53,7 @@ def run_training(config: RunConfig, console: Console, runs_dir: Path, name: str)
         error = raised
         raise
     finally:
+        parts.sampler.close()
         _close(config, folder, tracker, console, status_of(error), time.perf_counter() - start, error)
     _say_where(config, folder, console, runs_dir)
 

@@ -24,7 +24,7 @@ CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05
     "le-cam": (0.166355765755, 2.3458393562),
     "js": (0.0, 4.0946982543),
 }
-BATCH = 70_000  # more than one block on a CPU, and tables pay
+BATCH = 70_000  # so many that tables pay
 LOGPS = st.one_of(st.floats(-80, -1e-9), st.floats(-9, 1.9).map(lambda x: max(-(10**x), -80.0)))
 DELTAS = st.one_of(st.sampled_from([1e-4, 0.05, 2.0]), st.floats(-4, 0.301).map(lambda x: 10**x))
 

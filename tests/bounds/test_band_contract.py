@@ -100,6 +100,17 @@ def test_inference_mode(name: str) -> None:
     assert torch.equal(inside.upper, band_bounds(x, name, 0.0625).upper)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["kl", "tv", "js"])
+def test_blocks_leave_no_seam(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is worked on in several blocks has the bounds of one that is worked on whole."""
+    x = -torch.logspace(-9, 1.9, BATCH + 7, dtype=dtype)
+    whole = band_bounds(x, name, 0.05)
+    monkeypatch.setattr("bandpo_cli.bounds.arrays.CPU_BLOCK", BATCH // 3)
+    for in_blocks, at_once in zip(band_bounds(x, name, 0.05), whole, strict=True):
+        torch.testing.assert_close(in_blocks, at_once, rtol=2e-12 if dtype == torch.float64 else 3e-7, atol=0)
+
+
 def test_the_limits_of_kl() -> None:
     """As p → 1 the bounds go to (e^−δ, 1); as p → 0 the upper probability goes to 1−e^−δ."""
     lower, upper = band_bounds([-1e-12, -60.0], "kl", 0.05)
