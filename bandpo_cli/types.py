@@ -14,21 +14,35 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
+class Message:
+    """One turn of a chat: `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[Message, ...]
+"""Plain text goes before the model as it is; chat messages go through the tokenizer's chat template first."""
+
+
+@dataclass(frozen=True)
 class Problem:
     """One question with what its grader needs.
 
     Attributes:
         id: stable across runs and machines; also what splits held-out problems from training ones.
-        prompt: the text put before the model, already in the task's format.
-        answer: the reference that the task's grader reads (a target number, a LaTeX answer, ...).
+        prompt: what is put before the model.
+        answer: the reference that the grader reads (a target number, a LaTeX answer, ...).
         source: the task or data set that it came from.
-        extra: whatever else the grader needs.
+        grader: who judges answers to it: a known name (`config.data.GRADERS`) or `module:function`.
+        extra: whatever else the grader needs; JSON-like values, since graders may run in another process.
     """
 
     id: str
-    prompt: str
+    prompt: Prompt
     answer: str
     source: str
+    grader: str
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -54,9 +68,11 @@ class Grade:
     """A verdict on one completion.
 
     Attributes:
-        reward: what the advantage is computed from.
+        reward: what the advantage is computed from. A grader gives 1 for right, 0 for wrong, or a part of it; the
+            `reward` settings turn that into the reward that is trained on.
         correct: what accuracy counts.
-        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...
+        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout` and `grader-error`
+            say that there was no verdict, and are counted apart.
     """
 
     reward: float
@@ -66,9 +82,10 @@ class Grade:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion of a problem with its verdict."""
+    """A completion of a problem with its verdict; `prompt` is the text that the model was given."""
 
     problem: Problem
+    prompt: str
     prompt_ids: tuple[int, ...]
     completion: Completion
     text: str

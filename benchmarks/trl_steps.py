@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.embedded_default import embedded_model_path
+from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.tasks import build_task
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     problems = {problem.prompt: problem for problem in task.train_problems()}
 
     def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        return [task.grade(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
+        return [grade_countdown(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
 
     prompts_a_step, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
     clock = StepClock(updates)

@@ -12,8 +12,12 @@ import numpy as np
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.cli.statement import method_stem
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.grading import check_grader
+from bandpo_cli.config.engine import check_engine
 from bandpo_cli.tasks import build_task
+from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.run_names import check_name, fresh_name
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,21 +45,25 @@ def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
     return name
 
 
-def check_settings(config: RunConfig) -> None:
-    """Refuse settings whose mistakes only show when they are used.
+def check_settings(config: RunConfig) -> Task:
+    """Refuse settings whose mistakes only show when they are used, and return the task with its problems loaded.
 
     Raises:
-        ConfigError: a divergence of the user's own that cannot be used, a model path that leads nowhere, or more
-            evaluation problems than the task keeps apart.
+        ConfigError: a divergence or grader of the user's own that cannot be used, a model path that leads nowhere, an
+            engine that is not installed, or a task without problems.
     """
     ratio_bounds(config.bounds)(np.zeros(1))
     check_model_path(config.model.path)
-    heldout = len(build_task(config.task).heldout_problems())
-    if config.evaluation.every and config.evaluation.problems > heldout:
+    check_engine(config.sampling.engine)
+    if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(
-            f"evaluation.problems = {config.evaluation.problems}: task '{config.task.name}' keeps {heldout:,} problems "
-            f"apart for evaluation; use at most that many"
+            f"task.name = {config.task.name!r}: the embedded model can read nothing but countdown; "
+            "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
         )
+    task = build_task(config.task)
+    for grader in sorted({problem.grader for problem in task.train_problems()}):
+        check_grader(grader)
+    return task
 
 
 def check_model_path(path: str) -> None:

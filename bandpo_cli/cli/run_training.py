@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bandpo_cli.cli.memory import memory_advice
 from bandpo_cli.cli.views import eval_figures, make_view
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.reports.run_plots import plot_run
+from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.artifacts import run_artifacts
 from bandpo_cli.tracking.environment import describe_environment
 from bandpo_cli.tracking.mlflow_names import run_tags
@@ -21,19 +23,22 @@ from bandpo_cli.tracking.store import tracking_store, ui_command
 from bandpo_cli.tracking.tracker import RunStatus, Tracker, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.loop import Parts
+    from bandpo_cli.training.parts import Parts
 
 
-def run_training(config: RunConfig, console: Console, runs_dir: Path, name: str) -> None:
+def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path, name: str) -> None:
     """Train, write the run folder, mirror it to MLflow, and say where everything is.
 
     Raises:
         UserError: the model cannot be loaded; nothing has been written then.
+        RunError: the device has not enough memory; the message names the settings that take less.
     """
-    with console.status("loading torch and the model …"):
-        from bandpo_cli.training.loop import build
+    with console.status("loading torch and the model …"), memory_advice(config):
+        from bandpo_cli.training.parts import build
 
-        parts = build(config)
+        parts = build(config, task)
+    for note in parts.notes:
+        console.print(f"[yellow]note:[/yellow] {note}", highlight=False, soft_wrap=True)
     folder = RunFolder.create(runs_dir, name)
     folder.write_config(to_yaml(config))
     env = describe_environment()
@@ -48,12 +53,13 @@ def run_training(config: RunConfig, console: Console, runs_dir: Path, name: str)
     start = time.perf_counter()
     error: BaseException | None = None
     try:
-        _watch(config, parts, folder, tracker, console)
+        with memory_advice(config):
+            _watch(config, parts, folder, tracker, console)
     except BaseException as raised:
         error = raised
         raise
     finally:
-        parts.sampler.close()
+        parts.close()
         _close(config, folder, tracker, console, status_of(error), time.perf_counter() - start, error)
     _say_where(config, folder, console, runs_dir)
 
@@ -63,7 +69,7 @@ def _watch(config: RunConfig, parts: Parts, folder: RunFolder, tracker: Tracker,
     from bandpo_cli.training.loop import train
 
     with make_view(console, config.steps) as view:
-        for report in train(config, parts, folder):
+        for report in train(config, parts, folder, view.phase):
             tracker.log_metrics(report.step, report.record)
             view.show(report)
 

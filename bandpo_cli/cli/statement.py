@@ -9,6 +9,7 @@ from rich.table import Table
 
 from bandpo_cli.config.bounds import BandBounds, BoundsConfig, ClipBounds, ClipHigherBounds, DcpoBounds
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.tasks.base import Task
 
 
 def describe_method(bounds: BoundsConfig) -> str:
@@ -36,7 +37,7 @@ def method_stem(bounds: BoundsConfig) -> str:
     return bounds.method
 
 
-def describe_run(config: RunConfig) -> list[tuple[str, str]]:
+def describe_run(config: RunConfig, task: Task) -> list[tuple[str, str]]:
     """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic."""
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
@@ -50,13 +51,13 @@ def describe_run(config: RunConfig) -> list[tuple[str, str]]:
         ("model", f"{model}, {config.model.dtype}"),
         (
             "task",
-            f"{config.task.name}, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+            f"{config.task.name}, {len(task.train_problems()):,} problems, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         ),
         ("method", describe_method(config.bounds)),
         (
             "a step",
             f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
-            f"(≤ {completions * sampling.max_tokens:,} tokens), "
+            f"(≤ {completions * sampling.max_tokens:,} tokens), {_refills(config)}"
             f"{optim.updates} {'update' if optim.updates == 1 else 'updates'} of {per_update:,}",
         ),
         (
@@ -69,10 +70,27 @@ def describe_run(config: RunConfig) -> list[tuple[str, str]]:
         rows.append(
             (
                 "evaluation",
-                f"{evaluation.problems} held-out problems × {evaluation.samples}, every {evaluation.every} steps",
+                f"{_held_out(config, task)} × {evaluation.samples}, every {evaluation.every} steps",
             )
         )
     return rows
+
+
+def _refills(config: RunConfig) -> str:
+    sampling = config.sampling
+    if not sampling.dynamic:
+        return ""
+    return f"groups without spread drawn anew up to {sampling.dynamic_batches - 1} times, "
+
+
+def _held_out(config: RunConfig, task: Task) -> str:
+    """Name the evaluation sets with the number of problems taken from each."""
+    counts = {
+        label: len(problems[: config.evaluation.problems]) for label, problems in task.heldout_sets().items()
+    }
+    if len(counts) == 1 and config.task.name in counts:
+        return f"{counts[config.task.name]:,} held-out problems"
+    return ", ".join(f"{count:,} of {label}" for label, count in counts.items())
 
 
 def cautions(config: RunConfig) -> list[str]:

@@ -33,9 +33,17 @@ def train(
     model: Annotated[
         str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="What is learnt.", show_default="countdown")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What is learnt: countdown, a known data set (gsm8k, math, dapo-math-17k, ...), or a .jsonl, .json, "
+            ".csv or .parquet file of questions and answers.",
+            show_default="countdown",
+        ),
+    ] = None,
     sampler: Annotated[
-        str | None, typer.Option(help="Sampling engine: auto or transformers.", show_default="auto")
+        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Batches of rollouts.", show_default="100")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random choice.", show_default="0")] = None,
@@ -58,7 +66,9 @@ def train(
     mlflow: Annotated[
         bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the run to MLflow.", show_default="on")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved settings and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
+    ] = False,
 ) -> None:
     """Train a policy under a Band constraint and record the run.
 
@@ -70,6 +80,8 @@ def train(
 
     [bold]bandpo train --method clip --set bounds.eps_high=0.3[/bold]  a fixed interval
 
+    [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  the real thing
+
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
@@ -79,31 +91,35 @@ def train(
     from bandpo_cli.cli.preflight import check_settings, choose_name
     from bandpo_cli.cli.statement import cautions, describe_run, print_statement
     from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+    from bandpo_cli.config.task import task_layer
 
     flags = {
         ("bounds", "method"): method,
         ("bounds", "divergence"): divergence,
         ("bounds", "delta"): delta,
         ("model", "path"): model,
-        ("task", "name"): task,
         ("sampling", "engine"): sampler,
         ("steps",): steps,
         ("seed",): seed,
         ("tracking", "uri"): tracking_uri,
         ("tracking", "mlflow"): mlflow,
     }
-    layers = [*map(read_layer, config or []), _flag_layer(flags), read_assignments(set_ or [])]
+    chosen_task = {} if task is None else {"task": task_layer(task)}
+    layers = [*map(read_layer, config or []), chosen_task, _flag_layer(flags), read_assignments(set_ or [])]
     resolved = resolve(layers)
     folder_name = choose_name(resolved, runs_dir, name)
-    check_settings(resolved)
+    problems = check_settings(resolved)
     console = Console()
-    print_statement(console, describe_run(resolved), cautions(resolved))
+    print_statement(console, describe_run(resolved, problems), cautions(resolved))
     if dry_run:
+        from bandpo_cli.cli.memory import print_memory
+
+        print_memory(console, resolved)
         console.print(to_yaml(resolved), markup=False, highlight=False)
         return
     from bandpo_cli.cli.run_training import run_training
 
-    run_training(resolved, console, runs_dir, folder_name)
+    run_training(resolved, problems, console, runs_dir, folder_name)
 
 
 def _flag_layer(flags: dict[tuple[str, ...], Any]) -> dict[str, Any]:

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from bandpo_cli.training.loop import StepReport
 
 BARS = "▁▂▃▄▅▆▇█"
+PHASES = {
+    "sample": "sampling",
+    "grade": "grading",
+    "logprobs": "old log-probs",
+    "update": "updating",
+    "sync": "syncing the sampler",
+    "eval": "evaluating",
+    "checkpoint": "writing a checkpoint",
+}
+"""The parts of a step that may take long, by their names under `time/`."""
+
 PLAIN_LINES = 20
 """About this many progress lines in a log file, however long the run."""
 
@@ -38,6 +49,9 @@ class View(Protocol):
 
     def show(self, report: StepReport) -> None:
         """Take in one step."""
+
+    def phase(self, name: str) -> None:
+        """Hear what the run is doing now: `sample`, `grade`, `update`, ..."""
 
 
 def make_view(console: Console, steps: int) -> View:
@@ -59,9 +73,27 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def eval_figures(record: dict[str, float]) -> str:
-    """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`."""
-    named = [(key.rsplit("/", 1)[1], value) for key, value in record.items() if key.startswith("eval/")]
-    return " · ".join(f"{name.replace('_at_', '@')} {value:.3f}" for name, value in named)
+    """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
+
+    With several evaluation sets each one's figures come behind its label.
+    """
+    by_set: dict[str, list[str]] = {}
+    for key, value in record.items():
+        if key.startswith("eval/"):
+            _, label, measure = key.split("/")
+            by_set.setdefault(label, []).append(f"{measure.replace('_at_', '@')} {value:.3f}")
+    if len(by_set) == 1:
+        return " · ".join(*by_set.values())
+    return "  ".join(f"{label}: {' · '.join(figures)}" for label, figures in by_set.items())
+
+
+def missing_verdicts(record: dict[str, float]) -> str:
+    """Return the shares of completions that no grader could judge, empty when each had its verdict."""
+    shares = [
+        (record.get(f"grade/{key}_fraction", 0.0), words)
+        for key, words in (("timeout", "timed out"), ("error", "grader errors"))
+    ]
+    return ", ".join(f"{share:.1%} {words}" for share, words in shares if share)
 
 
 class PlainView:
@@ -79,6 +111,9 @@ class PlainView:
     def __exit__(self, *exc: object) -> None:
         return None
 
+    def phase(self, name: str) -> None:
+        """A log file has no need of it."""
+
     def show(self, report: StepReport) -> None:
         """Print the step when its turn has come."""
         record, held_out = report.record, eval_figures(report.record)
@@ -90,6 +125,8 @@ class PlainView:
                 f"accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
                 f"clipped {record['clip/active_fraction']:.2%}  {record['time/step']:.2f} s/step"
             )
+        if missing := missing_verdicts(record):
+            parts.append(missing)
         if held_out:
             parts.append(f"held-out {held_out}")
         self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
@@ -103,11 +140,17 @@ class LiveView:
         self._history: dict[str, list[float]] = {}
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
+        self._missing = ""
         columns = (MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"))
         self._progress = Progress(
-            TextColumn("step"), *columns, TimeRemainingColumn(), console=console, expand=True
+            TextColumn("step"),
+            *columns,
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[phase]}", style="dim"),
+            console=console,
+            expand=True,
         )
-        self._task = self._progress.add_task("train", total=steps)
+        self._task = self._progress.add_task("train", total=steps, phase="")
         self._live = Live(self._render(), console=console, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:
@@ -118,6 +161,10 @@ class LiveView:
         self._live.update(self._render(), refresh=True)
         self._live.stop()
 
+    def phase(self, name: str) -> None:
+        """Say beside the bar what goes on: a step of a large model takes minutes."""
+        self._progress.update(self._task, phase=PHASES.get(name, ""))
+
     def show(self, report: StepReport) -> None:
         """Draw the panel anew with this step in it."""
         for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
@@ -127,6 +174,7 @@ class LiveView:
             self._held_out.append((report.step, held_out))
         if report.sample is not None:
             self._sample = _show_sample(report)
+        self._missing = missing_verdicts(report.record)
         self._progress.update(self._task, completed=report.step)
         self._live.update(self._render())
 
@@ -141,6 +189,8 @@ class LiveView:
             grid.add_row(
                 label, form.format(values[-1]) if values else "…", Text(sparkline(values), style="cyan")
             )
+        if self._missing:
+            grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
         for label, (step, figures) in _first_and_last(self._held_out):
             grid.add_row(label, f"step {step}", figures)
         grid.add_row("a sample", "", self._sample)
@@ -157,5 +207,15 @@ def _show_sample(report: StepReport) -> Text:
     assert report.sample is not None
     rollout = report.sample
     style = "green" if rollout.grade.correct else "red"
-    shown = f"{rollout.problem.prompt[-60:]}{rollout.text[:120]}"
-    return Text.assemble(shown, "  ", (rollout.grade.verdict, style))
+    return Text.assemble(
+        _one_line(rollout.prompt, 0, 60),
+        _one_line(rollout.text, 60, 60),
+        "  ",
+        (rollout.grade.verdict, style),
+    )
+
+
+def _one_line(text: str, head: int, tail: int) -> str:
+    """Return the beginning and the end of `text` without its line breaks: a worked answer's end is what counts."""
+    flat = " ".join(text.split("\n"))
+    return flat if len(flat) <= head + tail else f"{flat[:head]} … {flat[-tail:]}".strip()

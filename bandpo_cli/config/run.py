@@ -22,14 +22,40 @@ class ModelConfig(Section):
     path: str = EMBEDDED_MODEL
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward compute in. With bfloat16 the optimizer keeps float32 master weights."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernels; `auto` takes PyTorch's own (sdpa)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    prompts: Literal["auto", "chat", "raw"] = "auto"
+    """How chat messages become text: by the tokenizer's chat template, or joined as they are; `auto` takes the
+    template where there is one. Tasks that give plain text (countdown) are not touched."""
     device: str = "auto"
     """`auto` takes a GPU when there is one; otherwise any torch device name."""
+
+
+class VllmConfig(Section):
+    """Settings of the vLLM engine."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory for the engine's weights and cache; the trainer shares the card. No use on a CPU."""
+    kv_cache_gb: Positive = 2.0
+    """Size of the key-value cache on a CPU, GiB. No use on a GPU."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that one engine is spread over."""
+    eager: bool = False
+    """Run without CUDA graphs and compilation: starts faster, samples slower."""
+    sleep: bool = True
+    """Give the GPU memory back to the trainer while it updates."""
+    prefix_caching: bool = True
+    """Compute a prompt once for all its completions."""
 
 
 class SamplingConfig(Section):
     """How the batch of rollouts of one step is drawn."""
 
-    engine: Literal["auto", "transformers"] = "auto"
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """`auto` takes vllm where it is installed and a GPU is there, else transformers."""
     prompts: PositiveInt = 64
     """Prompts a step (P)."""
     samples: Annotated[int, Field(ge=2)] = 16
@@ -37,8 +63,58 @@ class SamplingConfig(Section):
     temperature: Positive = 1.0
     max_tokens: PositiveInt = 8
     """Most tokens in a completion, its end-of-sequence token included."""
+    max_prompt_tokens: PositiveInt = 64
+    """Problems with a longer prompt are dropped, and counted."""
     max_sequences: PositiveInt = 2048
     """Most completions that are decoded side by side; more are drawn in turn."""
+    dynamic: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards are all alike teach nothing, so they are dropped and refilled
+    from further prompts."""
+    dynamic_batches: PositiveInt = 10
+    """With `dynamic`: most batches drawn for one step; then the step goes on with the groups there are."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> SamplingConfig:
+        for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != whole:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}: truncated sampling is refused for training: the ratio π/π_old "
+                    f"needs π_old to be the whole distribution that the loss differentiates; leave it at {whole:g}"
+                )
+        return self
+
+
+class GradingConfig(Section):
+    """The worker processes that judge answers."""
+
+    workers: PositiveInt | None = None
+    """null: one a core, 8 at most. They start when the first answer needs one."""
+    deadline: Positive = 5.0
+    """Seconds that one answer may take; then its worker is killed and replaced, and the answer counts as a timeout."""
+    memory_gb: Positive = 2.0
+    """Memory that one worker may take, GiB; an answer that wants more is a grader error."""
+
+
+class RewardConfig(Section):
+    """From a verdict to the reward."""
+
+    correct: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    wrong: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """The paper's rewards are 1 and −1. A grader's partial credit lies between the two in proportion."""
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Soft over-long penalty (DAPO): over the last this many tokens before sampling.max_tokens the reward falls
+    linearly by `overlong_penalty`; 0 for none."""
+    overlong_penalty: NotNegative = 1.0
+
+    @model_validator(mode="after")
+    def _right_is_better(self) -> RewardConfig:
+        if self.correct <= self.wrong:
+            raise ValueError(f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}")
+        return self
 
 
 class ObjectiveConfig(Section):
@@ -51,6 +127,11 @@ class ObjectiveConfig(Section):
     """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null switches this off."""
     reference_kl: NotNegative = 0.0
     """Coefficient of the k3 estimate of KL(π‖π_reference); 0 loads no reference model."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Whose log π_old the ratio is taken to: recomputed by the trainer, or as the sampler reported them."""
+    importance_cap: Positive | None = 2.0
+    """Truncated importance sampling: where the sampler is another engine than the trainer and `old_logprobs` are
+    the trainer's, each token's loss is weighted by min(π_old/π_sampler, this); null for no correction."""
 
 
 class OptimConfig(Section):
@@ -67,7 +148,8 @@ class OptimConfig(Section):
     updates: PositiveInt = 4
     """Optimizer updates a batch of rollouts. With 1 the ratio is always 1 and no bound can bind."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in one forward pass; an update's gradient is accumulated over as many passes as it takes."""
+    """Most tokens in one forward pass, packed without padding; an update's gradient is accumulated over as many
+    passes as it takes."""
 
 
 class EvaluationConfig(Section):
@@ -75,7 +157,8 @@ class EvaluationConfig(Section):
 
     every: Annotated[int, Field(ge=0)] = 20
     """Steps between evaluations, the start and the end always included; 0 switches evaluation off."""
-    problems: PositiveInt = 128
+    problems: PositiveInt | None = 128
+    """Most problems of each evaluation set; null for all."""
     samples: PositiveInt = 16
     """Completions a problem (n)."""
     k: tuple[PositiveInt, ...] = (4, 16)
@@ -106,6 +189,8 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = CountdownTask()
     sampling: SamplingConfig = SamplingConfig()
+    grading: GradingConfig = GradingConfig()
+    reward: RewardConfig = RewardConfig()
     bounds: BoundsConfig = BandBounds()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
@@ -121,4 +206,11 @@ class RunConfig(Section):
                 f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
                 f"take prompts = {max(1, prompts // updates) * updates} or another number of updates"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> RunConfig:
+        buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
+        if buffer > most:
+            raise ValueError(f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}")
         return self

@@ -1,14 +1,28 @@
-"""Settings of the tasks (`task:` in a config file): one class a task, chosen by `name`."""
+"""Settings of the tasks (`task:` in a config file): one class a kind of task, chosen by `name`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from bandpo_cli.config.base import Section
+from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, DatasetName, GraderName, Sources
+from bandpo_cli.errors import nearest
 
-TASKS = ("countdown",)
+TEMPLATES = ("answer-line", "boxed", "plain")
+"""The user messages known by name; any other is the text itself."""
+
+
+def known_template(template: str) -> str:
+    """Accept a known name or a text with {question} in it; raise ValueError with the nearest name otherwise."""
+    if template in TEMPLATES or "{question}" in template:
+        return template
+    raise ValueError(
+        f"no template of that name{nearest(template, TEMPLATES)}; known: {', '.join(TEMPLATES)}, "
+        "or a text of your own with {question} in it"
+    )
 
 
 class CountdownTask(Section):
@@ -30,4 +44,45 @@ class CountdownTask(Section):
     )
 
 
-TaskConfig = CountdownTask  # a second task makes it Annotated[A | B, Field(discriminator="name")]
+class DataTask(Section):
+    """Questions with reference answers, from known data sets, the hub or local files."""
+
+    name: Literal["data"] | DatasetName
+    """A known data set, with its own train and evaluation parts; or `data`, which takes all from `train`."""
+
+    train: Sources = ()
+    """What training draws from, all mixed. Empty: the train part of the data set that `name` is."""
+
+    heldout: Sources = ()
+    """Evaluation sets, each scored apart as eval/<its label>/... Empty: the evaluation part of the data set that
+    `name` is; where there is none, `heldout_fraction` of the training problems."""
+
+    heldout_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of the training problems kept for evaluation where no evaluation set is named (chosen by a hash)."""
+
+    template: Annotated[str, AfterValidator(known_template)] = "answer-line"
+    """The user's message: `answer-line` (the paper's), `boxed`, `plain`, or a text of your own with {question}
+    in it. Sources that bring chat messages keep them as they are."""
+
+    system: str | None = None
+    """A system message put before the user's."""
+
+    grader: GraderName | None = None
+    """Judges the answers: `math`, `number`, or your own as module:function. null: what each source says."""
+
+
+TaskConfig = Annotated[CountdownTask | DataTask, Field(discriminator="name")]
+
+TASKS = ("countdown", *DATASETS, "data")
+
+
+def task_layer(text: str) -> dict[str, Any]:
+    """Read `--task NAME|FILE` as a layer of the `task` section.
+
+    A known name is the task; a data file is what the task `data` trains on. Anything else is left as a name, which
+    the check of the settings then refuses with the nearest known one.
+    """
+    path = Path(text)
+    if text not in TASKS and (path.suffix.lower() in FILE_ENDINGS or path.exists()):
+        return {"name": "data", "train": [{"path": text}]}
+    return {"name": text}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bandpo_cli.tasks.base import Task
+from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.types import Problem
 
 SAMPLES = 16
@@ -26,16 +26,16 @@ class Figures:
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, task: Task, problems: Sequence[Problem], seed: int) -> Figures:
+def measure(model: Any, tokenizer: Any, problems: Sequence[Problem], seed: int) -> Figures:
     """Sample 16 answers to each problem at temperature 1 and grade them. Sets torch's seed."""
     model.eval()
     torch.manual_seed(seed)
     correct, entropies = [], []
     for start in range(0, len(problems), PROBLEMS_AT_ONCE):
         chunk = problems[start : start + PROBLEMS_AT_ONCE]
-        answers, entropy = _sample(model, tokenizer, [problem.prompt for problem in chunk])
+        answers, entropy = _sample(model, tokenizer, [str(problem.prompt) for problem in chunk])
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        correct += [task.grade(chunk[row // SAMPLES], text).correct for row, text in enumerate(texts)]
+        correct += [grade_countdown(chunk[row // SAMPLES], text).correct for row, text in enumerate(texts)]
         entropies.append(entropy[answers != tokenizer.pad_token_id])
     by_problem = torch.tensor(correct).view(len(problems), SAMPLES)
     return Figures(

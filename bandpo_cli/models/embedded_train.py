@@ -27,7 +27,7 @@ from bandpo_cli.models.embedded_build import build_model, build_tokenizer
 from bandpo_cli.models.embedded_measure import Figures, measure
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.tasks.countdown import Countdown
-from bandpo_cli.tasks.expression import parse_expression
+from bandpo_cli.grading.expression import parse_expression
 from bandpo_cli.types import Problem
 
 PROBLEMS, ANSWERS = 96, 4  # a step: 96 prompts, each computed once for its 4 answers
@@ -55,7 +55,7 @@ def solved_problems(problems: Sequence[Problem]) -> list[tuple[str, list[str]]]:
         given = str(problem.extra["numbers"])
         if given not in table:
             table[given] = solutions([int(number) for number in given.split()])
-        solved.append((problem.prompt, table[given][int(problem.answer)]))
+        solved.append((str(problem.prompt), table[given][int(problem.answer)]))
     return solved
 
 
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 
-    figures = measure(model, tokenizer, task, task.heldout_problems()[:HELDOUT_PROBLEMS], options.seed)
+    figures = measure(model, tokenizer, task.heldout_sets()[task.name][:HELDOUT_PROBLEMS], options.seed)
     print(f"held-out {figures}")
     card = model_card(options.steps, options.seed, figures)
     (options.out / "README.md").write_text(card, encoding="utf-8")

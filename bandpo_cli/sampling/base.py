@@ -8,6 +8,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from bandpo_cli.errors import RunError
 from bandpo_cli.types import Completion
 
 TokenIds = Sequence[int]
@@ -31,7 +32,13 @@ class SamplingParams:
 
 
 class Sampler(Protocol):
-    """Draws completions from the policy's current weights."""
+    """Draws completions from the policy's current weights.
+
+    Within a step the order is: `sample` (once or more), `sleep`, the update, `sync`.
+    """
+
+    shares_weights: bool
+    """The engine runs the trainer's own model, so that its log-probs need no correction."""
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
@@ -39,10 +46,22 @@ class Sampler(Protocol):
         """Return [P][n] completions; the same weights, arguments and machine give the same ones."""
         ...
 
+    def sleep(self) -> None:
+        """Give accelerator memory back to the trainer where the engine can; the next `sync` wakes it."""
+        ...
+
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Take over the policy's weights; `version` counts the optimizer updates behind them."""
+        """Take over the policy's weights; `version` counts the optimizer updates behind them.
+
+        Raises:
+            StaleEngineError: the engine does not run the weights that it was given.
+        """
         ...
 
     def close(self) -> None:
         """Free what the engine holds."""
         ...
+
+
+class StaleEngineError(RunError):
+    """The engine samples from other weights than the policy's; nothing learnt from it would be true."""

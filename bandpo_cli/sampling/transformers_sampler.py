@@ -14,6 +14,8 @@ from bandpo_cli.types import Completion
 class TransformersSampler:
     """Prefills each prompt once, branches its cache n ways, and drops completions from the batch as they end."""
 
+    shares_weights = True
+
     def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
         self._model = model
         self._pad_id = pad_id
@@ -24,6 +26,9 @@ class TransformersSampler:
         """Note the version: the weights are shared with the trainer, so they are current by construction."""
         self._model = model
         self._version = version
+
+    def sleep(self) -> None:
+        """Nothing to give back: between calls nothing is held beyond the trainer's model."""
 
     def close(self) -> None:
         """Nothing is held beyond the trainer's model."""

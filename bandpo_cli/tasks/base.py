@@ -1,29 +1,26 @@
-"""What a task is: problems to learn from, problems kept apart, and a verdict on any text."""
+"""What a task is: problems to learn from, and sets of problems kept apart. Graders are a room of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bandpo_cli.types import Grade, Problem
+from bandpo_cli.types import Problem
 
 
 class Task(Protocol):
-    """A source of problems with its grader.
+    """A source of problems.
 
-    Both sequences are the same on every machine and in every process, share no problem id, and are in an
-    order of which any prefix is a fair sample.
+    Its sequences are the same on every machine and in every process, and are in an order of which any prefix is a
+    fair sample. No evaluation set shares a problem id with the training problems.
     """
 
     @property
     def name(self) -> str:
-        """The name in the config; also the `<task>` of the metric names `eval/<task>/...`."""
+        """The name in the config."""
 
     def train_problems(self) -> Sequence[Problem]:
         """The problems that training may see."""
 
-    def heldout_problems(self) -> Sequence[Problem]:
-        """The problems that training never sees."""
-
-    def grade(self, problem: Problem, text: str) -> Grade:
-        """Judge a completion's text, special tokens removed. Never raises, whatever the text is."""
+    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
+        """Evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`; training never sees them."""

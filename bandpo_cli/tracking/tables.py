@@ -36,7 +36,7 @@ def sample_rows(groups: Iterable[Group]) -> list[SampleRow]:
     return [
         SampleRow(
             problem_id=rollout.problem.id,
-            prompt=rollout.problem.prompt,
+            prompt=rollout.prompt,
             text=rollout.text,
             reward=rollout.grade.reward,
             accuracy=float(rollout.grade.correct),

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from bandpo_cli.bounds import RatioBounds
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.batch import Row, TokenBatch, collate, group_rows, split_rows
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.objective.importance import truncated_importance
 from bandpo_cli.objective.loss import LossInputs
 from bandpo_cli.training.optimizer import NonFiniteError
 from bandpo_cli.types import Group
@@ -25,7 +27,10 @@ class Experience:
     Attributes:
         rows: what the model is run on.
         lengths: [S] int64, tokens of each completion.
-        old_logprobs, entropy, sampler_logprobs: [N] float32, nats; entropy at T=1.
+        old_logprobs: [N] float32, nats: what ratios are taken to, the trainer's or the sampler's.
+        trainer_logprobs, sampler_logprobs: [N] float32, nats: the same policy as each of the two computes it.
+        entropy: [N] float32, nats, at T=1.
+        correction: [N], π_old/π_sampler truncated at a cap, where the sampler is another engine; else None.
         bounds: lower and upper ratio bounds, [N] each.
         advantages: [N], the completion's advantage at each of its tokens.
         ref_logprobs: [N] under the reference model, or None.
@@ -34,8 +39,10 @@ class Experience:
     rows: list[Row]
     lengths: torch.Tensor
     old_logprobs: torch.Tensor
-    entropy: torch.Tensor
+    trainer_logprobs: torch.Tensor
     sampler_logprobs: torch.Tensor
+    entropy: torch.Tensor
+    correction: torch.Tensor | None
     bounds: RatioBounds
     advantages: torch.Tensor
     ref_logprobs: torch.Tensor | None
@@ -48,7 +55,7 @@ class Experience:
             lower=self.bounds.lower[span],
             upper=self.bounds.upper[span],
             advantages=self.advantages[span],
-            weights=weights[span],
+            weights=weights[span] if self.correction is None else weights[span] * self.correction[span],
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[span],
         )
 
@@ -69,21 +76,25 @@ def prepare(
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
     bounds_of: BoundsOf,
-    temperature: float,
-    max_tokens: int,
+    config: RunConfig,
+    exact_sampler: bool = True,
 ) -> Experience:
     """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups.
+
+    Args:
+        exact_sampler: the sampler ran the trainer's own model, so that there is nothing to correct.
 
     Raises:
         NonFiniteError: the policy gives a token no finite log-probability.
     """
     rows, device = group_rows(groups), policy.device
+    temperature, max_tokens = config.sampling.temperature, config.optim.micro_batch_tokens
     parts = [
         token_logprobs(policy.model, batch, temperature, with_entropy=True)
         for _, batch in micro_batches(policy, rows, max_tokens)
     ]
-    old = torch.cat([part.logprobs for part in parts])
-    if not torch.isfinite(old).all():
+    own = torch.cat([part.logprobs for part in parts])
+    if not torch.isfinite(own).all():
         raise NonFiniteError(
             "the policy's log-probs are not finite; look at the learning rate and at model.dtype"
         )
@@ -95,13 +106,19 @@ def prepare(
         )
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
-    sampled = [logprob for completion in completions for logprob in completion.logprobs]
+    sampled = torch.tensor([lp for completion in completions for lp in completion.logprobs], device=device)
+    by_trainer = config.objective.old_logprobs == "trainer"
+    old = own if by_trainer else sampled
+    cap = config.objective.importance_cap
+    corrected = by_trainer and not exact_sampler and cap is not None
     return Experience(
         rows=rows,
         lengths=lengths,
         old_logprobs=old,
+        trainer_logprobs=own,
+        sampler_logprobs=sampled,
         entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]),
-        sampler_logprobs=torch.tensor(sampled, device=device),
+        correction=truncated_importance(own, sampled, cap) if corrected and cap is not None else None,
         bounds=bounds_of(old),
         advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
         ref_logprobs=ref,

@@ -5,27 +5,22 @@ It is a generator, so that the terminal, the tracker and a test can all look on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import due, evaluate
-from bandpo_cli.models.load import Policy, frozen_copy, load_policy
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.sampling import Sampler, SamplingParams, build_sampler
+from bandpo_cli.objective.rewards import has_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tasks.base import Task
-from bandpo_cli.tasks.stream import ProblemStream
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.tracking.tables import sample_rows
 from bandpo_cli.training.checkpoint import save_checkpoint
-from bandpo_cli.training.experience import BoundsOf, Experience, prepare
-from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.record import Stopwatch, rollout_metrics, token_columns
+from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.training.parts import Parts
+from bandpo_cli.training.record import Stopwatch, draw_metrics, token_columns, token_metrics
 from bandpo_cli.training.seeds import derive_seed
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Group, Rollout
@@ -41,75 +36,87 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a run is built of."""
+class Draw:
+    """The rollouts of a step.
 
-    policy: Policy
-    reference: Policy | None
-    task: Task
-    stream: ProblemStream
-    sampler: Sampler
-    optimizer: Optimizer
-    bounds_of: BoundsOf
-    params: SamplingParams
+    Attributes:
+        groups: what is learnt from, `sampling.prompts` of them.
+        drawn: everything that was sampled for it; more than `groups` where dynamic sampling dropped some.
+    """
 
-
-def build(config: RunConfig) -> Parts:
-    """Load the model and set up everything that the config names. Raises UserError for what cannot be loaded."""
-    torch.manual_seed(config.seed)
-    task = build_task(config.task)
-    policy = load_policy(config.model)
-    reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
-    sampling = config.sampling
-    return Parts(
-        policy=policy,
-        reference=reference,
-        task=task,
-        stream=ProblemStream(task.train_problems(), derive_seed(config.seed, "problems")),
-        sampler=build_sampler(sampling, policy),
-        optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        bounds_of=ratio_bounds(config.bounds),
-        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
-    )
+    groups: list[Group]
+    drawn: list[Group]
 
 
-def train(config: RunConfig, parts: Parts, folder: RunFolder) -> Iterator[StepReport]:
+def _nobody(part: str) -> None:
+    """Hear nothing."""
+
+
+def train(
+    config: RunConfig, parts: Parts, folder: RunFolder, watch: Callable[[str], None] = _nobody
+) -> Iterator[StepReport]:
     """Train for `config.steps` steps, writing the run folder as it goes; yields after each step is on disk.
 
-    The first report is step 0: the evaluation before training.
+    The first report is step 0: the evaluation before training. `watch` hears what a step is doing: `sample`, ...
 
     Raises:
         NonFiniteError: a loss, gradient or log-prob is no number; the weights are still those of the last update.
+        StaleEngineError: the sampler does not run the policy's weights.
     """
     if due(config.evaluation, 0, config.steps):
-        yield _finish_step(config, parts, folder, 0, {}, Stopwatch(), sample=None)
+        yield _finish_step(config, parts, folder, 0, {}, Stopwatch(watch), sample=None)
     for step in range(1, config.steps + 1):
-        clock = Stopwatch()
-        groups = _sample_groups(config, parts, step, clock)
+        clock = Stopwatch(watch)
+        draw = _draw_groups(config, parts, step, clock)
+        parts.sampler.sleep()
         with clock.part("logprobs"):
-            experiences = _prepare_updates(config, parts, groups)
+            experiences = _prepare_updates(config, parts, draw.groups)
         with clock.part("update"):
             figures = update_policy(parts.policy, parts.optimizer, experiences, config)
         with clock.part("sync"):
             parts.sampler.sync(parts.policy.model, parts.optimizer.update)
         with clock.part("record"):
-            record = rollout_metrics(groups, experiences) | figures.metrics()
-            folder.write_samples(step, sample_rows(groups))
+            record = draw_metrics(draw.drawn) | token_metrics(experiences) | figures.metrics()
+            folder.write_samples(step, sample_rows(draw.drawn))
             if due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, token_columns(experiences, figures))
-        yield _finish_step(config, parts, folder, step, record, clock, sample=groups[0].rollouts_G[0])
+        yield _finish_step(config, parts, folder, step, record, clock, sample=draw.groups[0].rollouts_G[0])
 
 
-def _sample_groups(config: RunConfig, parts: Parts, step: int, clock: Stopwatch) -> list[Group]:
-    """Draw and grade the rollouts of a step."""
-    count = config.sampling.prompts
-    problems = parts.stream.take((step - 1) * count, count)
-    tokenizer = parts.policy.tokenizer
+def _draw_groups(config: RunConfig, parts: Parts, step: int, clock: Stopwatch) -> Draw:
+    """Draw and grade batches of rollouts: one, or with dynamic sampling until enough groups can teach something."""
+    wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
+    drawn: list[Group] = []
+    kept: list[Group] = []
+    for batch in range(config.sampling.dynamic_batches if dynamic else 1):
+        groups = _draw_batch(
+            config, parts, derive_seed(config.seed, "sample", step, *([batch] if batch else [])), clock
+        )
+        drawn += groups
+        kept += [group for group in groups if has_spread(group)] if dynamic else groups
+        if len(kept) >= wanted:
+            break
+    # Where even the last batch left too few, groups without spread fill up: they have no gradient, and an update
+    # keeps its size.
+    fill = [group for group in drawn if not has_spread(group)] if dynamic else []
+    return Draw([*kept, *fill][:wanted], drawn)
+
+
+def _draw_batch(config: RunConfig, parts: Parts, seed: int, clock: Stopwatch) -> list[Group]:
+    problems = parts.stream.next(config.sampling.prompts)
     with clock.part("sample"):
-        seed = derive_seed(config.seed, "sample", step)
-        prompts, completions = sample_completions(parts.sampler, tokenizer, problems, parts.params, seed)
+        prompts = parts.encoder.encode(problems)
+        completions = sample_completions(parts.sampler, prompts, parts.params, seed, parts.optimizer.update)
     with clock.part("grade"):
-        return grade_groups(tokenizer, parts.task.grade, problems, prompts, completions)
+        return grade_groups(
+            parts.policy.tokenizer,
+            parts.grader.grade,
+            problems,
+            prompts,
+            completions,
+            config.reward,
+            parts.params.max_tokens,
+        )
 
 
 def _prepare_updates(config: RunConfig, parts: Parts, groups: Sequence[Group]) -> list[Experience]:
@@ -124,8 +131,8 @@ def _prepare_updates(config: RunConfig, parts: Parts, groups: Sequence[Group]) -
             groups[start : start + size],
             advantages_PG[start : start + size],
             parts.bounds_of,
-            config.sampling.temperature,
-            config.optim.micro_batch_tokens,
+            config,
+            exact_sampler=parts.sampler.shares_weights,
         )
         for start in range(0, len(groups), size)
     ]
@@ -157,11 +164,24 @@ def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> 
     """Score held-out problems; the same draws at every step, so that curves move by the policy and not by the dice."""
     settings = config.evaluation
     params = replace(parts.params, samples=settings.samples, temperature=settings.temperature)
-    problems = parts.task.heldout_problems()[: settings.problems]
-    seed = derive_seed(config.seed, "eval")
-    result = evaluate(parts.sampler, parts.policy.tokenizer, parts.task, problems, params, settings.k, seed)
-    correct = {group.problem.id: sum(r.grade.correct for r in group.rollouts_G) for group in result.groups_P}
-    folder.write_eval(
-        step, {"step": step, "metrics": result.metrics, "samples": params.samples, "correct": correct}
-    )
-    return result.metrics
+    metrics: dict[str, float] = {}
+    correct: dict[str, dict[str, int]] = {}
+    for label, problems in parts.heldout.items():
+        result = evaluate(
+            parts.sampler,
+            parts.encoder,
+            parts.grader.grade,
+            label,
+            problems,
+            params,
+            settings.k,
+            seed=derive_seed(config.seed, "eval"),
+            version=parts.optimizer.update,
+        )
+        metrics |= result.metrics
+        correct[label] = {
+            group.problem.id: sum(rollout.grade.correct for rollout in group.rollouts_G)
+            for group in result.groups_P
+        }
+    folder.write_eval(step, {"step": step, "metrics": metrics, "samples": params.samples, "correct": correct})
+    return metrics

@@ -39,12 +39,17 @@ def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over a model's parameters; `update` is the number of updates done."""
+    """AdamW over a model's parameters; `update` is the number of updates done.
+
+    A parameter in a narrower type than float32 has a float32 master: its gradient is accumulated there and AdamW
+    works on it, so that no small step and no small gradient is rounded away; the model gets the rounded result.
+    """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
         self._config = config
         self._total = total_updates
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._pairs = [(each, _master(each)) for each in model.parameters() if each.requires_grad]
+        self._parameters = [master for _, master in self._pairs]
         self._adamw = torch.optim.AdamW(
             self._parameters,
             lr=config.lr,
@@ -78,8 +83,28 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                if parameter is not master:
+                    parameter.copy_(master)
         self.update += 1
         return norm
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter itself, or for a narrower type its float32 copy, which takes over each gradient."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def take_over(narrow: torch.Tensor) -> None:
+        assert narrow.grad is not None
+        wide = narrow.grad.float()
+        master.grad = wide if master.grad is None else master.grad.add_(wide)
+        narrow.grad = None
+
+    parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
+    return master
 
 
 class NonFiniteError(RunError):

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bandpo_cli.objective.rewards import has_spread
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateFigures
-from bandpo_cli.types import Group
+from bandpo_cli.types import Group, Rollout
 
 CLIP_MAP_TOKENS = 20_000
 """Most tokens kept for a clip map: enough to see the band, small enough to draw."""
 
 
 class Stopwatch:
-    """Seconds by part of a step, reported under `time/`."""
+    """Seconds by part of a step, reported under `time/`; `watch` hears the name of each part as it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[str], None]) -> None:
+        self._watch = watch
         self._start = time.perf_counter()
         self._parts: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time the body as `time/<name>`."""
+        self._watch(name)
         start = time.perf_counter()
         yield
         self._parts[f"time/{name}"] = self._parts.get(f"time/{name}", 0.0) + time.perf_counter() - start
@@ -37,24 +40,41 @@ class Stopwatch:
         return {**self._parts, "time/step": time.perf_counter() - self._start}
 
 
-def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return the figures that the rollouts alone decide."""
+def draw_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the figures of everything that was sampled in a step, dropped groups included."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
-    count = len(rollouts)
-    entropy = torch.cat([experience.entropy for experience in experiences])
-    gap = torch.cat(
-        [(experience.sampler_logprobs - experience.old_logprobs).abs() for experience in experiences]
-    )
+
+    def share(holds: Callable[[Rollout], bool]) -> float:
+        return sum(map(holds, rollouts)) / len(rollouts)
+
     return {
-        "train/reward": sum(rollout.grade.reward for rollout in rollouts) / count,
-        "train/accuracy": sum(rollout.grade.correct for rollout in rollouts) / count,
-        "train/entropy": entropy.mean().item(),
-        "train/response_length": sum(len(rollout.completion.token_ids) for rollout in rollouts) / count,
-        "train/truncated_fraction": sum(rollout.completion.finish_reason == "length" for rollout in rollouts)
-        / count,
+        "train/reward": sum(rollout.grade.reward for rollout in rollouts) / len(rollouts),
+        "train/accuracy": share(lambda rollout: rollout.grade.correct),
+        "train/response_length": sum(len(rollout.completion.token_ids) for rollout in rollouts)
+        / len(rollouts),
+        "train/truncated_fraction": share(lambda rollout: rollout.completion.finish_reason == "length"),
+        "train/uniform_group_fraction": sum(not has_spread(group) for group in groups) / len(groups),
+        "train/groups_drawn": len(groups),
+        "grade/malformed_fraction": share(lambda rollout: rollout.grade.verdict == "malformed"),
+        "grade/timeout_fraction": share(lambda rollout: rollout.grade.verdict == "timeout"),
+        "grade/error_fraction": share(lambda rollout: rollout.grade.verdict == "grader-error"),
+    }
+
+
+def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return the figures of π_old on the tokens that are learnt from, and of the engine that drew them."""
+    gap = torch.cat([(each.sampler_logprobs - each.trainer_logprobs).abs() for each in experiences])
+    figures = {
+        "train/entropy": torch.cat([experience.entropy for experience in experiences]).mean().item(),
         "sampler/logprob_gap_mean": gap.mean().item(),
         "sampler/logprob_gap_max": gap.max().item(),
     }
+    corrections = [each.correction for each in experiences if each.correction is not None]
+    if corrections:
+        weights = torch.cat(corrections)
+        figures["sampler/importance_mean"] = weights.mean().item()
+        figures["sampler/importance_max"] = weights.max().item()
+    return figures
 
 
 def token_columns(

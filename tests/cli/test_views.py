@@ -22,9 +22,9 @@ def report(step: int, evaluated: bool = False) -> StepReport:
         record |= {"train/accuracy": 0.25 + step / 1000, "train/entropy": 0.5, "clip/active_fraction": 0.002}
     if evaluated:
         record |= {"eval/countdown/mean_at_16": 0.3125, "eval/countdown/pass_at_16": 0.9}
-    problem = Problem("1 2=3", "1 2=3:", "3", "countdown")
+    problem = Problem("1 2=3", "1 2=3:", "3", "countdown", "countdown")
     completion = Completion((1, 2), (-0.1, -0.2), "stop", 0)
-    rollout = Rollout(problem, (1,), completion, "1+2[bold]", Grade(1.0, True, "correct"))
+    rollout = Rollout(problem, "1 2=3:", (1,), completion, "1+2[bold]", Grade(1.0, True, "correct"))
     return StepReport(step, record, rollout if step else None)
 
 
@@ -75,6 +75,8 @@ def test_sparklines_span_their_range() -> None:
 def test_eval_figures_read_as_people_write_them() -> None:
     assert eval_figures({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
     assert eval_figures({"train/reward": 1.0}) == ""
+    two_sets = {"eval/aime24/mean_at_32": 0.1, "eval/aime24/pass_at_32": 0.5, "eval/amc23/mean_at_32": 0.25}
+    assert eval_figures(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
 
 
 @pytest.mark.parametrize(

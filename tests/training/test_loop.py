@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.tasks import build_task
 from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.training.loop import build, train
+from bandpo_cli.training.loop import train
+from bandpo_cli.training.parts import build
 from bandpo_cli.training.seeds import derive_seed
 
 SMALL: dict[str, Any] = {
@@ -40,7 +42,7 @@ KEYS = {f"{room}/{name}" for room, names in CONTRACT.items() for name in names}
 def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, RunFolder, torch.nn.Module]:
     config = resolve([SMALL, *layers])
     folder = RunFolder.create(runs_dir, name)
-    parts = build(config)
+    parts = build(config, build_task(config.task))
     for _ in train(config, parts, folder):
         pass
     return config, folder, parts.policy.model
@@ -63,7 +65,7 @@ def test_the_run_folder_holds_the_contract(tmp_path: Path) -> None:
             records[step]
         )
         evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
-        assert len(evaluation["correct"]) == 4
+        assert len(evaluation["correct"]["countdown"]) == 4
     assert "eval/countdown/mean_at_4" not in records[1]
 
     samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
@@ -109,6 +111,40 @@ def test_every_method_trains(tmp_path: Path, bounds: dict[str, Any]) -> None:
     assert record["clip/active_fraction"] == 0 or bounds["method"] != "none"
 
 
+def test_dynamic_sampling_learns_from_groups_with_spread_alone(tmp_path: Path) -> None:
+    """Every group that is learnt from has right and wrong answers; what was dropped is still counted and kept."""
+    config = resolve([SMALL, {"steps": 2, "sampling": {"dynamic": True}, "evaluation": {"every": 1}}])
+    parts = build(config, build_task(config.task))
+    folder = RunFolder.create(tmp_path, "a")
+    for _ in train(config, parts, folder):
+        pass
+    position = 0
+    for record in folder.read_metrics()[1:]:
+        samples = pd.read_parquet(folder.path / "samples" / f"step-{record['step']:06d}.parquet")
+        assert len(samples) == 4 * record["train/groups_drawn"]
+        position += int(record["train/groups_drawn"])
+        spread = samples.groupby("problem_id")["reward"].nunique() > 1
+        assert record["train/uniform_group_fraction"] == pytest.approx(1 - spread.mean())
+        tokens = pd.read_parquet(folder.path / "tokens" / f"step-{record['step']:06d}.parquet")
+        assert (tokens["advantage"].abs() > 0.1).all()
+    assert parts.stream.position == position > 8, "nothing was refilled, so nothing was tested"
+
+
+def test_dynamic_sampling_gives_up_at_its_bound(tmp_path: Path) -> None:
+    """Rewards that cannot differ: two batches are drawn, and the step goes on with groups that teach nothing."""
+    hopeless = {
+        "steps": 1,
+        "task": {"name": "countdown", "numbers": 5, "max_target": 999},
+        "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},
+        "evaluation": {"every": 0},
+    }
+    _, folder, _ = run(tmp_path, "a", hopeless)
+    (record,) = folder.read_metrics()
+    assert record["train/groups_drawn"] == 8
+    assert record["train/uniform_group_fraction"] == 1.0
+    assert record["optim/grad_norm"] == 0.0
+
+
 def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
     gentle = {"objective": {"reference_kl": 1e-3}, "evaluation": {"every": 0}, "optim": {"lr": 1e-5}}
     _, folder, _ = run(tmp_path, "a", gentle)
@@ -121,7 +157,7 @@ def test_held_out_problems_meet_no_training_problem(tmp_path: Path) -> None:
     trained: set[str] = set()
     for path in (folder.path / "samples").glob("*.parquet"):
         trained |= set(pd.read_parquet(path)["problem_id"])
-    evaluated = json.loads((folder.path / "evals" / "step-000000.json").read_text())["correct"]
+    evaluated = json.loads((folder.path / "evals" / "step-000000.json").read_text())["correct"]["countdown"]
     assert trained
     assert not trained & set(evaluated)
     assert len(evaluated) == config.evaluation.problems
@@ -140,7 +176,7 @@ def test_the_embedded_default_learns(tmp_path: Path) -> None:
     """20 of the 100 steps of `bandpo train`; over three seeds they brought 0.276 to 0.379 and the like."""
     config = resolve([{"steps": 20}])
     folder = RunFolder.create(tmp_path, "a")
-    for _ in train(config, build(config), folder):
+    for _ in train(config, build(config, build_task(config.task)), folder):
         pass
     records = folder.read_metrics()
     first, last = (records[step]["eval/countdown/mean_at_16"] for step in (0, 20))

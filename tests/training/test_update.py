@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from bandpo_cli.bounds import RatioBounds, ratio_bounds
 from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import OptimConfig, RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
@@ -35,23 +37,30 @@ def graded_groups(policy: Policy) -> list[Group]:
     groups = []
     drawn = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
     for prompt, completions in zip(PROMPTS, drawn, strict=True):
-        problem = Problem(id=str(prompt), prompt="", answer="", source="test")
+        problem = Problem(id=str(prompt), prompt="", answer="", source="test", grader="countdown")
         rollouts = (
-            Rollout(problem, prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
+            Rollout(problem, "", prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
             for completion in completions
         )
         groups.append(Group(problem, tuple(rollouts)))
     return groups
 
 
-def experiences_of(policy: Policy, updates: int, bounds: Any = None, micro: int = 10_000) -> list[Experience]:
+def config_of(**sections: dict[str, Any]) -> RunConfig:
+    """The tests' config with some settings changed."""
+    return resolve([CONFIG.model_dump(), sections])
+
+
+def experiences_of(
+    policy: Policy, updates: int, bounds: Any = None, config: RunConfig = CONFIG, exact: bool = True
+) -> list[Experience]:
     groups = graded_groups(policy)
     advantages = group_advantages(
         torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
     )
     size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandBounds())
     return [
-        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, 1.0, micro)
+        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact)
         for i in range(0, len(groups), size)
     ]
 
@@ -72,14 +81,11 @@ def test_accumulation_gives_the_gradient_of_one_pass(aggregation: str) -> None:
     gradients = []
     for micro in (10_000, 1):
         policy = policy_of()
-        config = CONFIG.model_copy(
-            update={
-                "objective": CONFIG.objective.model_copy(update={"aggregation": aggregation}),
-                "optim": CONFIG.optim.model_copy(update={"micro_batch_tokens": micro, "max_grad_norm": None}),
-            }
+        config = config_of(
+            objective={"aggregation": aggregation}, optim={"micro_batch_tokens": micro, "max_grad_norm": None}
         )
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
-        figures = update_policy(policy, optimizer, experiences_of(policy, 1, micro=micro), config)
+        figures = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
         gradients.append((figures.metrics(), gradient))
     (whole_figures, whole), (split_figures, split) = gradients
@@ -119,7 +125,7 @@ def test_a_step_raises_the_probability_of_what_did_better() -> None:
     groups, advantages = _same_groups(before)
     optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-3}), total_updates=1)
     update_policy(policy, optimizer, [before], CONFIG)
-    after = prepare(policy, None, groups, advantages, _free, 1.0, 10_000)
+    after = prepare(policy, None, groups, advantages, _free, CONFIG)
     assert ((after.old_logprobs - before.old_logprobs) * before.advantages).mean() > 0
 
 
@@ -155,18 +161,79 @@ def test_log_probs_that_are_no_number_stop_before_any_update() -> None:
     with torch.no_grad():
         next(policy.model.parameters()).fill_(math.nan)
     with pytest.raises(NonFiniteError, match="log-probs are not finite"):
-        prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), 1.0, 10_000)
+        prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), CONFIG)
 
 
 def test_a_batch_without_spread_moves_nothing() -> None:
     policy = policy_of()
     groups = graded_groups(policy)
     flat = group_advantages(torch.ones(4, 4))
-    experience = prepare(policy, None, groups, flat, ratio_bounds(BandBounds()), 1.0, 10_000)
+    experience = prepare(policy, None, groups, flat, ratio_bounds(BandBounds()), CONFIG)
     before = weights_of(policy)
     figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
     assert torch.equal(weights_of(policy), before)
     assert figures["optim/grad_norm"] == 0.0
+
+
+def shifted_groups(groups: list[Group], by: float) -> list[Group]:
+    """The groups as an engine would have reported them whose log-probs are off by `by` nats."""
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(
+                    r,
+                    completion=replace(r.completion, logprobs=tuple(lp + by for lp in r.completion.logprobs)),
+                )
+                for r in group.rollouts_G
+            ),
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize(("by", "weight"), [(-0.5, math.exp(0.5)), (0.5, math.exp(-0.5)), (-3.0, 2.0)])
+def test_another_engines_tokens_are_weighted_by_the_truncated_ratio(by: float, weight: float) -> None:
+    """The gradient of a uniformly shifted sampler is the exact one times min(π_old/π_sampler, 2)."""
+    gradients = []
+    for shift, exact in [(0.0, True), (by, False)]:
+        policy = policy_of()
+        groups = shifted_groups(graded_groups(policy), shift)
+        advantages = group_advantages(
+            torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
+        )
+        experience = prepare(policy, None, groups, advantages, ratio_bounds(BandBounds()), CONFIG, exact)
+        optimizer = Optimizer(policy.model, config_of(optim={"max_grad_norm": None}).optim, total_updates=1)
+        update_policy(policy, optimizer, [experience], CONFIG)
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))  # type: ignore[union-attr]
+    torch.testing.assert_close(gradients[1], weight * gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_the_samplers_own_log_probs_can_be_what_ratios_are_taken_to() -> None:
+    policy = policy_of()
+    groups = shifted_groups(graded_groups(policy), 0.25)
+    config = config_of(objective={"old_logprobs": "sampler"})
+    experience = prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), config, False)
+    assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
+    assert experience.correction is None
+    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
+    assert figures["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
+
+
+def test_bfloat16_learns_steps_that_it_could_not_hold() -> None:
+    """A step of 1e-5 on a weight near 1 vanishes in bfloat16 (its next number is 0.0078 away); the master keeps it."""
+    linear = torch.nn.Linear(4, 1, bias=False).bfloat16()
+    torch.nn.init.ones_(linear.weight)
+    optimizer = Optimizer(linear, OptimConfig(lr=1e-4, warmup_steps=0), total_updates=200)
+    for _ in range(100):
+        optimizer.zero_grad()
+        for _ in range(2):  # two passes: the gradient adds up in the master
+            linear(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        assert linear.weight.grad is None
+        norm = optimizer.step()
+    assert norm == pytest.approx(4.0)
+    assert linear.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(linear.weight.float(), torch.full((1, 4), 0.99), atol=4e-3, rtol=0)
 
 
 def test_learning_rate_warms_up_then_follows_its_schedule() -> None:

@@ -1,0 +1,100 @@
+"""What a run is built of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bandpo_cli.bounds import ratio_bounds
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.models.load import Policy, frozen_copy, load_policy
+from bandpo_cli.sampling import Sampler, SamplingParams, build_sampler
+from bandpo_cli.sampling.prompts import PromptEncoder
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.stream import ProblemStream
+from bandpo_cli.training.experience import BoundsOf
+from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.seeds import derive_seed
+from bandpo_cli.types import Problem
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that the loop works with.
+
+    Attributes:
+        reference: the frozen start of the policy, where a KL penalty needs it.
+        stream: the training problems, in the order in which they come.
+        heldout: the problems of each evaluation set, by label.
+        params: what training samples with.
+        notes: what a user should know of the data: a line each.
+    """
+
+    policy: Policy
+    reference: Policy | None
+    encoder: PromptEncoder
+    stream: ProblemStream
+    heldout: Mapping[str, Sequence[Problem]]
+    grader: GraderPool
+    sampler: Sampler
+    optimizer: Optimizer
+    bounds_of: BoundsOf
+    params: SamplingParams
+    notes: list[str]
+
+    def close(self) -> None:
+        """End the engine and the grading processes."""
+        self.sampler.close()
+        self.grader.close()
+
+
+def build(config: RunConfig, task: Task) -> Parts:
+    """Load the model and set up everything that the config names. Raises UserError for what cannot be loaded."""
+    torch.manual_seed(config.seed)
+    policy = load_policy(config.model)
+    encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
+    notes: list[str] = []
+    train = _fitting(encoder, "training", task.train_problems(), config, notes)
+    heldout = {
+        label: _fitting(encoder, label, problems[: config.evaluation.problems], config, notes)
+        for label, problems in task.heldout_sets().items()
+    }
+    # The reference is copied before the optimizer and the sampler claim memory of their own.
+    reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
+    sampling = config.sampling
+    return Parts(
+        policy=policy,
+        reference=reference,
+        encoder=encoder,
+        stream=ProblemStream(train, derive_seed(config.seed, "problems")),
+        heldout=heldout,
+        grader=GraderPool(config.grading),
+        sampler=build_sampler(config, policy),
+        optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
+        bounds_of=ratio_bounds(config.bounds),
+        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
+        notes=notes,
+    )
+
+
+def _fitting(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
+) -> Sequence[Problem]:
+    """Leave out the problems whose prompts are too long, and count them in a note."""
+    limit = config.sampling.max_prompt_tokens
+    fitting = encoder.fitting(problems, limit)
+    if not fitting:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens = {limit}: every one of the {len(problems):,} prompts of '{label}' is "
+            "longer; allow more"
+        )
+    if len(fitting) < len(problems):
+        notes.append(
+            f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
+            f"more than {limit:,} tokens (sampling.max_prompt_tokens)"
+        )
+    return fitting

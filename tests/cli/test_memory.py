@@ -1,0 +1,74 @@
+"""Running out of memory names the settings that take less, with values that can be typed as they are."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from bandpo_cli.cli.memory import memory_advice, print_memory
+from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.errors import RunError
+
+GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
+
+
+def allocate_more_than_there_is() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def raise_memory_error() -> None:
+    raise MemoryError
+
+
+def raise_cuda_error() -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+    )
+
+
+@pytest.mark.parametrize("fail", [allocate_more_than_there_is, raise_memory_error, raise_cuda_error])
+def test_out_of_memory_is_one_line_of_settings_that_can_be_typed(fail: object) -> None:
+    config = resolve([GSM8K])
+    with pytest.raises(RunError) as raised, memory_advice(config):
+        fail()  # type: ignore[operator]
+    line = str(raised.value)
+    assert line.startswith("out of memory (")
+    assert "\n" not in line
+    settings = re.findall(r"--set (\S+?)(?:,|$)", line)
+    less = resolve([GSM8K, read_assignments(settings)])
+    assert less.optim.micro_batch_tokens < config.optim.micro_batch_tokens
+    assert less.model.gradient_checkpointing
+    assert less.model.dtype == "bfloat16"
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="something else"), memory_advice(resolve([])):
+        raise RuntimeError("something else")
+
+
+def test_the_estimate_is_told_by_part_and_against_what_is_there() -> None:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=120), resolve([]))
+    text = out.getvalue()
+    for part in ("1.1M parameters", "weights", "gradients", "AdamW", "activations of 16,384 tokens", "fits"):
+        assert part in text
+
+
+def test_what_cannot_fit_is_said_with_what_to_change() -> None:
+    out = io.StringIO()
+    enormous = resolve([{"optim": {"micro_batch_tokens": 500_000_000}}])
+    print_memory(Console(file=out, width=300), enormous)
+    assert "too much" in out.getvalue()
+    assert "--set optim.micro_batch_tokens=250000000" in out.getvalue()
+
+
+def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    out = io.StringIO()
+    print_memory(Console(file=out, width=300), resolve([{"model": {"path": str(tmp_path)}}]))
+    assert "no estimate of memory" in out.getvalue()

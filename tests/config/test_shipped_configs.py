@@ -1,0 +1,106 @@
+"""Every file in configs/ resolves, and the paper's settings are in those that carry its name."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+PAPER = CONFIGS / "paper"
+MODELS = sorted((PAPER / "models").glob("*.yaml"))
+METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
+
+
+def config_of(*files: Path) -> RunConfig:
+    return resolve(map(read_layer, files))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
+def test_each_file_resolves_and_says_what_it_needs(file: Path) -> None:
+    config_of(file)
+    assert file.read_text(encoding="utf-8").startswith("# ")
+    if file.parent.name != "methods":
+        assert "Needs " in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    list(product(MODELS, METHODS)),
+    ids=lambda file: file.stem if isinstance(file, Path) else "",
+)
+def test_the_papers_models_and_methods_go_together(model: Path, method: Path) -> None:
+    config = config_of(PAPER / "base.yaml", model, method, PAPER / "dynamic-sampling.yaml")
+    assert config.model_dump()["bounds"] == config_of(method).model_dump()["bounds"]
+    assert config.model.path == read_layer(model)["model"]["path"]
+    assert config.sampling.dynamic
+
+
+def test_the_papers_models_and_methods_are_all_there() -> None:
+    assert {config_of(model).model.path for model in MODELS} == {
+        "Qwen/Qwen2.5-3B-Instruct",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    }
+    assert {file.stem for file in METHODS} >= {
+        "clip", "clip-higher", "dcpo", "band-kl", "band-tv", "band-chi2", "band-kl-relaxed",
+    }  # fmt: skip
+
+
+PAPER_SETTINGS: dict[str, Any] = {
+    "steps": 1020,
+    "task.train": [("dapo-math-17k", None), ("math", (3, 4, 5))],
+    "task.heldout": ["aime24", "aime25", "amc23"],
+    "task.template": "answer-line",
+    "sampling.prompts": 256,
+    "sampling.samples": 16,
+    "sampling.temperature": 1.0,
+    "sampling.top_p": 1.0,
+    "sampling.max_prompt_tokens": 1024,
+    "sampling.max_tokens": 4096,
+    "reward.correct": 1.0,
+    "reward.wrong": -1.0,
+    "bounds.method": "band",
+    "bounds.divergence": "kl",
+    "bounds.delta": 0.05,
+    "bounds.max_ratio": 10.0,
+    "objective.advantage_std": True,
+    "objective.aggregation": "seq-mean-token-mean",
+    "objective.dual_clip": 10.0,
+    "objective.reference_kl": 1e-3,
+    "optim.lr": 1e-6,
+    "optim.updates": 4,
+    "evaluation.every": 5,
+    "evaluation.problems": None,
+    "evaluation.samples": 32,
+    "evaluation.k": (32,),
+    "evaluation.temperature": 1.0,
+}
+
+
+@pytest.mark.parametrize("key", PAPER_SETTINGS)
+def test_the_papers_settings(key: str) -> None:
+    value: Any = config_of(PAPER / "base.yaml")
+    for part in key.split("."):
+        value = getattr(value, part)
+    if key == "task.train":
+        value = [(source.name, source.levels) for source in value]
+    elif key == "task.heldout":
+        value = [source.name for source in value]
+    assert value == PAPER_SETTINGS[key]
+
+
+def test_tasks_of_worked_answers_have_defaults_of_their_own() -> None:
+    """Eight tokens and a rate for a million parameters are right for countdown and for nothing else."""
+    gsm8k = resolve([{"task": {"name": "gsm8k"}}])
+    assert (gsm8k.sampling.max_tokens, gsm8k.sampling.max_prompt_tokens, gsm8k.optim.lr) == (1024, 1024, 1e-6)
+    given = resolve([{"task": {"name": "gsm8k"}, "optim": {"lr": 3e-6}}])
+    assert (given.sampling.max_tokens, given.optim.lr) == (1024, 3e-6)
+    assert resolve([]).sampling.max_tokens == 8

@@ -1,0 +1,86 @@
+"""The estimate from shapes is what a real model of that shape really has and keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.memory import activation_bytes, estimate_memory, shape_of
+from tests.conftest import random_model
+
+TOKENS = 96
+
+
+def kept_for_backward(model: torch.nn.Module) -> int:
+    """Bytes of every distinct tensor that a real forward pass saves, parameters apart."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)  # type: ignore[operator]
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_estimate_is_what_a_real_model_keeps(tmp_path: Path, kind: str) -> None:
+    real = random_model(kind)
+    real.save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path))
+    shape = shape_of(settings)
+    assert sum(p.numel() for p in shape.parameters()) == sum(p.numel() for p in real.parameters())
+    assert all(parameter.is_meta for parameter in shape.parameters())
+    assert activation_bytes(shape, TOKENS, settings) == pytest.approx(kept_for_backward(real), rel=0.05)
+
+
+def test_parts_add_up_by_hand(tmp_path: Path) -> None:
+    real = random_model()
+    real.save_pretrained(tmp_path)
+    numel = sum(parameter.numel() for parameter in real.parameters())
+    config = resolve(
+        [
+            {
+                "model": {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True},
+                "sampling": {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+                "objective": {"reference_kl": 0.1},
+            }
+        ]
+    )
+    estimate = estimate_memory(config, own_sampler=True)
+    assert estimate.held == {
+        "weights": 2 * numel,
+        "gradients": 4 * numel,
+        "AdamW": 8 * numel,
+        "master weights": 4 * numel,
+        "reference model": 2 * numel,
+    }
+    cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
+    # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
+    assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
+    without = estimate_memory(config, own_sampler=False)
+    assert without.sampling == {}
+    assert without.peak == sum(without.held.values()) + sum(without.update.values())
+
+
+def test_checkpointing_keeps_far_less(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    shape = shape_of(ModelConfig(path=str(tmp_path)))
+    plain, checkpointed = (
+        activation_bytes(shape, TOKENS, ModelConfig(path=str(tmp_path), gradient_checkpointing=on))
+        for on in (False, True)
+    )
+    assert checkpointed < 0.7 * plain  # 2 layers: one of the two, and the two inputs
+
+
+def test_a_model_without_a_config_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="its config cannot be read"):
+        shape_of(ModelConfig(path=str(tmp_path)))

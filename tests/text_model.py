@@ -1,0 +1,65 @@
+"""A small random-weight language model with a tokenizer and a chat template of its own, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_text_model(
+    folder: Path,
+    corpus: Iterable[str],
+    vocabulary: int = 1000,
+    layers: int = 2,
+    hidden: int = 128,
+    seed: int = 0,
+) -> Path:
+    """Write a Qwen2 folder whose byte-level BPE was trained on `corpus`; return the folder.
+
+    Heads have 64 dimensions, as the models have that people train.
+    """
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    special = ["<|endoftext|>", "<|im_start|>", END]
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=special[0])
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=backend.get_vocab_size(),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=max(1, hidden // 128),
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=backend.token_to_id(END),
+            pad_token_id=0,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
