@@ -15,14 +15,13 @@ from math import prod
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.expression import MalformedExpression, parse_expression
-from bandpo_cli.types import Grade, Problem
+from bandpo_cli.types import Problem
 
 Numbers = tuple[int, ...]
 
 
 class Countdown:
-    """The task; grades are 1 for a right answer and 0 for any other."""
+    """All problems that the settings allow, split for good into training and held-out ones."""
 
     name = "countdown"
 
@@ -44,26 +43,9 @@ class Countdown:
         """The problems to learn from."""
         return self._train
 
-    def heldout_problems(self) -> list[Problem]:
-        """The problems kept apart; those of a smaller `heldout_fraction` come first."""
-        return self._heldout
-
-    def grade(self, problem: Problem, text: str) -> Grade:
-        """Give `correct`, or `malformed`, `wrong-numbers`, `wrong-value`: the first of them that holds."""
-        try:
-            expression = parse_expression(text)
-        except MalformedExpression:
-            return Grade(0.0, correct=False, verdict="malformed")
-        if sorted(expression.numbers) != problem_numbers(problem):
-            return Grade(0.0, correct=False, verdict="wrong-numbers")
-        if expression.value != int(problem.answer):
-            return Grade(0.0, correct=False, verdict="wrong-value")
-        return Grade(1.0, correct=True, verdict="correct")
-
-
-def problem_numbers(problem: Problem) -> list[int]:
-    """The numbers that a countdown problem gives, sorted."""
-    return [int(number) for number in str(problem.extra["numbers"]).split()]
+    def heldout_sets(self) -> dict[str, list[Problem]]:
+        """The problems kept apart, under one label; those of a smaller `heldout_fraction` come first."""
+        return {self.name: self._heldout}
 
 
 def _problem(numbers: Numbers, target: int) -> Problem:
@@ -74,6 +56,7 @@ def _problem(numbers: Numbers, target: int) -> Problem:
         prompt=f"{key}:",
         answer=str(target),
         source="countdown",
+        grader="countdown",
         extra={"numbers": given},
     )
 

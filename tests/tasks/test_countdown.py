@@ -1,4 +1,4 @@
-"""Countdown: all solvable problems and no others, held-out ones nowhere in training, honest verdicts."""
+"""Countdown: all solvable problems and no others, held-out ones nowhere in training."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import math
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading.countdown import grade_countdown, problem_numbers
 from bandpo_cli.tasks import Countdown, build_task
-from bandpo_cli.tasks.countdown import problem_numbers
-from bandpo_cli.types import Problem
 
 TASK = Countdown(CountdownTask())
-ALL = [*TASK.train_problems(), *TASK.heldout_problems()]
-PROBLEM = Problem("p", "1 3 7 8=28:", "28", "countdown", {"numbers": "1 3 7 8"})
+HELDOUT = TASK.heldout_sets()["countdown"]
+ALL = [*TASK.train_problems(), *HELDOUT]
 
 
 def signed_product(term: str) -> int:
@@ -47,43 +44,43 @@ def by_brute_force(config: CountdownTask) -> dict[str, str]:
 def test_the_problems_are_the_solvable_ones(numbers: int, max_number: int, max_target: int) -> None:
     config = CountdownTask(numbers=numbers, max_number=max_number, max_target=max_target)
     task = Countdown(config)
-    problems = [*task.train_problems(), *task.heldout_problems()]
+    problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
     assert sorted(problem.prompt for problem in problems) == sorted(by_brute_force(config))
 
 
-def test_each_default_problem_has_an_answer_that_the_verifier_accepts() -> None:
+def test_each_default_problem_has_an_answer_that_the_grader_accepts() -> None:
     answers = by_brute_force(CountdownTask())
     assert len(answers) == len(ALL)
-    assert all(TASK.grade(problem, answers[problem.prompt]).correct for problem in ALL)
+    assert all(grade_countdown(problem, answers[problem.prompt]).correct for problem in ALL)
 
 
 def test_held_out_and_training_share_no_problem() -> None:
     ids = [problem.id for problem in ALL]
     assert len(set(ids)) == len(ids)
     assert len({(problem.extra["numbers"], problem.answer) for problem in ALL}) == len(ids)
-    assert 0.08 < len(TASK.heldout_problems()) / len(ids) < 0.12
+    assert 0.08 < len(HELDOUT) / len(ids) < 0.12
 
 
 def test_the_split_does_not_depend_on_the_other_settings() -> None:
-    heldout = {problem.id for problem in TASK.heldout_problems()}
+    heldout = {problem.id for problem in HELDOUT}
     smaller = Countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
-    assert {problem.id for problem in smaller.heldout_problems()} < heldout
-    fewer = Countdown(CountdownTask(heldout_fraction=0.05)).heldout_problems()
-    assert fewer == TASK.heldout_problems()[: len(fewer)]
+    assert {problem.id for problem in smaller.heldout_sets()["countdown"]} < heldout
+    fewer = Countdown(CountdownTask(heldout_fraction=0.05)).heldout_sets()["countdown"]
+    assert fewer == HELDOUT[: len(fewer)]
 
 
 def test_the_order_is_fixed_for_good() -> None:
     # Literal ids: a change of the hash would put problems that the shipped model has seen among the held-out.
-    assert [problem.id for problem in TASK.heldout_problems()[:3]] == [
+    assert [problem.id for problem in HELDOUT[:3]] == [
         "countdown/1 1 4 4=16",
         "countdown/1 2 2 5=2",
         "countdown/3 3 3 4=21",
     ]
-    assert (len(TASK.train_problems()), len(TASK.heldout_problems())) == (9548, 1077)
+    assert (len(TASK.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 
 def test_a_prefix_of_the_held_out_problems_is_a_fair_sample() -> None:
-    targets = [int(problem.answer) for problem in TASK.heldout_problems()]
+    targets = [int(problem.answer) for problem in HELDOUT]
     assert abs(sum(targets[:256]) / 256 - sum(targets) / len(targets)) < 6  # 3 standard errors of 256 targets
 
 
@@ -93,37 +90,7 @@ def test_enumeration_is_fast() -> None:
     assert time.perf_counter() - started < 1
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ("3*7+8-1", "correct"),
-        (" (7*3) + (8-1) ", "correct"),
-        ("1+3+7+8", "wrong-value"),
-        ("3*7+8", "wrong-numbers"),
-        ("3*7+8-1-1", "wrong-numbers"),
-        ("4*7", "wrong-numbers"),
-        ("37-8-1", "wrong-numbers"),
-        ("28", "wrong-numbers"),
-        ("3*7+8-1=28", "malformed"),
-        ("", "malformed"),
-    ],
-)
-def test_verdicts(text: str, verdict: str) -> None:
-    grade = TASK.grade(PROBLEM, text)
-    assert (grade.verdict, grade.correct, grade.reward) == (
-        verdict,
-        verdict == "correct",
-        float(verdict == "correct"),
-    )
-
-
-@given(st.one_of(st.text(), st.text(alphabet="1378+-*() ")))
-def test_grading_never_raises(text: str) -> None:
-    assert TASK.grade(PROBLEM, text).verdict in {"correct", "wrong-value", "wrong-numbers", "malformed"}
-
-
 def test_prompt_and_numbers_agree() -> None:
-    assert problem_numbers(PROBLEM) == [1, 3, 7, 8]
     assert all(problem.prompt == f"{problem.extra['numbers']}={problem.answer}:" for problem in ALL)
 
 

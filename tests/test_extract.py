@@ -1,0 +1,113 @@
+"""The final answer is found in the forms that models and data sets write, and in linear time in any text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.extract import MAX_CHARS, final_answer, last_boxed, unwrap
+
+DATA = Path(__file__).parents[1].parent / "shared" / "data"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Answer: 18", "18"),
+        ("so it is 18.\nAnswer: 18.", "18"),
+        ("answer : $18$\nbye", "18"),
+        ("**Answer:** 18", "18"),
+        ("**Answer**: $\\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("### Final Answer: \\(x^2\\)", "x^2"),
+        ("Answer: **18**", "18"),
+        ("ANSWER:18", "18"),
+        ("Answer: $5", "$5"),
+        ("Answer: $3$ and $4$", "$3$ and $4$"),
+        ("Answer: 1\nAnswer: 2", "2"),
+        ("\\boxed{18}", "18"),
+        ("is \\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("\\fbox{7} or \\framebox{8}", "8"),
+        ("\\boxed {7}", "7"),
+        ("$\\boxed 7$", "7"),
+        ("\\boxed{\\left\\{1, 2\\right.}", "\\left\\{1, 2\\right"),
+        ("Answer: \\boxed{\\{1\\}} is it", "\\{1\\}"),
+        ("\\boxed{1}\nAnswer: 2", "2"),
+        ("Answer: 2\n\\boxed{1}", "1"),
+        ("She makes $18.\n#### 18", "18"),
+        ("#### 1,000\n", "1,000"),
+        ("Answer: 2\n#### 3", "3"),
+        ("#### Answer: 3", "3"),
+    ],
+)
+def test_forms(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "18", "the answer is 18", "Answer:", "Answer: **.**", "####", "x #### 3", "##### 3"),
+        *("\\boxed", "\\boxed{18", "\\boxed{}", "\\boxed}1{", "\\boxedx{1}", "\\boxed 1 \\boxed{{1}"),
+        "Answer: 1 \\boxed{1",
+    ],
+)
+def test_no_answer(text: str) -> None:
+    assert final_answer(text) is None
+
+
+def test_last_boxed_looks_at_boxes_only() -> None:
+    assert last_boxed("\\boxed{1} \\fbox{2}\nAnswer: 3\n#### 4") == "2"
+    assert last_boxed("Answer: 3") is None
+
+
+def test_only_the_end_of_a_text_is_read() -> None:
+    assert final_answer("Answer: 5\n" + "x" * (MAX_CHARS - 10)) == "5"
+    assert final_answer("Answer: 5\n" + "x" * MAX_CHARS) is None
+
+
+@given(st.text(alphabet="{}\\ab", max_size=30))
+def test_braces_are_balanced_as_a_counter_by_hand_says(inside: str) -> None:
+    def closes_at(text: str) -> int | None:
+        depth, position = 1, 0
+        while position < len(text):
+            if text[position] == "\\":
+                position += 1
+            elif text[position] in "{}":
+                depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return position
+            position += 1
+        return None
+
+    end = closes_at(inside + "}")
+    assert last_boxed("\\boxed{" + inside + "}") == (None if not end else inside[:end])
+
+
+@given(st.text(), st.sampled_from(["", "Answer: ", "\\boxed{", "#### "]), st.text())
+def test_any_text_is_read_without_an_error(before: str, marker: str, after: str) -> None:
+    answer = final_answer(before + marker + after)
+    assert answer is None or (answer and unwrap(answer) == answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
+def test_the_hashes_of_gsm8k_are_all_found(name: str) -> None:
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip("needs the GSM8K files")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        solution = json.loads(line)["answer"]
+        assert final_answer(solution) == re.split(r"\n#### ", solution)[-1].strip()
+
+
+def test_minerva_solutions_all_have_an_answer() -> None:
+    path = DATA / "minerva_math.jsonl"
+    if not path.exists():
+        pytest.skip("needs the Minerva file")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [row["idx"] for row in rows if not final_answer(row["solution"])] == []
