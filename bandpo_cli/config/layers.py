@@ -14,8 +14,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from bandpo_cli.config.messages import explain
+from bandpo_cli.config.messages import explain, tags_of
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task_defaults import task_defaults
 from bandpo_cli.errors import ConfigError
 
 Layer = Mapping[str, Any]
@@ -126,7 +127,7 @@ def _merge_choice(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, A
     kind = value.get(tag, earlier_kind)
     if kind != earlier_kind:
         return dict(value)
-    kinds = {cls.model_fields[tag].default: cls for cls in _section_classes(field)}
+    kinds = {name: cls for cls in _section_classes(field) for name in tags_of(cls, tag)}
     if not isinstance(kind, str) or kind not in kinds:
         return {**earlier, **value}
     return {tag: kind, **merge(earlier, value, kinds[kind])}
@@ -143,7 +144,7 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def resolve(layers: Iterable[Layer]) -> RunConfig:
-    """Merge the layers, earliest first, and check the result.
+    """Merge the layers, earliest first, over the defaults of the task that they name, and check the result.
 
     Raises:
         ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
@@ -151,6 +152,7 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer, RunConfig)
+    merged = merge(task_defaults(merged.get("task")), merged, RunConfig)
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -18,22 +18,30 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     return _explain_one(findings[0], model) + more
 
 
+def tags_of(section: type[BaseModel], tag: str) -> tuple[Any, ...]:
+    """Return the values of its tag that choose this kind of section, e.g. ("clip",) for `method` of ClipBounds."""
+    field = section.model_fields.get(tag)
+    return _literal_values(field.annotation) if field else ()
+
+
 def _explain_one(finding: ErrorDetails, model: type[BaseModel]) -> str:
-    path, owner = _walk(finding["loc"], model)
+    path, owner, tag = _walk(finding["loc"], model)
     kind, value = finding["type"], finding["input"]
     if kind == "extra_forbidden":
         names = list(owner.model_fields) if owner else []
-        kind_of = f" of '{tag}'" if (tag := _only_tag(owner)) else ""
+        kind_of = f" of '{tag}'" if tag else ""
         return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
     if kind == "union_tag_invalid":
-        tag = str(finding["ctx"]["discriminator"]).strip("'")
-        given = value.get(tag) if isinstance(value, dict) else value
+        key = str(finding["ctx"]["discriminator"]).strip("'")
+        given = value.get(key) if isinstance(value, dict) else value
         allowed = [name.strip(" '") for name in str(finding["ctx"]["expected_tags"]).split(",")]
         return (
-            f"{path}.{tag} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
+            f"{path}.{key} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
         )
     if kind == "literal_error":
-        allowed = [str(name) for name in _literal_values(owner, path)] or [str(finding["ctx"]["expected"])]
+        field = owner.model_fields.get(path.split(".")[-1]) if owner else None
+        allowed = [str(name) for name in _literal_values(field.annotation)] if field else []
+        allowed = allowed or [str(finding["ctx"]["expected"])]
         return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
     message = finding["msg"].removeprefix("Value error, ")
     if not path:
@@ -43,49 +51,56 @@ def _explain_one(finding: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{path} = {_short(value)}: {message[0].lower()}{message[1:]}"
 
 
-def _only_tag(owner: type[BaseModel] | None) -> str | None:
-    """Return the tag of one kind of a tagged choice, e.g. `clip`; None for an ordinary section."""
-    first = next(iter(owner.model_fields.values())) if owner else None
-    values = get_args(first.annotation) if first else ()
-    return str(values[0]) if len(values) == 1 and isinstance(values[0], str) else None
-
-
 def _short(value: Any) -> str:
     text = re.sub(r"://[^/@]*@", "://***@", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _walk(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
-    """Turn pydantic's location into the user's dotted key and the settings class that holds it.
+class _Place(NamedTuple):
+    """Where a finding lies: the user's dotted key, the settings class that holds it, and the kind chosen there."""
+
+    path: str
+    owner: type[BaseModel] | None
+    tag: str | None
+
+
+def _walk(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Place:
+    """Follow pydantic's location down the settings classes.
 
     In a location a tagged choice adds its tag (`bounds`, `band`, `delta`), which is no key of the user's.
     """
-    keys: list[str] = []
+    path, tag = "", None
     owner: type[BaseModel] | None = model
     options: list[type[BaseModel]] = []
-    for part in loc:
-        if options and keys and len(options) > 1:
-            chosen = [cls for cls in options if any(f.default == part for f in cls.model_fields.values())]
+    for index, part in enumerate(loc):
+        if len(options) > 1:
+            chosen = [cls for cls in options if any(part in tags_of(cls, name) for name in cls.model_fields)]
             if chosen:
-                owner, options = chosen[0], []
+                owner, options, tag = chosen[0], [], str(part)
                 continue
-        if (
-            owner is None
-            or part in ("float", "int", "str")
-            or str(part).startswith(("function-", "constrained-"))
-        ):
+        if isinstance(part, int):
+            path += f"[{part}]"
             continue
-        keys.append(str(part))
-        field = owner.model_fields.get(str(part))
+        if owner is None or part in ("float", "int", "str") or part.startswith(("function-", "constrained-")):
+            continue
+        path += f".{part}" if path else part
+        field = owner.model_fields.get(part)
         if field is None:
             continue
-        nested = get_args(field.annotation) or (field.annotation,)
-        options = [cls for cls in nested if isinstance(cls, type) and issubclass(cls, BaseModel)]
-        if len(options) == 1 and len(loc) > len(keys):
-            owner, options = options[0], []
-    return ".".join(keys), owner
+        options = _sections(field.annotation)
+        if len(options) == 1 and index + 1 < len(loc):
+            owner, options, tag = options[0], [], None
+    return _Place(path, owner, tag)
 
 
-def _literal_values(owner: type[BaseModel] | None, path: str) -> tuple[Any, ...]:
-    field = owner.model_fields.get(path.split(".")[-1]) if owner else None
-    return get_args(field.annotation) if field else ()
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the settings classes that an annotation allows: `X`, `X | None`, `X | Y`, `tuple[X, ...]`."""
+    nested = get_args(annotation) or (annotation,)
+    return [cls for cls in nested if isinstance(cls, type) and issubclass(cls, BaseModel)]
+
+
+def _literal_values(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, or of all Literals in a union."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for option in get_args(annotation) for value in _literal_values(option))

@@ -9,16 +9,37 @@ from bandpo_cli.types import Problem
 
 
 class ProblemStream:
-    """Shuffled epochs without end: position i is a pure function of (problems, seed, i)."""
+    """Shuffled epochs without end: position i is a pure function of (problems, seed, i).
 
-    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
-        """Raise ValueError when there is no problem to give."""
+    `position` is where `next` goes on; a checkpoint keeps it, and a resumed run sets it.
+    """
+
+    def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
+        """Raise ValueError when there is no problem to give, or `position` is negative."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self._problems = problems
         self._seed = seed
         self._epoch = -1
         self._order: list[int] = []
+        self.position = position
+
+    @property
+    def position(self) -> int:
+        """How many problems have been given, all epochs together."""
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if position < 0:
+            raise ValueError(f"position {position} must not be negative")
+        self._position = position
+
+    def next(self, count: int) -> list[Problem]:
+        """Return the following `count` problems and move on; raise ValueError if `count` is negative."""
+        problems = self.take(self._position, count)
+        self._position += count
+        return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
         """Return the problems at `position`, ..., `position + count - 1`, across epochs if need be.

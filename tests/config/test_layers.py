@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bandpo_cli.config.data import Source
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
@@ -44,6 +45,39 @@ def test_the_same_kind_again_drops_nothing() -> None:
         "delta": 0.2,
         "max_ratio": 10.0,
     }
+
+
+def test_a_task_of_data_sets_is_merged_key_by_key() -> None:
+    file = {"task": {"name": "gsm8k", "train": ["gsm8k", "mine.jsonl"], "system": "Be brief."}}
+    task = resolve([file, read_assignments(["task.template=boxed"])]).task
+    assert (task.name, len(task.train), task.system, task.template) == ("gsm8k", 2, "Be brief.", "boxed")
+    assert resolve([file, {"task": {"name": "gsm8k", "template": "boxed"}}]).task == task
+    assert resolve([file, {"task": {"train": "x.jsonl"}}]).task.train == (Source(path="x.jsonl"),)
+
+
+def test_another_data_set_s_name_drops_the_earlier_one_s_sources() -> None:
+    file = {"task": {"name": "gsm8k", "train": ["mine.jsonl"], "template": "boxed"}}
+    for name in ("math", "data"):
+        assert resolve([file, {"task": {"name": name}}]).task == resolve([{"task": {"name": name}}]).task
+    assert resolve([file, {"task": {"name": "countdown"}}]).task == resolve([]).task
+    from_countdown = resolve([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}]).task
+    assert from_countdown == resolve([{"task": {"name": "gsm8k"}}]).task
+
+
+def test_a_single_source_is_merged_too() -> None:
+    file = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}}
+    task = resolve([file, read_assignments(["task.train.limit=100"])]).task
+    assert task.train == (Source(name="math", levels=(3, 4, 5), limit=100),)
+
+
+def test_a_task_of_data_sets_comes_back_from_its_yaml(tmp_path: Path) -> None:
+    sources = ["gsm8k", {"path": "x.jsonl", "fields": {"answer": "a.b"}, "levels": [1, 2], "label": "x"}]
+    config = resolve(
+        [{"task": {"name": "gsm8k", "train": sources, "heldout": "aime24", "template": "{question}"}}]
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert resolve([read_layer(path)]) == config
 
 
 def test_a_password_is_kept_out_of_config_and_message() -> None:
@@ -91,6 +125,36 @@ def test_resolved_yaml_gives_the_same_config(tmp_path: Path) -> None:
         ({"optim": 3}, ["optim = 3", "section"]),
         ({"bounds": "clip"}, ["bounds"]),
         ({"task": {"name": "countdwn"}}, ["task.name = 'countdwn'", "countdown"]),
+        (
+            {"task": {"name": "gsm8"}},
+            [
+                "task.name = 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, data, gsm8k, math, dapo"
+            ],
+        ),
+        ({"task": {"name": ["gsm8k"]}}, ["task.name = ['gsm8k']", "unknown"]),
+        (
+            {"task": {"name": "gsm8k", "tempate": 1}},
+            ["task.tempate", "of 'gsm8k'", "did you mean 'template'"],
+        ),
+        ({"task": {"name": "gsm8k", "numbers": 3}}, ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
+        ({"task": {"train": "x.jsonl"}}, ["task.train: no such setting of 'countdown'"]),
+        ({"task": {"name": "data", "template": "boxd"}}, ["task.template = 'boxd'", "did you mean 'boxed'"]),
+        (
+            {"task": {"name": "data", "train": ["a.jsonl", {"pth": "x"}]}},
+            ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"],
+        ),
+        (
+            {"task": {"name": "data", "train": [{"name": "gsm9"}]}},
+            ["task.train[0].name = 'gsm9': unknown (did you mean 'gsm8k'?); allowed: gsm8k, math"],
+        ),
+        (
+            {"task": {"name": "data", "train": [{}]}},
+            ["task.train[0] = {}", "give it a name (gsm8k", "or a path"],
+        ),
+        (
+            {"task": {"name": "data", "heldout": [{"path": "x", "fields": {"qestion": "q"}}]}},
+            ["task.heldout[0].fields.qestion: no such setting (did you mean 'question'?)"],
+        ),
         ({"steps": "many"}, ["steps = 'many'", "integer"]),
     ],
 )

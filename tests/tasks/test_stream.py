@@ -11,7 +11,7 @@ from bandpo_cli.types import Problem
 
 
 def problems(count: int) -> list[Problem]:
-    return [Problem(str(index), "", "", "test") for index in range(count)]
+    return [Problem(str(index), "", "", "test", "math") for index in range(count)]
 
 
 SIZES, SEEDS = st.integers(1, 12), st.integers(0, 2**32)
@@ -57,3 +57,25 @@ def test_nothing_to_give_and_negative_positions_are_refused() -> None:
         ProblemStream([], seed=0)
     with pytest.raises(ValueError, match="negative"):
         ProblemStream(problems(3), seed=0).take(-1, 1)
+
+
+@given(size=SIZES, seed=SEEDS, counts=st.lists(st.integers(0, 15), max_size=5))
+def test_next_goes_on_where_it_was(size: int, seed: int, counts: list[int]) -> None:
+    """A checkpoint keeps `position`; a stream set to it gives what the first would have given."""
+    stream = ProblemStream(problems(size), seed)
+    given_so_far = [problem for count in counts for problem in stream.next(count)]
+    assert stream.position == sum(counts)
+    assert given_so_far == ProblemStream(problems(size), seed).take(0, sum(counts))
+    resumed = ProblemStream(problems(size), seed)
+    resumed.position = stream.position
+    assert resumed.next(7) == stream.next(7)
+
+
+def test_a_stream_starts_at_a_position_and_refuses_a_negative_one() -> None:
+    stream = ProblemStream(problems(6), seed=7, position=4)
+    assert [problem.id for problem in stream.next(2)] == ["0", "3"]
+    with pytest.raises(ValueError, match="negative"):
+        stream.position = -1
+    with pytest.raises(ValueError, match="negative"):
+        stream.next(-1)
+    assert stream.position == 6

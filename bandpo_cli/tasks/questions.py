@@ -1,0 +1,221 @@
+"""From one source in the config to its questions, each with its answer. What cannot be used is counted."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, GRADERS, Fields, Source
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.tasks.fields import (
+    FieldNames,
+    as_answer,
+    as_json,
+    as_level,
+    as_question,
+    as_text,
+    find_fields,
+    value_at,
+)
+from bandpo_cli.tasks.files import read_file
+from bandpo_cli.tasks.hub import read_hub
+from bandpo_cli.tasks.known import KNOWN
+from bandpo_cli.tasks.prompts import bare_question
+from bandpo_cli.types import Message
+
+Part = Literal["train", "heldout"]
+"""The setting that a source stands in: `task.train` or `task.heldout`."""
+
+_LOOKED_AT = 1000  # rows that the fields are chosen by; a file of millions is read once only
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its reference answer, before any template is put around it."""
+
+    id: str
+    text: str | tuple[Message, ...]
+    answer: str
+    label: str
+    grader: str
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The same for questions that differ in spacing, case, dollar signs or a known instruction around them."""
+        turns = (
+            (self.text,)
+            if isinstance(self.text, str)
+            else (m.content for m in self.text if m.role != "system")
+        )
+        text = unicodedata.normalize("NFKC", "\n".join(bare_question(turn) for turn in turns)).casefold()
+        return stable_hash(re.sub(r"[\s$]+", "", text))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The questions of one source, in the order of its rows, and how many rows were left out for which reason."""
+
+    label: str
+    questions: tuple[Question, ...]
+    left_out: Mapping[str, int]
+
+
+def stable_hash(text: str) -> str:
+    """A short name for a text, the same on every machine, as Python's own hash() is not."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def load_questions(source: Source, part: Part, grader: str | None = None) -> Loaded:
+    """Read a source; `grader` judges its answers in place of the one that it names itself.
+
+    Raises:
+        ConfigError: it is out of reach, damaged, has no field for the question or the answer, or no usable row.
+    """
+    label = label_of(source)
+    grader = grader or source.grader or (KNOWN[source.name].grader if source.name else "math")
+    rows = iter(_rows(source, part))
+    seen = list(islice(rows, _LOOKED_AT))
+    columns = list(dict.fromkeys(str(name) for row in seen for name in row))
+    names = find_fields(seen, source.fields, _known_fields(source))
+    if not seen:
+        raise ConfigError(f"task.{part}: '{source.path or source.name}' holds no rows")
+    _check_fields(names, source, columns)
+    left_out: Counter[str] = Counter()
+    questions: dict[str, Question] = {}
+    for row in chain(seen, rows):
+        question = _question(row, names, source.levels, label, grader)
+        if isinstance(question, str):
+            left_out[question] += 1
+        elif question.id in questions:
+            left_out["repeated"] += 1
+        else:
+            questions[question.id] = question
+    if not questions:
+        raise ConfigError(
+            f"task.{part}: no row of '{source.path or source.name}' can be used: {counts(left_out)}; the question was "
+            f"looked for in '{names.question}', the answer in '{names.answer}'; its fields: {', '.join(columns)}"
+        )
+    kept = _evenly_spread(list(questions.values()), source.limit)
+    if len(kept) < len(questions):
+        left_out["beyond the limit"] = len(questions) - len(kept)
+    return Loaded(label, tuple(kept), left_out)
+
+
+def counts(left_out: Mapping[str, int]) -> str:
+    """Write the reasons with their numbers: `2 without an answer, 1 repeated`."""
+    return ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+
+
+def label_of(source: Source) -> str:
+    """Return the source's name in metrics: its label, else the data set's name, else the file's without its ending.
+
+    Raises:
+        ConfigError: nothing of the file's name may stand in a metric's name.
+    """
+    if source.label or source.name:
+        return str(source.label or source.name)
+    path = Path(str(source.path))
+    base = path.stem if path.suffix.lower() in FILE_ENDINGS else path.name
+    label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
+    if not label:
+        raise ConfigError(f"'{source.path}': its name cannot stand in a metric's name; give it a label:")
+    return label
+
+
+def _rows(source: Source, part: Part) -> Iterator[dict[str, Any]]:
+    if source.path is None:
+        return _known_rows(source, part)
+    path = Path(source.path).expanduser()
+    if path.is_file() or path.suffix.lower() in FILE_ENDINGS:
+        for name in ("subset", "split"):
+            if getattr(source, name) is not None:
+                raise ConfigError(
+                    f"task.{part}: {name} is for data sets on the hub; '{source.path}' is a file"
+                )
+        return read_file(path)
+    if not path.is_dir() and not _HUB_ID.fullmatch(source.path):
+        raise ConfigError(
+            f"task.{part} = '{source.path}': no such file, and no known data set of that name"
+            f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
+        )
+    place = str(path) if path.is_dir() else source.path
+    split = source.split or {"train": "train", "heldout": "test"}[part]
+    return read_hub(place, source.subset, split, f"give a local file: --set task.{part}=FILE")
+
+
+def _known_rows(source: Source, part: Part) -> Iterator[dict[str, Any]]:
+    known = KNOWN[source.name]  # type: ignore[index]  # a source has a name or a path
+    split = source.split or (known.train_split if part == "train" else known.eval_split)
+    if split is None and part == "train":
+        raise ConfigError(f"task.train: '{source.name}' is for evaluation only; use it in task.heldout")
+    if split is None:
+        raise ConfigError(
+            f"task.heldout: '{source.name}' has no evaluation part; name a split: or another data set"
+        )
+    instead = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
+    return read_hub(known.hub_id, source.subset or known.subset, split, instead)
+
+
+def _known_fields(source: Source) -> Fields:
+    known = KNOWN.get(source.name) if source.name else None
+    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
+
+
+def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None:
+    missing = [name for name in ("question", "answer") if getattr(names, name) is None]
+    if source.levels is not None and names.level is None:
+        missing.append("level")
+    if missing:
+        mapping = ", ".join(f"{name}: ..." for name in missing)
+        raise ConfigError(
+            f"'{source.path or source.name}': no field found for the {' and the '.join(missing)}; "
+            f"its fields: {', '.join(columns)}; say which with fields: {{{mapping}}}"
+        )
+
+
+def _question(
+    row: Mapping[str, Any], names: FieldNames, levels: Collection[int] | None, label: str, grader: str
+) -> Question | str:
+    """Return the row's question, or the reason why it has none."""
+    text = as_question(value_at(row, str(names.question)))
+    if text is None:
+        return "without a question"
+    answer = as_answer(value_at(row, str(names.answer)))
+    if answer is None or (
+        "\n" in answer and grader in GRADERS
+    ):  # a proof without a final answer to compare with
+        return "without an answer"
+    level = as_level(value_at(row, names.level)) if names.level else None
+    if levels is not None and level not in levels:
+        return "of other levels"
+    extra = {key: as_json(row[key]) for key in ("data_source", "extra_info") if row.get(key) is not None}
+    if level is not None:
+        extra["level"] = level
+    name = (_name(value_at(row, names.id)) if names.id else None) or _hash_of(text, answer)
+    return Question(f"{label}/{name}", text, answer, label, grader, extra)
+
+
+def _hash_of(text: str | tuple[Message, ...], answer: str) -> str:
+    content = [text] if isinstance(text, str) else [[turn.role, turn.content] for turn in text]
+    return stable_hash(json.dumps([content, answer]))
+
+
+def _name(value: Any) -> str | None:
+    return as_text(value) if isinstance(value, str) else as_answer(value)
+
+
+def _evenly_spread(questions: list[Question], limit: int | None) -> list[Question]:
+    if limit is None or limit >= len(questions):
+        return questions
+    return [questions[index * len(questions) // limit] for index in range(limit)]

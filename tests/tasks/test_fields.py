@@ -1,0 +1,171 @@
+"""Which fields are read, and what their values come to, whatever a file holds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.data import Fields
+from bandpo_cli.tasks.fields import (
+    FieldNames,
+    as_answer,
+    as_json,
+    as_level,
+    as_question,
+    find_fields,
+    value_at,
+)
+from bandpo_cli.types import Message
+
+NONE = Fields()
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.decimals(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (27.0, "27"),
+        (-0.5, "-0.5"),
+        (1e-7, "0.0000001"),
+        (1e22, "10000000000000000000000"),
+        (2**80 + 1, "1208925819614629174706177"),
+        (Decimal("12.50"), "12.50"),
+        (Decimal("3.00"), "3"),
+        ("27.0", "27"),
+        ("025", "025"),
+        (" $\\frac{1}{2}$ ", "\\frac{1}{2}"),
+        ("$5", "$5"),
+        ("$1$ and $2$", "$1$ and $2$"),
+        ("So it is 6 * 3.\n#### 18", "18"),
+        ("First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        (["$2$", "$-1,5$"], "2, -1,5"),
+        (["4"], "4"),
+        ({"target": 28, "numbers": [1, 3]}, '{"numbers": [1, 3], "target": 28}'),
+        (True, "True"),
+        *((nothing, None) for nothing in (None, "", "  ", [], [None], {}, float("nan"), float("inf"), b"18")),
+        ("\ud800", None),
+        ([[["1"]]], None),
+    ],
+)
+def test_answers(value: Any, answer: str | None) -> None:
+    assert as_answer(value) == answer
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [("Level 3", 3), (3, 3), (3.0, 3), ("5", 5), ("Level ?", None), (2.5, None), (None, None), (True, None)],
+)
+def test_levels(value: Any, level: int | None) -> None:
+    assert as_level(value) == level
+
+
+def test_questions_are_texts_or_chat_messages() -> None:
+    assert as_question(" 1+1? \n") == "1+1?"
+    assert as_question(CHAT) == (Message("system", "Be brief."), Message("user", "1+1?"))
+    for nothing in (
+        None,
+        "",
+        " ",
+        5,
+        [],
+        [5],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        {},
+        "a\udc00",
+    ):
+        assert as_question(nothing) is None
+    assert as_question([{"role": "user", "content": " "}]) is None
+
+
+@given(VALUES)
+def test_any_value_is_read_or_is_none(value: Any) -> None:
+    """Nothing in a row can stop the reading, and what is kept travels as UTF-8 and as JSON."""
+    if (answer := as_answer(value)) is not None:
+        assert answer.encode().strip()
+    question = as_question(value)
+    assert question is None or question
+    as_level(value)
+    json.dumps(as_json(value), allow_nan=False)
+
+
+def test_depth_cannot_exhaust_the_stack() -> None:
+    deep: Any = "1"
+    for _ in range(5000):
+        deep = {"a": [deep]}
+    assert as_json(deep) is not None
+    assert as_answer(deep) is not None
+    assert as_answer([deep]) is None
+
+
+def test_json_values_keep_what_json_can_say() -> None:
+    row = {"n": 2**70, "when": datetime.date(2024, 1, 2), "p": (1.5, None, "x"), 3: float("nan")}
+    assert as_json(row) == {"n": 2**70, "when": "2024-01-02", "p": [1.5, None, "x"], "3": None}
+
+
+def test_dotted_paths() -> None:
+    row = {"a": {"b": {"c": 1}}, "a.b": 2, "x": None}
+    assert value_at(row, "a.b.c") == 1
+    assert value_at(row, "a.b") == 2
+    assert value_at(row, "a.z") is None
+    assert value_at(row, "x.y") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([{"question": "q", "answer": "a", "prompt": "p"}], ("question", "answer")),
+        ([{"problem": "q", "solution": "\\boxed{1}", "answer": "1"}], ("problem", "answer")),
+        ([{"query": "q", "target": 0}], ("query", "target")),
+        ([{"input": "q", "solution": "1"}], ("input", "solution")),
+        ([{"question": None, "problem": "q", "ground_truth": 1}], ("problem", "ground_truth")),
+        ([{"question": "", "answer": None}, {"question": "q", "answer": 1}], ("question", "answer")),
+        ([{"question": "q", "text": "a"}], ("question", None)),
+        ([{"text": "q", "answer": "a"}], (None, "answer")),
+        ([], (None, None)),
+    ],
+)
+def test_the_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | None]) -> None:
+    found = find_fields(rows, NONE, NONE)
+    assert (found.question, found.answer) == names
+
+
+def test_the_verl_layout_comes_first() -> None:
+    row = {
+        "prompt": CHAT,
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        "question": "no",
+        "answer": "no",
+    }
+    assert find_fields([row], NONE, NONE) == FieldNames("prompt", "reward_model.ground_truth", None, None)
+
+
+def test_given_fields_win_over_everything() -> None:
+    row = {
+        "prompt": CHAT,
+        "reward_model": {"ground_truth": "2"},
+        "meta": {"q": "x", "n": 7},
+        "level": 3,
+        "hard": 5,
+    }
+    given = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
+    assert find_fields([row], given, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
+
+
+def test_a_known_set_s_fields_come_before_the_usual_names_but_a_solution_comes_last() -> None:
+    known = Fields(question="prompt", answer="solution", level="level")
+    row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
+    assert find_fields([row], NONE, known) == FieldNames("prompt", "solution", "level", None)
+    assert find_fields([{**row, "answer": "1"}], NONE, known).answer == "answer"

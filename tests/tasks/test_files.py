@@ -1,0 +1,164 @@
+"""Local files: each format gives the same rows, and a damaged file gets one line that says where."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks.files import read_file
+
+ROWS = [
+    {"question": 'He said "1, 2"\nand then?', "answer": "3"},
+    {"question": "a line\u2028separator, é, 𝕏, {braces}", "answer": ""},
+]
+
+
+def written(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        list(read_file(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+
+
+def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text(json.dumps({"version": 1, "data": rows}, indent=1), encoding="utf-8")
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8-sig", newline="") as file:  # as a spreadsheet saves it, BOM included
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+WRITERS = {
+    ".jsonl": write_jsonl,
+    ".json": write_json,
+    ".csv": write_csv,
+    ".parquet": write_parquet,
+    ".JSONL": write_jsonl,
+}
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_each_format_gives_the_same_rows(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"rows{ending}"
+    WRITERS[ending](path, ROWS)
+    assert list(read_file(path)) == ROWS
+
+
+def test_a_json_list_and_lines_under_the_json_ending(tmp_path: Path) -> None:
+    assert list(read_file(written(tmp_path / "list.json", json.dumps(ROWS)))) == ROWS
+    lines = tmp_path / "lines.json"
+    write_jsonl(lines, ROWS)
+    assert list(read_file(lines)) == ROWS
+
+
+def test_numbers_are_exact(tmp_path: Path) -> None:
+    big = 2**200 + 1
+    path = written(tmp_path / "n.jsonl", f'{{"a": {big}, "b": 27.0}}')
+    assert list(read_file(path)) == [{"a": big, "b": 27.0}]
+
+
+def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "q"}],
+        "reward_model": {"ground_truth": "1"},
+        "n": 3,
+        "x": None,
+    }
+    path = tmp_path / "verl.parquet"
+    write_parquet(path, [row])
+    (read,) = read_file(path)
+    assert read == row
+    assert [type(read[name]) for name in ("prompt", "reward_model", "n")] == [list, dict, int]
+
+
+def test_a_row_of_ten_megabytes(tmp_path: Path) -> None:
+    long = "x" * 10_000_000
+    for ending in (".jsonl", ".csv"):
+        path = tmp_path / f"long{ending}"
+        WRITERS[ending](path, [{"question": long, "answer": "1"}])
+        assert list(read_file(path)) == [{"question": long, "answer": "1"}]
+    assert csv.field_size_limit() < 10_000_000, "the csv module's limit is everyone's"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("x.jsonl", '{"a": 1}\n{"a": \n', ["line 2", "not readable as JSON"]),
+        ("x.jsonl", '{"a": 1}\n\n[1]\n', ["line 3", "expected an object"]),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ["line 2", "UTF-8"]),
+        ("x.jsonl", '{"a": ' + "[" * 100_000, ["line 1", "not readable as JSON"]),
+        ("x.jsonl", '{"a": ' + "9" * 10_000 + "}", ["line 1", "not readable as JSON"]),
+        ("x.jsonl", "question,answer\n1,2\n", ["line 1", "not readable as JSON"]),
+        ("x.json", "", ["line 1", "not readable as JSON"]),
+        ("x.json", '{\n"a": [,]}', ["line 2", "not readable as JSON"]),
+        ("x.json", "3", ["expected a list of objects"]),
+        ("x.json", '{"a": [1], "b": [2]}', ["expected a list of objects"]),
+        ("x.json", '[{"a": 1}, null]', ["entry 2", "expected an object"]),
+        ("x.json", b"\xff\xfe{\x00}\x00", ["UTF-8"]),
+        ("x.csv", "a,b\n1,2\n1,2,3\n", ["line 3", "3 values for 2 columns", "double quotes"]),
+        ("x.csv", "a,a\n1,2\n", ["line 1", "two columns"]),
+        ("x.csv", 'a,b\n1,"2\n', ["line 2", "not readable as CSV"]),
+        ("x.csv", "a\n\xe9\n".encode("latin-1"), ["UTF-8"]),
+        ("x.parquet", b"PAR1 is not enough", ["not readable as Parquet"]),
+        ("x.parquet", b"", ["not readable as Parquet"]),
+        ("x.txt", "q", [".jsonl, .json, .csv, .parquet"]),
+    ],
+)
+def test_a_damaged_file_gets_one_line(
+    tmp_path: Path, name: str, content: bytes | str, parts: list[str]
+) -> None:
+    message = error_of(written(tmp_path / name, content))
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    for ending in (".jsonl", ".json", ".csv", ".parquet"):
+        assert "No such file" in error_of(tmp_path / f"none{ending}")
+    (tmp_path / "folder.json").mkdir()
+    assert "directory" in error_of(tmp_path / "folder.json")
+
+
+def test_files_without_rows_are_read_as_such(tmp_path: Path) -> None:
+    assert list(read_file(written(tmp_path / "e.jsonl", "\n \n"))) == []
+    assert list(read_file(written(tmp_path / "e.csv", ""))) == []
+    assert list(read_file(written(tmp_path / "h.csv", "question,answer\n"))) == []
+    assert list(read_file(written(tmp_path / "e.json", "[]"))) == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=200), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
+def test_any_bytes_are_rows_or_one_error(tmp_path: Path, content: bytes, ending: str) -> None:
+    path = written(tmp_path / f"fuzz{ending}", content)
+    try:
+        rows = list(read_file(path))
+    except ConfigError:
+        return
+    assert all(isinstance(row, dict) for row in rows)

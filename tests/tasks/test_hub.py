@@ -1,0 +1,165 @@
+"""Data sets by id. Only the request to the hub itself is replaced; folders go through the same function unreplaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from bandpo_cli.config.data import DATASETS, Source
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks import build_task
+from bandpo_cli.tasks.hub import read_hub
+from bandpo_cli.tasks.known import KNOWN
+from bandpo_cli.tasks.questions import load_questions
+
+ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * n}"} for n in range(2500)]
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def folder(tmp_path: Path) -> Path:
+    """A data set as the hub has it: files named after their splits."""
+    place = tmp_path / "sums"
+    place.mkdir()
+    for split, rows in (("train", ROWS), ("test", ROWS[:7])):
+        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def test_a_folder_in_the_hub_s_layout(tmp_path: Path) -> None:
+    place = str(folder(tmp_path))
+    assert list(read_hub(place, None, "train", "")) == ROWS
+    assert len(load_questions(Source(path=place), "train").questions) == len(ROWS)
+    heldout = load_questions(Source(path=place), "heldout")
+    assert (heldout.label, len(heldout.questions)) == ("sums", 7)
+
+
+def test_an_unknown_split_gets_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; do this") as caught:
+        list(read_hub(str(folder(tmp_path)), None, "dev", "do this"))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    single = datasets.Dataset.from_list(ROWS)
+    single.save_to_disk(tmp_path / "single")
+    datasets.DatasetDict({"train": single}).save_to_disk(tmp_path / "both")
+    assert list(read_hub(str(tmp_path / "single"), None, "train", "")) == ROWS
+    assert list(read_hub(str(tmp_path / "both"), None, "train", "")) == ROWS
+    with pytest.raises(ConfigError, match=r"split 'dev': no such split; it has train"):
+        list(read_hub(str(tmp_path / "both"), None, "dev", ""))
+
+
+def test_nested_rows_come_as_plain_values(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
+    datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "verl")
+    assert list(read_hub(str(tmp_path / "verl"), None, "train", "")) == [row]
+
+
+def stored(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
+    def load_dataset(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
+        calls.append((path, name, split))
+        return datasets.Dataset.from_list([{**row, "id": 1}])
+
+    return load_dataset
+
+
+def rows_of_the_known_sets() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """A row of each in the form that its card on the hub describes."""
+    yield "gsm8k", {"question": "q", "answer": "w\n#### 18"}, "18"
+    yield "math", {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": "so \\boxed{2}"}, "2"
+    verl = {"prompt": "q", "solution": "34", "source_prompt": [{"role": "user", "content": "Solve: q"}]}
+    yield "dapo-math-17k", {**verl, "reward_model": {"ground_truth": "34", "style": "rule"}}, "34"
+    yield "aime24", {"problem": "q", "solution": "\\boxed{1}", "answer": "025"}, "025"
+    yield "aime25", {"problem": "q", "answer": "70"}, "70"
+    yield "amc23", {"question": "q", "answer": "27"}, "27"
+    yield (
+        "math500",
+        {"problem": "q", "solution": "\\boxed{3}", "answer": "3", "subject": "x", "level": 2},
+        "3",
+    )
+    yield "minerva", {"question": "q", "answer": "1.6"}, "1.6"
+    yield "olympiadbench", {"question": "q", "solution": ["s"], "final_answer": ["$2$"], "context": None}, "2"
+
+
+@pytest.mark.parametrize(("name", "row", "answer"), list(rows_of_the_known_sets()))
+def test_a_known_set_is_asked_for_and_read_as_its_card_says(
+    name: Any, row: dict[str, Any], answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(datasets, "load_dataset", stored(row, calls))
+    known = KNOWN[name]
+    if known.eval_split:
+        load_questions(Source(name=name), "heldout")
+    if known.train_split:
+        load_questions(Source(name=name), "train")
+    splits = [split for split in (known.eval_split, known.train_split) if split]
+    assert calls == [(known.hub_id, known.subset, split) for split in splits]
+    (question,) = load_questions(Source(name=name, split="any"), "heldout").questions
+    assert (question.text, question.answer, question.grader) == ("q", answer, known.grader)
+    assert calls[-1][2] == "any"
+
+
+def test_every_known_name_has_its_set_and_evaluation_sets_that_exist() -> None:
+    assert {name for name, _, _ in rows_of_the_known_sets()} == set(KNOWN) == set(DATASETS)
+    for known in KNOWN.values():
+        assert all(KNOWN[name].eval_split for name in known.evaluation)
+        assert known.evaluation if known.train_split else known.eval_split
+
+
+def test_the_default_parts_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: _numbered(calls, *a, **k))
+    task = build_task(DataTask(name="dapo-math-17k"))
+    assert list(task.heldout_sets()) == ["aime24", "aime25", "amc23"]
+    assert len(calls) == 3, "evaluation alone does not read the training set"
+    assert len(task.train_problems()) == 1
+    assert calls[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
+
+
+def _numbered(calls: list[tuple[Any, ...]], path: str, name: str | None, split: str) -> datasets.Dataset:
+    calls.append((path, name, split))
+    row = {"question": path, "problem": path, "prompt": path, "answer": "1", "solution": "1"}
+    return datasets.Dataset.from_list([row])
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)\nand more")
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "wayout"),
+    [
+        (Source(name="gsm8k"), "train", "--set 'task.train={name: gsm8k, path: FILE}'"),
+        (Source(name="aime24"), "heldout", "--set 'task.heldout={name: aime24, path: FILE}'"),
+        (Source(path="some/where"), "train", "--set task.train=FILE"),
+    ],
+)
+def test_a_hub_out_of_reach_gets_one_line_with_the_way_out(
+    source: Source, part: Any, wayout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ConfigError) as caught:
+        load_questions(source, part)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Couldn't reach" in message
+    assert wayout in message
+    assert (source.path or KNOWN["gsm8k" if part == "train" else "aime24"].hub_id) in message
+
+
+def test_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own error for a hub that may not be asked, whatever class it has in this version."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*split 'train': cannot be loaded"):
+        load_questions(Source(path="nobody/nothing"), "train")

@@ -1,0 +1,57 @@
+"""The text around a question: the paper's, and whatever a user writes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.task import TEMPLATES as TEMPLATE_NAMES
+from bandpo_cli.tasks.prompts import TEMPLATES, bare_question, build_prompt
+from bandpo_cli.types import Message
+
+PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \
+Answer: $Answer (without quotes) where $Answer is the answer to the problem.
+
+What is $1+1$?
+
+Remember to put your answer on its own line after "Answer:"."""
+
+
+def test_the_paper_s_prompt_to_the_letter() -> None:
+    assert build_prompt("What is $1+1$?", "answer-line") == (Message("user", PAPER),)
+
+
+def test_boxed_plain_and_a_system_message() -> None:
+    assert build_prompt("q", "boxed", "Be brief.") == (
+        Message("system", "Be brief."),
+        Message("user", "q\n\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    )
+    assert build_prompt("q", "plain") == (Message("user", "q"),)
+
+
+def test_a_template_of_one_s_own_is_filled_in_literally() -> None:
+    (message,) = build_prompt("{x} \\1 {question} %s", "<{a}> {question} {0} %d")
+    assert message.content == "<{a}> {x} \\1 {question} %s {0} %d"
+
+
+def test_the_names_are_those_that_the_config_knows() -> None:
+    assert tuple(TEMPLATES) == TEMPLATE_NAMES
+
+
+def test_an_instruction_that_came_with_the_question_is_replaced_not_doubled() -> None:
+    assert build_prompt(PAPER, "answer-line") == (Message("user", PAPER),)
+    assert build_prompt(PAPER, "boxed") == build_prompt("What is $1+1$?", "boxed")
+    assert build_prompt(PAPER, "plain") == (Message("user", PAPER),)
+    assert build_prompt(PAPER, "Q: {question}") == (Message("user", f"Q: {PAPER}"),)
+
+
+@given(question=st.text(min_size=1), template=st.sampled_from(TEMPLATE_NAMES))
+def test_a_known_instruction_comes_off_again(question: str, template: str) -> None:
+    (message,) = build_prompt(question, template)
+    assert bare_question(message.content) == bare_question(question)
+
+
+@pytest.mark.parametrize("text", ["What is 1+1?", "", "Remember to put your answer on its own line"])
+def test_a_bare_question_stays_as_it_is(text: str) -> None:
+    assert bare_question(text) == text

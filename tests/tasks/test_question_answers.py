@@ -1,0 +1,268 @@
+"""The task of data sets and files: what training sees, what it never sees, and that neither depends on chance."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks import QuestionAnswers, build_task
+from bandpo_cli.types import Message, Problem
+
+
+def rows(start: int, stop: int) -> list[dict[str, Any]]:
+    return [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(start, stop)]
+
+
+def jsonl(path: Path, content: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
+    return str(path)
+
+
+def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswers:
+    task = build_task(
+        DataTask.model_validate({"name": "data", "train": train, "heldout": heldout, **settings})
+    )
+    assert isinstance(task, QuestionAnswers)
+    return task
+
+
+def answers(problems: Any) -> set[int]:
+    return {int(problem.answer) for problem in problems}
+
+
+def test_a_problem_in_full(tmp_path: Path) -> None:
+    train = {"path": jsonl(tmp_path / "x.jsonl", rows(1, 2)), "grader": "number", "label": "sums"}
+    heldout = jsonl(tmp_path / "test.jsonl", rows(2, 3))
+    task = data_task(train, heldout, template="Q: {question}", system="Be brief.")
+    (problem,) = task.train_problems()
+    assert problem == Problem(
+        id=problem.id,
+        prompt=(Message("system", "Be brief."), Message("user", "Q: What is 1+1?")),
+        answer="2",
+        source="sums",
+        grader="number",
+        extra={},
+    )
+    assert problem.id.startswith("sums/")
+    assert task.heldout_sets()["test"][0].grader == "math"
+    assert data_task(train, heldout, grader="my.module:judge").train_problems()[0].grader == "my.module:judge"
+
+
+def test_the_template_changes_neither_ids_nor_order_nor_split(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", rows(0, 50))
+    one, other = data_task(path), data_task(path, template="plain", system="Be brief.")
+    assert [p.id for p in one.train_problems()] == [p.id for p in other.train_problems()]
+    assert one.train_problems()[0].prompt != other.train_problems()[0].prompt
+
+
+def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> None:
+    paths = [
+        jsonl(tmp_path / f"{label}.jsonl", rows(start, start + 300))
+        for label, start in (("a", 0), ("b", 1000))
+    ]
+    problems = data_task(paths, jsonl(tmp_path / "t.jsonl", rows(5000, 5001))).train_problems()
+    assert len(problems) == 600
+    from_a = sum(problem.source == "a" for problem in problems[:100])
+    assert 35 < from_a < 65  # 3 standard deviations of a fair draw of 100 from the 600
+    assert problems[:100] != sorted(problems[:100], key=lambda problem: int(problem.answer))
+
+
+def test_the_order_of_rows_and_of_sources_does_not_matter(tmp_path: Path) -> None:
+    content = rows(0, 200)
+    a, b = jsonl(tmp_path / "a.jsonl", content[:100]), jsonl(tmp_path / "b.jsonl", content[100:])
+    first = data_task([a, b])
+    train, heldout = first.train_problems(), first.heldout_sets()
+    shuffled = content[:100]
+    random.Random(0).shuffle(shuffled)
+    jsonl(tmp_path / "a.jsonl", shuffled)
+    second = data_task([b, a])
+    assert (second.train_problems(), second.heldout_sets()) == (train, heldout)
+
+
+def test_the_split_is_by_hash_and_rows_added_later_move_nothing(tmp_path: Path) -> None:
+    small = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1000)), heldout_fraction=0.1)
+    heldout = small.heldout_sets()["x"]
+    assert 70 < len(heldout) < 130  # 3 standard deviations around 100
+    assert len(small.train_problems()) == 1000 - len(heldout)
+    assert not answers(heldout) & answers(small.train_problems())
+    larger = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 2000)), heldout_fraction=0.1)
+    assert answers(heldout) <= answers(larger.heldout_sets()["x"])
+    assert answers(small.train_problems()) <= answers(larger.train_problems())
+    fewer = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1000)), heldout_fraction=0.05)
+    assert answers(fewer.heldout_sets()["x"]) < answers(heldout)
+
+
+def test_the_split_is_fixed_for_good(tmp_path: Path) -> None:
+    # Literal: another version must not train on what this one evaluates on.
+    task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)))
+    assert [int(problem.answer) // 2 for problem in task.heldout_sets()["x"]] == [18, 59, 40, 14, 60]
+    assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
+
+
+def test_the_same_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
+    both = [{**row, "answer": f"{sign}{row['answer']}"} for row in rows(1, 200) for sign in ("", "-")]
+    task = data_task(jsonl(tmp_path / "x.jsonl", both), heldout_fraction=0.3)
+    heldout, train = answers(task.heldout_sets()["x"]), answers(task.train_problems())
+    assert {abs(n) for n in heldout} & {abs(n) for n in train} == set()
+    assert len(heldout) + len(train) == 398
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_few_problems_still_give_both_sides(tmp_path: Path, count: int) -> None:
+    task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=0.01)
+    assert len(task.heldout_sets()["x"]) == 1
+    assert len(task.train_problems()) == count - 1
+
+
+def test_a_single_problem_cannot_be_split(tmp_path: Path) -> None:
+    task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1)))
+    with pytest.raises(ConfigError, match=r"heldout_fraction = 0\.05 leaves none to train on"):
+        task.train_problems()
+
+
+def test_several_sources_are_split_into_one_set(tmp_path: Path) -> None:
+    paths = [jsonl(tmp_path / f"{n}.jsonl", rows(n * 100, n * 100 + 100)) for n in range(2)]
+    assert list(data_task(paths).heldout_sets()) == ["heldout"]
+
+
+def test_what_an_evaluation_set_holds_is_not_trained_on(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "train.jsonl", rows(0, 10))
+    asked_otherwise = [
+        {"problem": "what is  $3+3$?\n", "answer": "six"},
+        {"problem": "What is 4+4?", "answer": "8"},
+    ]
+    heldout = [
+        jsonl(tmp_path / "a.jsonl", asked_otherwise[:1]),
+        jsonl(tmp_path / "b.jsonl", asked_otherwise[1:]),
+    ]
+    task = data_task(train, heldout)
+    assert answers(task.train_problems()) == {0, 2, 4, 10, 12, 14, 16, 18}
+    assert "train: 2 problems left out, in an evaluation set too" in task.notes()
+
+
+def test_training_on_the_evaluation_set_leaves_nothing(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", rows(0, 10))
+    with pytest.raises(ConfigError, match=r"every problem is in an evaluation set too"):
+        data_task(path, path).train_problems()
+
+
+def test_ids_that_number_both_files_alike_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    source = {"fields": {"id": "n"}, "label": "x"}
+    numbered = [{**row, "n": n} for n, row in enumerate(rows(0, 10))]
+    shifted = [{**row, "n": n} for n, row in enumerate(rows(10, 20))]
+    train = {"path": jsonl(tmp_path / "a" / "x.jsonl", numbered), **source}
+    heldout = {"path": jsonl(tmp_path / "b" / "x.jsonl", shifted), **source}
+    task = data_task(train, heldout)
+    train_ids = {problem.id for problem in task.train_problems()}
+    heldout_ids = {problem.id for problem in task.heldout_sets()["x"]}
+    assert (len(train_ids), len(heldout_ids)) == (10, 10)
+    assert not train_ids & heldout_ids
+
+
+def verl_rows(copies: int) -> list[dict[str, Any]]:
+    """As DAPO's own file has them: the instruction in the message, each problem repeated."""
+    ask = (
+        "Solve the following math problem step by step. The last line of your response should be of the form "
+        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+    return [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": ask.format(row["question"])}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": row["answer"], "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": f"{copy}-{row['answer']}"},
+        }
+        for copy in range(copies)
+        for row in rows(0, 20)
+    ]
+
+
+def test_a_verl_parquet_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "dapo-math-17k.parquet"
+    content = verl_rows(copies=100)
+    pq.write_table(pa.Table.from_pylist(content), path)
+    test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
+    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="no use")
+    problems = task.train_problems()
+    assert answers(problems) == {2 * n for n in range(20)} - {6}, (
+        "the repeats and the evaluation problem are gone"
+    )
+    problem = min(problems, key=lambda problem: int(problem.answer))
+    assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
+    assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
+    assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
+    assert task.notes() == [
+        "test: 1 evaluation problem",
+        "dapo-math-17k: 20 train problems; left out: 1,980 repeated",
+        "dapo-math-17k: brings chat messages; task.template and task.system do not apply",
+        "train: 1 problem left out, in an evaluation set too",
+    ]
+
+
+def test_notes_say_what_was_read_and_left_out(tmp_path: Path) -> None:
+    content = [*rows(0, 1000), {"question": "no answer", "answer": None}]
+    task = data_task({"path": jsonl(tmp_path / "x.jsonl", content), "limit": 900})
+    assert task.notes() == []
+    count = len(task.heldout_sets()["x"])
+    assert task.notes() == [
+        "x: 900 train problems; left out: 1 without an answer, 100 beyond the limit",
+        f"x: {count} of 900 problems kept for evaluation (heldout_fraction = 0.05)",
+    ]
+    task.train_problems()
+    assert len(task.notes()) == 2, "what was read is not read again"
+
+
+def test_each_file_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    task = data_task(jsonl(path, rows(0, 50)))
+    train, heldout = task.train_problems(), task.heldout_sets()
+    path.unlink()
+    assert task.train_problems() is train
+    assert task.heldout_sets() is heldout
+
+
+def test_a_known_name_with_files_of_one_s_own(tmp_path: Path) -> None:
+    train, test = jsonl(tmp_path / "train.jsonl", rows(0, 10)), jsonl(tmp_path / "t.jsonl", rows(10, 12))
+    local = {"name": "gsm8k", "path": train}
+    task = build_task(DataTask.model_validate({"name": "gsm8k", "train": local, "heldout": [test]}))
+    assert task.name == "gsm8k"
+    assert {(problem.source, problem.grader) for problem in task.train_problems()} == {("gsm8k", "number")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"name": "data"}, ["task.train", "--set task.train=FILE"]),
+        ({"name": "aime24"}, ["'aime24'", "evaluation only", "--set task.heldout=aime24"]),
+        ({"name": "data", "train": ["a/x.jsonl", "b/x.csv"]}, ["task.train", "'x'", "label:"]),
+        ({"name": "gsm8k", "heldout": ["math500", "math500"]}, ["task.heldout", "'math500'", "label:"]),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_read(settings: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_task(DataTask.model_validate(settings))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_room_is_light_to_import() -> None:
+    code = "import sys, bandpo_cli.tasks; print(*sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "transformers", "numpy", "pandas", "datasets", "pyarrow", "mlflow"} & set(loaded)

@@ -1,0 +1,184 @@
+"""One source: what becomes of its rows, and the one line when nothing does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.data import Fields, Source
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks.questions import Question, label_of, load_questions
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def error_of(source: Source, part: Any = "train") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_questions(source, part)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_unusable_rows_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"question": "good", "answer": 1},
+        {"question": "good", "answer": 1.0},
+        {"question": None, "answer": 1},
+        {"answer": 1},
+        {"question": {"no": "text"}, "answer": 1},
+        {"question": "no answer", "answer": None},
+        {"question": "a proof", "answer": "First this.\nThen that."},
+        {},
+    ]
+    loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
+    assert [(question.text, question.answer) for question in loaded.questions] == [("good", "1")]
+    assert loaded.left_out == {"repeated": 1, "without a question": 4, "without an answer": 2}
+
+
+def test_a_grader_of_one_s_own_may_have_an_answer_of_several_lines(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "First this.\nThen that."}])
+    (question,) = load_questions(Source(path=path, grader="my.module:judge"), "train").questions
+    assert (question.answer, question.grader) == ("First this.\nThen that.", "my.module:judge")
+
+
+def test_no_usable_row_at_all(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "x.jsonl", [{"question": "q", "answer": "a\nb", "n": 1}, {"question": "", "answer": "1"}]
+    )
+    message = error_of(Source(path=path))
+    for part in (
+        "task.train",
+        "1 without an answer",
+        "1 without a question",
+        "'question'",
+        "question, answer, n",
+    ):
+        assert part in message
+
+
+def test_no_field_found_lists_the_fields_and_the_mapping(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"text": "q", "answer": "1", "gold": 2}])
+    message = error_of(Source(path=path))
+    assert "no field found for the question; its fields: text, answer, gold" in message
+    assert "fields: {question: ...}" in message
+    message = error_of(Source(path=jsonl(tmp_path / "y.jsonl", [{"a": 1}])))
+    assert "the question and the answer" in message
+    assert "fields: {question: ..., answer: ...}" in message
+
+
+def test_a_mapped_field_that_no_row_has(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}])
+    message = error_of(Source(path=path, fields=Fields(answer="gold.value")))
+    assert "the answer in 'gold.value'; its fields: question, answer" in message
+
+
+def test_empty_missing_and_misplaced(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [])
+    assert "holds no rows" in error_of(Source(path=path))
+    assert "No such file" in error_of(Source(path=str(tmp_path / "none.csv")))
+    assert "did you mean 'gsm8k'" in error_of(Source(path="gsm8"))
+    assert "split is for data sets on the hub" in error_of(Source(path=path, split="test"))
+    assert "for evaluation only; use it in task.heldout" in error_of(Source(name="aime24"))
+    assert "has no evaluation part" in error_of(Source(name="dapo-math-17k"), "heldout")
+
+
+def test_fields_beyond_the_first_thousand_rows_are_read_too(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": n} for n in range(2500)]
+    loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
+    assert [question.answer for question in loaded.questions] == [str(n) for n in range(2500)]
+
+
+def test_levels(tmp_path: Path) -> None:
+    levels = ["Level 1", "Level 3", "Level ?", 3, None, "5"]
+    rows = [{"problem": f"q{n}", "solution": "\\boxed{1}", "level": level} for n, level in enumerate(levels)]
+    path = jsonl(tmp_path / "x.jsonl", rows)
+    loaded = load_questions(Source(path=path, levels=(3, 5)), "train")
+    assert [(q.text, q.extra["level"]) for q in loaded.questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
+    assert loaded.left_out == {"of other levels": 3}
+    assert len(load_questions(Source(path=path), "train").questions) == 6
+    bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
+    assert "fields: {level: ...}" in error_of(Source(path=bare, levels=(3,)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))]
+)
+def test_a_limit_keeps_rows_evenly_spread(tmp_path: Path, limit: int, kept: list[int]) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
+    loaded = load_questions(Source(path=path, limit=limit), "train")
+    assert [int(question.answer) for question in loaded.questions] == kept
+    assert len(loaded.questions) + loaded.left_out.get("beyond the limit", 0) == 10
+
+
+def test_ids_are_given_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "answer": "2", "uid": 7}, {"question": "1+2?", "answer": "3", "uid": 7}]
+    path = jsonl(tmp_path / "x.jsonl", rows)
+    named = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
+    assert [question.id for question in named.questions] == ["x/7"]
+    assert named.left_out == {"repeated": 1}
+    # Literal: an id names a problem in every run's record, and orders and splits the problems.
+    ids = [question.id for question in load_questions(Source(path=path), "train").questions]
+    assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [
+        (Source(name="math500"), "math500"),
+        (Source(name="math500", path="a/b.jsonl"), "math500"),
+        (Source(path="a/my set (1).jsonl"), "my-set-1"),
+        (Source(path="org/Some.Set-v2"), "Some.Set-v2"),
+        (Source(path="a/b.jsonl", label="mine"), "mine"),
+        (Source(path="a/" + "x" * 99 + ".csv"), "x" * 60),
+    ],
+)
+def test_labels(source: Source, label: str) -> None:
+    assert label_of(source) == label
+
+
+def test_a_name_that_cannot_be_a_label() -> None:
+    with pytest.raises(ConfigError, match="give it a label:"):
+        label_of(Source(path="数学.jsonl"))
+
+
+def test_the_key_ignores_what_does_not_make_another_question(tmp_path: Path) -> None:
+    def key(text: Any) -> str:
+        path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
+        return load_questions(Source(path=path), "train").questions[0].key
+
+    same = [
+        "What is $x+1$?",
+        "what is  x + 1 ?\n",
+        "Ｗhat is x+1?",
+        [{"role": "user", "content": "What is x+1?"}],
+    ]
+    dapo = (
+        "Solve the following math problem step by step. The last line of your response should be of the form "
+        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $x+1$?\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": dapo}]
+    assert len({key(text) for text in (*same, dapo, chat)}) == 1
+    assert key("What is x-1?") != key("What is x+1?")
+    follow_up = [*chat, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+    assert key(follow_up) != key(chat)
+
+
+def test_extra_keeps_what_a_grader_may_ask_for(tmp_path: Path) -> None:
+    row = {
+        "question": "q",
+        "answer": "1",
+        "data_source": "aops",
+        "extra_info": {"index": 3, "x": None},
+        "url": "u",
+    }
+    (question,) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", [row])), "train").questions
+    assert question.extra == {"data_source": "aops", "extra_info": {"index": 3, "x": None}}
+    assert isinstance(question, Question)
+    assert question.label == "x"

@@ -1,0 +1,72 @@
+"""The public sets as their authors publish them, where a copy is at hand: all problems, and answers known by eye."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.data import Source
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.tasks import build_task
+from bandpo_cli.tasks.questions import Loaded, load_questions
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no copy of the public data sets here")
+
+
+def load(file: str, name: str | None) -> Loaded:
+    if not (DATA / file).is_file():
+        pytest.skip(f"no {file} here")
+    return load_questions(Source.model_validate({"path": str(DATA / file), "name": name}), "heldout")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("file", "name", "count", "first_answers"),
+    [
+        ("gsm8k_train.jsonl", "gsm8k", 7473, ["72", "10", "5"]),
+        ("gsm8k_test.jsonl", "gsm8k", 1319, ["18", "3", "70000"]),
+        ("aime24.jsonl", "aime24", 30, ["204", "113", "371"]),
+        ("amc23.jsonl", "amc23", 40, ["27", "36", "45", "3159"]),
+        ("minerva_math.jsonl", "minerva", 272, ["1.6", "4.5e33"]),
+    ],
+)
+def test_all_problems_with_their_answers(
+    file: str, name: str, count: int, first_answers: list[str], named: bool
+) -> None:
+    loaded = load(file, name if named else None)
+    assert len(loaded.questions) == count
+    assert not loaded.left_out
+    assert [question.answer for question in loaded.questions][: len(first_answers)] == first_answers
+    assert all(
+        "\n" not in question.answer and "boxed" not in question.answer for question in loaded.questions
+    )
+
+
+@pytest.mark.parametrize(("file", "highest"), [("aime24.jsonl", 999), ("amc23.jsonl", 10**5)])
+def test_competition_answers_are_whole_numbers(file: str, highest: int) -> None:
+    assert all(-10 < int(question.answer) <= highest for question in load(file, None).questions)
+
+
+def test_each_gsm8k_answer_is_the_number_after_the_hashes() -> None:
+    raw = (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
+    expected = [line.rsplit("#### ", 1)[1].removesuffix('"}') for line in raw]
+    given = [question.answer for question in load("gsm8k_test.jsonl", "gsm8k").questions]
+    assert [Fraction(text.replace(",", "")) for text in given] == [
+        Fraction(text.replace(",", "")) for text in expected
+    ]
+
+
+def test_gsm8k_as_a_task_from_local_copies() -> None:
+    load("gsm8k_test.jsonl", "gsm8k")
+    copies = {
+        part: {"name": "gsm8k", "path": str(DATA / f"gsm8k_{split}.jsonl")}
+        for part, split in (("train", "train"), ("heldout", "test"))
+    }
+    task = build_task(DataTask.model_validate({"name": "gsm8k", **copies}))
+    train, test = task.train_problems(), task.heldout_sets()["gsm8k"]
+    assert (len(train), len(test)) == (7473, 1319)
+    assert not {problem.id for problem in train} & {problem.id for problem in test}
