@@ -1,4 +1,4 @@
-"""Rows of tokens for a forward pass, without computing a shared prompt twice.
+"""Rows of tokens for a forward pass, laid one after another without padding, no shared prompt computed twice.
 
 A row holds one prompt and one or more of its completions, each of which attends to the prompt and to itself but not
 to its neighbours, at the positions it would have alone. The G completions of a group thus cost one prompt, not G:
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bandpo_cli.models.packing import Packing
 from bandpo_cli.types import Group
 
-PROMPT = 0
-"""Segment of the prompt's tokens; completions are segments 1, 2, ...; padding is −1."""
-
-MAX_SHARED_ROW = 512
-"""Most tokens in a row of several completions: the attention mask is dense, so its cost grows with the square."""
+MAX_SHARING = 4
+"""Attention sees a prompt once for each completion behind it: at most this many times the row's own tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,87 +32,84 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """R rows padded to L tokens, holding N completion tokens of S completions.
+    """T packed tokens, N of which are completion tokens, of S completions.
 
     Attributes:
-        input_ids, position_ids: [R, L] int64.
-        attend: [R, 1, L, L] bool, True where a token (third axis) may look at another (fourth).
-        predictors: [N] int64, index into the flattened [R·L] positions whose output predicts each token.
+        input_ids: [1, T] int64, row after row, each the prompt and then its completions.
+        position_ids: [1, T] int64, those that each token has in its own prompt and completion.
+        packing: which tokens attend to which.
+        predictors: [N] int64, index into the T tokens whose output predicts each completion token.
         targets: [N] int64, the tokens themselves, completion by completion in the order of the rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    attend: torch.Tensor
+    packing: Packing
     predictors: torch.Tensor
     targets: torch.Tensor
 
 
-def group_rows(groups: Sequence[Group], max_row: int = MAX_SHARED_ROW) -> list[Row]:
-    """Put as many completions of a group behind one prompt as fit in `max_row` tokens, at least one."""
+def group_rows(groups: Sequence[Group], max_sharing: float = MAX_SHARING) -> list[Row]:
+    """Put completions of a group behind one prompt, as many as `max_sharing` allows; the order is kept.
+
+    The more completions share a prompt, the less is computed; but attention gathers keys and values of the prompt
+    for each of them, k·(prompt + completion) places for prompt + k·completion tokens, and that takes memory.
+    """
     rows = []
     for group in groups:
         prompt_ids = group.rollouts_G[0].prompt_ids
         held: list[Sequence[int]] = []
         for rollout in group.rollouts_G:
-            ids = rollout.completion.token_ids
-            if held and len(prompt_ids) + sum(map(len, held)) + len(ids) > max_row:
+            row = Row(prompt_ids, [*held, rollout.completion.token_ids])
+            if held and _places(row) > max_sharing * len(row):
                 rows.append(Row(prompt_ids, held))
                 held = []
-            held.append(ids)
+            held.append(rollout.completion.token_ids)
         rows.append(Row(prompt_ids, held))
     return rows
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Cut rows, in order, into lists whose padded size stays within `max_tokens`; a longer row goes alone."""
+    """Cut rows, in order, into lists of at most `max_tokens` tokens; a longer row goes alone."""
     batches: list[list[Row]] = []
-    longest = 0
+    tokens = 0
     for row in rows:
-        longest = max(longest, len(row))
-        if not batches or longest * (len(batches[-1]) + 1) > max_tokens:
+        tokens += len(row)
+        if not batches or tokens > max_tokens:
             batches.append([])
-            longest = len(row)
+            tokens = len(row)
         batches[-1].append(row)
     return batches
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatch:
-    """Lay out rows as tensors on `device`."""
-    width = max(len(row) for row in rows)
-    ids: list[list[int]] = []
-    positions: list[list[int]] = []
-    segments: list[list[int]] = []
+    """Lay out rows as tensors on `device`. There is no padding, so `pad_id` is of no use here."""
+    del pad_id
+    ids: list[int] = []
+    positions: list[int] = []
     predictors: list[int] = []
     targets: list[int] = []
-    for index, row in enumerate(rows):
-        prompt = len(row.prompt_ids)
-        row_ids, row_positions, row_segments = list(row.prompt_ids), list(range(prompt)), [PROMPT] * prompt
-        for segment, completion in enumerate(row.completions, start=1):
-            start = index * width + len(row_ids)
+    for row in rows:
+        length = len(row.prompt_ids)
+        last_of_prompt = len(ids) + length - 1
+        ids.extend(row.prompt_ids)
+        positions.extend(range(length))
+        for completion in row.completions:
             # The first token follows the prompt's last one; every other follows its own predecessor.
-            predictors.append(index * width + prompt - 1)
-            predictors.extend(range(start, start + len(completion) - 1))
+            predictors.append(last_of_prompt)
+            predictors.extend(range(len(ids), len(ids) + len(completion) - 1))
             targets.extend(completion)
-            row_ids.extend(completion)
-            row_positions.extend(range(prompt, prompt + len(completion)))
-            row_segments.extend([segment] * len(completion))
-        padding = width - len(row_ids)
-        ids.append(row_ids + [pad_id] * padding)
-        positions.append(row_positions + [0] * padding)
-        segments.append(row_segments + [-1] * padding)
+            ids.extend(completion)
+            positions.extend(range(length, length + len(completion)))
     return TokenBatch(
-        input_ids=torch.tensor(ids, device=device),
-        position_ids=torch.tensor(positions, device=device),
-        attend=_attention(torch.tensor(segments, device=device)),
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        packing=Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device),
         predictors=torch.tensor(predictors, device=device),
         targets=torch.tensor(targets, device=device),
     )
 
 
-def _attention(segments_RL: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1, L, L]: earlier tokens of the same segment, and the prompt. Padding sees itself: no empty row."""
-    length = segments_RL.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
-    looking, looked_at = segments_RL[:, :, None], segments_RL[:, None, :]
-    return (causal & ((looking == looked_at) | (looked_at == PROMPT)))[:, None]
+def _places(row: Row) -> int:
+    """How many tokens attention gathers for a row."""
+    return sum(len(row.prompt_ids) + len(completion) for completion in row.completions)

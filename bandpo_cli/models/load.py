@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.embedded_default import embedded_model_path
-from bandpo_cli.models.logprobs import check_plain_head
+from bandpo_cli.models.forward_check import check_forward, check_plain_head
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,17 @@ def load_policy(config: ModelConfig) -> Policy:
     The model stays in evaluation mode throughout: dropout would make π and π_old differ on the same weights.
 
     Raises:
-        UserError: nothing loadable is there, or the tokenizer names no end-of-sequence token.
+        UserError: nothing loadable is there, the tokenizer names no end-of-sequence token, or the model cannot be
+            trained with these settings.
     """
     location = model_location(config)
+    attention = _attention(config)
     disable_progress_bar()  # its bars would break into the run's own view
     try:
         tokenizer = AutoTokenizer.from_pretrained(location)
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, config.dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            location, dtype=getattr(torch, config.dtype), attn_implementation=attention
+        )
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model.path = {config.path!r}: cannot be loaded: {first_line}") from None
@@ -72,6 +78,9 @@ def load_policy(config: ModelConfig) -> Policy:
         raise UserError(f"model.path = {config.path!r}: its tokenizer names no end-of-sequence token")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     model.to(_device(config.device)).eval()
+    if config.gradient_checkpointing:
+        _checkpoint_layers(model)
+    check_forward(model)
     return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
 
 
@@ -95,6 +104,35 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"model.device = {name!r}: not usable here: {str(error).splitlines()[0]}") from None
     return device
+
+
+def _attention(config: ModelConfig) -> str | None:
+    """Return the attention to ask transformers for; None leaves it the choice, which is sdpa where a model has it."""
+    if config.attention == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            raise UserError(
+                "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it runs on, and "
+                "one of them is missing here: set model.attention=sdpa"
+            )
+        if config.dtype == "float32":
+            raise UserError(
+                "model.attention = 'flash_attention_2' has no float32: set model.dtype=bfloat16 or model.attention=sdpa"
+            )
+    return None if config.attention == "auto" else config.attention
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the model's layers forget their activations until the backward pass, which computes them again.
+
+    Raises:
+        UserError: the architecture offers no way that works outside of training mode.
+    """
+    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        raise UserError(
+            f"model.gradient_checkpointing: {model.config.model_type} models have no layers for it; set it to false"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()  # only the reentrant kind needs its inputs to require gradients
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

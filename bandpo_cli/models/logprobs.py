@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bandpo_cli.errors import UserError
+import bandpo_cli.models.attention  # noqa: F401  teaches models what `packing` means
 from bandpo_cli.models.batch import TokenBatch
+from bandpo_cli.models.linear_logprobs import linear_logprobs
 
 
 class TokenLogprobs(NamedTuple):
@@ -23,38 +27,46 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Run the model on a batch and read off its completion tokens.
 
-    Logits are formed for the N completion positions alone, never for the prompts. Gradients flow when enabled.
+    The trunk runs on the T packed tokens. The output layer sees the N completion positions alone, never the prompts,
+    and never all of them at once. Gradients flow when enabled.
 
     Args:
         temperature: the sampling temperature, so that these agree with what the sampler drew from.
         with_entropy: also return the entropy at T=1 (detached).
     """
-    hidden = model.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attend,
-        use_cache=False,
-    ).last_hidden_state
-    predicting = hidden.flatten(0, 1)[batch.predictors]
-    logits = model.get_output_embeddings()(predicting).float()
-    entropy = None
-    if with_entropy:
-        log_p = torch.log_softmax(logits.detach(), dim=-1)
-        entropy = -(log_p.exp() * log_p).sum(dim=-1)
-    scaled = logits if temperature == 1.0 else logits / temperature
-    chosen = scaled.gather(-1, batch.targets[:, None]).squeeze(-1)
-    return TokenLogprobs(chosen - torch.logsumexp(scaled, dim=-1), entropy)
+    with _checkpointing(model):
+        hidden = model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            # Four axes: passed on as it is, where None would become a [T, T] mask. `packing` stands in its place.
+            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
+            packing=batch.packing,
+            use_cache=False,
+        ).last_hidden_state
+    head = model.get_output_embeddings()
+    predicting = hidden[0].index_select(0, batch.predictors)
+    return TokenLogprobs(
+        *linear_logprobs(predicting, head.weight, head.bias, batch.targets, temperature, with_entropy)
+    )
 
 
-def check_plain_head(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are more than its output embedding times its hidden state.
+@contextmanager
+def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Let layers with gradient checkpointing know that they are in training, where gradients are wanted.
 
-    Raises:
-        UserError: the architecture scales or caps its logits, which `token_logprobs` would miss.
+    Transformers asks for training mode before it discards activations. The modules within the layers stay in
+    evaluation mode, so there is no dropout; and so do the layers outside of this context, where training mode would
+    take the sampler's cache from them.
     """
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise UserError(
-                f"model.path: {config.model_type} models change their logits by '{name}', not supported"
-            )
+    layers = [
+        module
+        for module in model.modules()
+        if torch.is_grad_enabled() and isinstance(module, GradientCheckpointingLayer) and not module.training
+    ]
+    for layer in layers:
+        layer.training = layer.gradient_checkpointing
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False

@@ -1,58 +1,128 @@
-"""Log-probs from shared-prompt rows are those of each sequence run alone through the whole model."""
+"""Log-probs from packed rows are those of each sequence run alone through the whole model, gradients included."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.models import packing
 from bandpo_cli.models.batch import Row, collate, split_rows
-from bandpo_cli.models.logprobs import check_plain_head, token_logprobs
-from tests.conftest import random_model
+from bandpo_cli.models.logprobs import token_logprobs
+from tests.conftest import SHAPE, random_model
 
 ROWS = [
     Row([1, 2, 3], [[4, 5], [6], [7, 8, 9, 10]]),
     Row([11, 12, 13, 14, 15], [[1, 1, 1]]),
     Row([16], [[2], [3, 4]]),
+    Row([5, 4, 3, 2, 1, 6], [[8, 7, 6, 5, 4, 3, 2, 1, 9, 10, 11, 12]]),
 ]
 CPU = torch.device("cpu")
 
 
-def alone(
-    model: PreTrainedModel, row: Row, completion: list[int], temperature: float
-) -> tuple[torch.Tensor, ...]:
-    """Run prompt + completion as one plain sequence and read off the completion: (log-probs, entropies at T=1)."""
-    ids = torch.tensor([[*row.prompt_ids, *completion]])
-    logits = model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].double()
-    logprobs = torch.log_softmax(logits / temperature, -1)[range(len(completion)), completion]
-    return logprobs, torch.distributions.Categorical(logits=logits).entropy()
+@pytest.fixture(params=[512, 8, 0], ids=["shared-prompts-masked", "some", "all-apart"])
+def _layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways that attention takes rows with several completions, and a mixture of them."""
+    monkeypatch.setattr(packing, "MAX_MASKED", request.param)
 
 
+def padded(model: PreTrainedModel, rows: list[Row], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-pad each prompt with each completion and call the whole model: (log-probs, entropies at T=1)."""
+    sequences = [(len(row.prompt_ids), [*row.prompt_ids, *c]) for row in rows for c in row.completions]
+    width = max(len(ids) for _, ids in sequences)
+    ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids in sequences])
+    attended = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for _, ids in sequences])
+    logits = model(input_ids=ids, attention_mask=attended).logits
+    read = torch.cat([logits[i, start - 1 : len(ids) - 1] for i, (start, ids) in enumerate(sequences)])
+    targets = torch.tensor([token for start, ids in sequences for token in ids[start:]])
+    logprobs = torch.log_softmax(read / temperature, -1).gather(1, targets[:, None]).squeeze(1)
+    return logprobs, torch.distributions.Categorical(logits=read).entropy()
+
+
+def gradient(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def assert_same_gradient(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Entries of one gradient differ in size by orders, and rounding goes with the largest of a sum."""
+    torch.testing.assert_close(ours, expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-3)
+
+
+def weights(count: int) -> torch.Tensor:
+    """Different for each token, of both signs, so that a permutation shows."""
+    return torch.linspace(-1.0, 2.0, count)
+
+
+@pytest.mark.usefixtures("_layout")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_shared_prompts_change_nothing(model: PreTrainedModel, temperature: float) -> None:
+def test_packed_is_padded(model: PreTrainedModel, temperature: float) -> None:
     ours = token_logprobs(model, collate(ROWS, 0, CPU), temperature, with_entropy=True)
-    expected = [alone(model, row, list(c), temperature) for row in ROWS for c in row.completions]
-    torch.testing.assert_close(
-        ours.logprobs.double(), torch.cat([e[0] for e in expected]), atol=2e-5, rtol=1e-5
-    )
+    logprobs, entropy = padded(model, ROWS, temperature)
+    torch.testing.assert_close(ours.logprobs, logprobs, atol=2e-5, rtol=1e-5)
     assert ours.entropy is not None
-    torch.testing.assert_close(
-        ours.entropy.double(), torch.cat([e[1] for e in expected]), atol=2e-5, rtol=1e-5
+    assert not ours.entropy.requires_grad
+    torch.testing.assert_close(ours.entropy, entropy, atol=2e-5, rtol=1e-5)
+    assert_same_gradient(
+        gradient(model, (ours.logprobs * weights(len(logprobs))).sum()),
+        gradient(model, (logprobs * weights(len(logprobs))).sum()),
     )
 
 
-def test_shared_prompts_give_the_same_gradient(model: PreTrainedModel) -> None:
-    def gradient(loss: torch.Tensor) -> torch.Tensor:
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+def test_eager_attention_is_the_same(model: PreTrainedModel) -> None:
+    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(
+        token_logprobs(model, collate(ROWS, 0, CPU)).logprobs, expected, atol=2e-5, rtol=1e-5
+    )
 
-    together = gradient(token_logprobs(model, collate(ROWS, 0, CPU)).logprobs.sum())
-    apart = gradient(sum(alone(model, row, list(c), 1.0)[0].sum() for row in ROWS for c in row.completions))
-    torch.testing.assert_close(together, apart.to(together.dtype), atol=1e-3, rtol=1e-3)
+
+@pytest.mark.usefixtures("_layout")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_sliding_windows_are_kept(attention: str) -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=attention)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)
+    ours = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    torch.testing.assert_close(ours, padded(model, ROWS, 1.0)[0], atol=2e-5, rtol=1e-5)
+    model.config.sliding_window = None
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert not torch.allclose(token_logprobs(model, collate(ROWS, 0, CPU)).logprobs, ours, atol=1e-2)
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
-    """If completions attended to one another, changing the first would change the second's log-probs."""
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_its_own_with_and_without_bias(bias: bool) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).eval()
+    if bias:
+        model.lm_head = torch.nn.Linear(32, 23, bias=True)
+        torch.nn.init.normal_(model.lm_head.bias)
+    ours, (expected, _) = token_logprobs(model, collate(ROWS, 0, CPU), 0.7).logprobs, padded(model, ROWS, 0.7)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+    count = len(expected)
+    assert_same_gradient(
+        gradient(model, (ours * weights(count)).sum()), gradient(model, (expected * weights(count)).sum())
+    )
+
+
+@pytest.mark.usefixtures("_layout")
+def test_rows_do_not_see_each_other(model: PreTrainedModel) -> None:
+    """Another prompt and other completions of the same lengths leave every other row's bits as they are."""
+    changed = [Row([9, 9, 9], [[1, 1], [1], [2, 2, 2, 2]]), *ROWS[1:]]
+    one = token_logprobs(model, collate(ROWS, 0, CPU), with_entropy=True)
+    other = token_logprobs(model, collate(changed, 0, CPU), with_entropy=True)
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours[7:], theirs[7:])
+        assert not torch.isclose(ours[:7], theirs[:7]).any()
+
+
+@pytest.mark.usefixtures("_layout")
+def test_completions_of_a_row_do_not_see_each_other() -> None:
     model = random_model()
     one = token_logprobs(model, collate([Row([1, 2], [[3, 4], [5, 6]])], 0, CPU)).logprobs
     other = token_logprobs(model, collate([Row([1, 2], [[7, 8], [5, 6]])], 0, CPU)).logprobs
@@ -60,18 +130,44 @@ def test_a_row_does_not_see_its_neighbours() -> None:
     assert not torch.equal(one[:2], other[:2])
 
 
-def test_splitting_keeps_order_and_size() -> None:
-    rows = [Row([0] * n, [[1] * m]) for n, m in [(3, 2), (1, 1), (9, 9), (2, 2), (2, 1)]]
-    parts = split_rows(rows, max_tokens=10)
-    assert [row for part in parts for row in part] == rows
-    assert [len(part) for part in parts] == [2, 1, 2]
-    for part in parts:
-        assert len(part) == 1 or max(map(len, part)) * len(part) <= 10
+def test_one_pass_of_all_rows_is_a_pass_for_each(model: PreTrainedModel) -> None:
+    """An update's gradient does not depend on optim.micro_batch_tokens."""
+    rows = ROWS * 2
+    whole = gradient(model, token_logprobs(model, collate(rows, 0, CPU)).logprobs.sum())
+    pieces = [
+        gradient(model, token_logprobs(model, collate(part, 0, CPU)).logprobs.sum())
+        for part in split_rows(rows, 1)
+    ]
+    assert len(pieces) == 8
+    assert_same_gradient(torch.stack(pieces).sum(0), whole)
 
 
-def test_a_model_with_capped_logits_is_refused() -> None:
-    model = random_model()
-    check_plain_head(model)
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(UserError, match="final_logit_softcapping"):
-        check_plain_head(model)
+def test_gradient_checkpointing_changes_nothing_but_memory(model: PreTrainedModel) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor, int]:
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+            logprobs = token_logprobs(model, collate(ROWS, 0, CPU), 0.8).logprobs
+        return logprobs.detach(), gradient(model, logprobs.sum()), sum(saved)
+
+    plain = run()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = run()
+    assert torch.equal(again[0], plain[0])
+    assert_same_gradient(again[1], plain[1])
+    assert again[2] < plain[2] / 2
+    assert not any(module.training for module in model.modules())
+    cached = model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    assert cached.get_seq_length() == 3
+
+
+def test_low_precision_is_finite_and_close() -> None:
+    model = random_model("llama")
+    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    model.bfloat16()
+    ours = token_logprobs(model, collate(ROWS, 0, CPU), with_entropy=True)
+    assert ours.logprobs.dtype == torch.float32
+    # An eighth of a nat on logits of about 10, of which bfloat16 keeps 8 bits through two layers.
+    assert (ours.logprobs - expected).abs().mean() < 0.125
+    grads = gradient(model, ours.logprobs.sum())
+    assert grads.dtype == torch.bfloat16
+    assert torch.isfinite(grads).all()

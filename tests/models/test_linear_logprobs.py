@@ -1,0 +1,127 @@
+"""Log-probs and entropy computed tile by tile equal those read off the matrix of all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bandpo_cli.models import linear_logprobs as module
+from bandpo_cli.models.linear_logprobs import linear_logprobs
+
+N, H, V = 37, 12, 101
+
+
+@pytest.fixture(params=[None, (4 * 40, 7), (4 * 3, 1)], ids=["one-tile", "tiles", "threes"])
+def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the tokens nor the vocabulary are a multiple of a tile."""
+    if request.param:
+        monkeypatch.setitem(module.TILE_BYTES, "cpu", request.param[0])
+        monkeypatch.setitem(module.TILE_ROWS, "cpu", request.param[1])
+
+
+def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(N, H, generator=generator)).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).to(dtype).requires_grad_()
+    offset = torch.randn(V, generator=generator).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (N,), generator=generator)
+
+
+def reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All logits in float64."""
+    logits = torch.nn.functional.linear(
+        hidden.double(), weight.double(), None if bias is None else bias.double()
+    )
+    chosen = torch.log_softmax(logits / temperature, dim=-1)[range(len(targets)), targets]
+    return chosen, torch.distributions.Categorical(logits=logits).entropy()
+
+
+@pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_values_and_gradients(temperature: float, bias: bool, with_entropy: bool) -> None:
+    arguments = inputs(bias)
+    logprobs, entropy = linear_logprobs(*arguments, temperature, with_entropy)
+    expected, expected_entropy = reference(*arguments, temperature)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    assert (entropy is not None) == with_entropy
+    if entropy is not None:
+        torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
+    upstream = torch.linspace(-1, 2, N).double()
+    upstream[5:9] = 0  # tokens without a gradient are left out
+    wanted = [tensor for tensor in arguments[:3] if tensor is not None]
+    ours = torch.autograd.grad((logprobs * upstream).sum(), wanted)
+    theirs = torch.autograd.grad((expected * upstream).sum(), wanted)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden, weight, _, targets = inputs(bias=False)
+    for frozen, trained in ((hidden, weight), (weight, hidden)):
+        frozen.requires_grad_(False)
+        logprobs, _ = linear_logprobs(hidden, weight, None, targets)
+        expected, _ = reference(hidden, weight, None, targets, 1.0)
+        (ours,) = torch.autograd.grad(logprobs.sum(), trained)
+        (theirs,) = torch.autograd.grad(expected.sum(), trained)
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+        frozen.requires_grad_(True)
+
+
+def test_nothing_to_learn_gives_a_gradient_of_zero() -> None:
+    hidden, weight, _, targets = inputs(bias=False)
+    logprobs, _ = linear_logprobs(hidden, weight, None, targets)
+    grads = torch.autograd.grad((logprobs * 0).sum(), (hidden, weight))
+    assert [grad.shape for grad in grads] == [hidden.shape, weight.shape]
+    assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.usefixtures("_tiles")
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_logits_of_any_size_and_certain_tokens(size: float) -> None:
+    """A certain token has log-prob 0 and entropy 0; no shift of all logits overflows, up or down."""
+    hidden = torch.tensor([[1.0, size], [1.0, -size]])
+    weight = torch.zeros(V, 2)
+    weight[:, 1] = 1.0  # the same large logit everywhere, plus
+    weight[17, 0] = 200.0  # one that stands out
+    logprobs, entropy = linear_logprobs(hidden, weight, None, torch.tensor([17, 3]), 1.0, True)
+    assert entropy is not None
+    torch.testing.assert_close(logprobs, torch.tensor([0.0, -200.0]), atol=size * 1e-6, rtol=1e-5)
+    torch.testing.assert_close(entropy, torch.zeros(2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("_tiles")
+def test_bfloat16_weights_have_float32_softmax() -> None:
+    """Against float64 on the same rounded weights: only the gradients are rounded, once."""
+    arguments = inputs(bias=True, dtype=torch.bfloat16)
+    logprobs, _ = linear_logprobs(*arguments)
+    expected, _ = reference(*arguments, 1.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(
+        torch.autograd.grad(logprobs.sum(), arguments[:3]),
+        torch.autograd.grad(expected.sum(), arguments[:3]),
+        strict=True,
+    ):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine, other, atol=0.02, rtol=0.01)
+
+
+def test_no_matrix_of_all_logits_exists() -> None:
+    """Memory that is allocated at a time stays that of two tiles, however many tokens there are."""
+    tokens, vocabulary, width = 512, 50_000, 8
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        logprobs, _ = linear_logprobs(hidden, weight, None, torch.zeros(tokens, dtype=torch.int64), 1.0, True)
+        logprobs.sum().backward()
+    largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
+    assert 0 < largest <= module.TILE_BYTES["cpu"] < 4 * tokens * vocabulary / 5

@@ -1,0 +1,110 @@
+"""The model's settings reach the model, and models whose log-probs would come out wrong are refused in a line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.batch import Row, collate
+from bandpo_cli.models.forward_check import check_forward, check_plain_head
+from bandpo_cli.models.load import frozen_copy, load_policy
+from bandpo_cli.models.logprobs import token_logprobs
+from tests.conftest import SHAPE, random_model
+
+ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("auto", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")],
+    ids=["auto", "sdpa", "eager"],
+)
+def test_the_attention_that_is_asked_for(asked: str, found: str) -> None:
+    policy = load_policy(ModelConfig.model_validate({"attention": asked, "device": "cpu"}))
+    assert policy.model.config._attn_implementation == found
+    assert policy.model.dtype == torch.float32
+
+
+def test_settings_agree_on_the_embedded_model() -> None:
+    settings = [{}, {"attention": "eager"}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}]
+    models = [load_policy(ModelConfig.model_validate({**s, "device": "cpu"})).model for s in settings]
+    plain, eager, checkpointed, low = (
+        token_logprobs(model, collate(ROWS, 0, torch.device("cpu"))).logprobs.detach() for model in models
+    )
+    torch.testing.assert_close(eager, plain, atol=2e-5, rtol=1e-5)
+    assert torch.equal(checkpointed, plain)
+    assert models[2].is_gradient_checkpointing
+    assert models[3].dtype == torch.bfloat16
+    torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
+
+
+def test_the_frozen_copy_stays_as_it_is() -> None:
+    policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=True))
+    copy = frozen_copy(policy)
+    batch = collate(ROWS, 0, policy.device)
+    before = token_logprobs(copy, batch).logprobs
+    assert not before.requires_grad
+    with torch.no_grad():
+        next(policy.model.parameters()).add_(1.0)
+    assert torch.equal(token_logprobs(copy, batch).logprobs, before)
+    assert not torch.equal(token_logprobs(policy.model, batch).logprobs, before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
+def test_flash_attention_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"model.attention=sdpa") as error:
+        load_policy(ModelConfig(attention="flash_attention_2", dtype="bfloat16"))
+    assert "\n" not in str(error.value)
+
+
+def test_flash_attention_has_no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bandpo_cli.models.load.is_flash_attn_2_available", lambda: True)
+    with pytest.raises(UserError, match=r"model.dtype=bfloat16"):
+        load_policy(ModelConfig(attention="flash_attention_2"))
+
+
+def test_a_model_with_capped_logits_is_refused() -> None:
+    model = random_model()
+    check_plain_head(model)
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(UserError, match="final_logit_softcapping"):
+        check_plain_head(model)
+
+
+def test_the_usual_architectures_are_accepted(model: torch.nn.Module) -> None:
+    check_forward(model)
+
+
+def test_logits_that_are_not_the_heads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the setting is called that does it."""
+    model = random_model("llama")
+    forward = model.forward
+
+    def scaled(*args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 1.1
+        return output
+
+    monkeypatch.setattr(model, "forward", scaled)
+    with pytest.raises(UserError, match="llama models are not supported"):
+        check_forward(model)
+
+
+def test_layers_that_carry_a_state_are_refused() -> None:
+    """It would run on from one packed row into the next."""
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=23, hidden_size=32, num_hidden_layers=2)).eval()
+    hybrid = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, layer_types=["linear_attention"] * 2
+        )
+    ).eval()
+    for model in (mamba, hybrid):
+        with pytest.raises(UserError, match="linear_attention layers"):
+            check_forward(model)
+    hybrid.config.layer_types = None  # an architecture that does not say so
+    with pytest.raises(UserError, match=r"packed rows|without padding"):
+        check_forward(hybrid)
