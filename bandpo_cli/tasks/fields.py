@@ -15,9 +15,9 @@ from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.types import Message
 
 QUESTION_NAMES = ("question", "problem", "prompt", "query", "input")
-ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", "solution")
-LEVEL_NAMES = ("level", "difficulty")
 _VERL_ANSWER = "reward_model.ground_truth"
+ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", _VERL_ANSWER, "solution")
+LEVEL_NAMES = ("level", "difficulty")
 
 _WHOLE = re.compile(r"(-?\d+)\.0+")
 _FIRST_NUMBER = re.compile(r"\d+")

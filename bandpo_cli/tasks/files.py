@@ -64,13 +64,10 @@ def _read_json(path: Path) -> Iterator[Row]:
 def _read_csv(path: Path) -> Iterator[Row]:
     text = io.StringIO(_text(path.read_bytes(), str(path)), newline="")
     earlier_limit = csv.field_size_limit(_MAX_CSV_FIELD)
-    reader = csv.reader(text, strict=True)
+    reader = csv.reader(text, strict=True, skipinitialspace=True)
     try:
-        names = next(reader, None) or []
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"{path}, line 1: two columns have one name; the first line must name the columns"
-            )
+        names = [name.strip() for name in next(reader, [])]
+        _check_columns(names, path)
         for values in reader:
             if len(values) > len(names):
                 raise ConfigError(
@@ -83,6 +80,16 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from None
     finally:
         csv.field_size_limit(earlier_limit)
+
+
+def _check_columns(names: list[str], path: Path) -> None:
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}, line 1: two columns have one name; the first line must name the columns")
+    separator = next((mark for mark in ";\t" if len(names) == 1 and mark in names[0]), None)
+    if separator:
+        raise ConfigError(
+            f"{path}, line 1: its columns seem to be separated by {separator!r}; save it with commas"
+        )
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

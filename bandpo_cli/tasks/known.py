@@ -72,5 +72,5 @@ KNOWN: dict[DatasetName, KnownSet] = {
     "minerva": KnownSet("math-ai/minervamath", "question", "answer", eval_split="test"),
     "olympiadbench": KnownSet("math-ai/olympiadbench", "question", "final_answer", eval_split="test"),
 }
-"""All grade with `math`, the evaluation sets with whole-number answers too: a run is then scored as it was trained,
-and 2^{10} is right where 1024 is asked for. GSM8K's answers are plain numbers with a unit at most."""
+"""`math` judges the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
+trained, and 2^{10} is right where 1024 is asked for. GSM8K's answers are plain numbers with a unit at most."""

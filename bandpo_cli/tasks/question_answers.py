@@ -12,7 +12,8 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.known import KNOWN
 from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.questions import Loaded, Question, counts, label_of, load_questions, stable_hash
+from bandpo_cli.tasks.questions import Loaded, Question, counts, load_questions, stable_hash
+from bandpo_cli.tasks.sources import label_of
 from bandpo_cli.types import Problem
 
 

@@ -6,15 +6,14 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, GRADERS, Fields, Source
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.config.data import GRADERS, Source
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import (
     FieldNames,
     as_answer,
@@ -25,18 +24,12 @@ from bandpo_cli.tasks.fields import (
     find_fields,
     value_at,
 )
-from bandpo_cli.tasks.files import read_file
-from bandpo_cli.tasks.hub import read_hub
 from bandpo_cli.tasks.known import KNOWN
 from bandpo_cli.tasks.prompts import bare_question
+from bandpo_cli.tasks.sources import Part, known_fields, label_of, rows_of
 from bandpo_cli.types import Message
 
-Part = Literal["train", "heldout"]
-"""The setting that a source stands in: `task.train` or `task.heldout`."""
-
 _LOOKED_AT = 1000  # rows that the fields are chosen by; a file of millions is read once only
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -53,12 +46,9 @@ class Question:
     @property
     def key(self) -> str:
         """The same for questions that differ in spacing, case, dollar signs or a known instruction around them."""
-        turns = (
-            (self.text,)
-            if isinstance(self.text, str)
-            else (m.content for m in self.text if m.role != "system")
-        )
-        text = unicodedata.normalize("NFKC", "\n".join(bare_question(turn) for turn in turns)).casefold()
+        messages = (Message("user", self.text),) if isinstance(self.text, str) else self.text
+        turns = [bare_question(message.content) for message in messages if message.role != "system"]
+        text = unicodedata.normalize("NFKC", "\n".join(turns)).casefold()
         return stable_hash(re.sub(r"[\s$]+", "", text))
 
 
@@ -84,10 +74,10 @@ def load_questions(source: Source, part: Part, grader: str | None = None) -> Loa
     """
     label = label_of(source)
     grader = grader or source.grader or (KNOWN[source.name].grader if source.name else "math")
-    rows = iter(_rows(source, part))
+    rows = rows_of(source, part)
     seen = list(islice(rows, _LOOKED_AT))
     columns = list(dict.fromkeys(str(name) for row in seen for name in row))
-    names = find_fields(seen, source.fields, _known_fields(source))
+    names = find_fields(seen, source.fields, known_fields(source))
     if not seen:
         raise ConfigError(f"task.{part}: '{source.path or source.name}' holds no rows")
     _check_fields(names, source, columns)
@@ -117,61 +107,6 @@ def counts(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
 
 
-def label_of(source: Source) -> str:
-    """Return the source's name in metrics: its label, else the data set's name, else the file's without its ending.
-
-    Raises:
-        ConfigError: nothing of the file's name may stand in a metric's name.
-    """
-    if source.label or source.name:
-        return str(source.label or source.name)
-    path = Path(str(source.path))
-    base = path.stem if path.suffix.lower() in FILE_ENDINGS else path.name
-    label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
-    if not label:
-        raise ConfigError(f"'{source.path}': its name cannot stand in a metric's name; give it a label:")
-    return label
-
-
-def _rows(source: Source, part: Part) -> Iterator[dict[str, Any]]:
-    if source.path is None:
-        return _known_rows(source, part)
-    path = Path(source.path).expanduser()
-    if path.is_file() or path.suffix.lower() in FILE_ENDINGS:
-        for name in ("subset", "split"):
-            if getattr(source, name) is not None:
-                raise ConfigError(
-                    f"task.{part}: {name} is for data sets on the hub; '{source.path}' is a file"
-                )
-        return read_file(path)
-    if not path.is_dir() and not _HUB_ID.fullmatch(source.path):
-        raise ConfigError(
-            f"task.{part} = '{source.path}': no such file, and no known data set of that name"
-            f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
-        )
-    place = str(path) if path.is_dir() else source.path
-    split = source.split or {"train": "train", "heldout": "test"}[part]
-    return read_hub(place, source.subset, split, f"give a local file: --set task.{part}=FILE")
-
-
-def _known_rows(source: Source, part: Part) -> Iterator[dict[str, Any]]:
-    known = KNOWN[source.name]  # type: ignore[index]  # a source has a name or a path
-    split = source.split or (known.train_split if part == "train" else known.eval_split)
-    if split is None and part == "train":
-        raise ConfigError(f"task.train: '{source.name}' is for evaluation only; use it in task.heldout")
-    if split is None:
-        raise ConfigError(
-            f"task.heldout: '{source.name}' has no evaluation part; name a split: or another data set"
-        )
-    instead = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
-    return read_hub(known.hub_id, source.subset or known.subset, split, instead)
-
-
-def _known_fields(source: Source) -> Fields:
-    known = KNOWN.get(source.name) if source.name else None
-    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
-
-
 def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None:
     missing = [name for name in ("question", "answer") if getattr(names, name) is None]
     if source.levels is not None and names.level is None:
@@ -192,9 +127,8 @@ def _question(
     if text is None:
         return "without a question"
     answer = as_answer(value_at(row, str(names.answer)))
-    if answer is None or (
-        "\n" in answer and grader in GRADERS
-    ):  # a proof without a final answer to compare with
+    a_proof = answer is not None and "\n" in answer and grader in GRADERS  # without an end to compare with
+    if answer is None or a_proof:
         return "without an answer"
     level = as_level(value_at(row, names.level)) if names.level else None
     if levels is not None and level not in levels:

@@ -78,6 +78,14 @@ def test_a_json_list_and_lines_under_the_json_ending(tmp_path: Path) -> None:
     assert list(read_file(lines)) == ROWS
 
 
+def test_spaces_after_commas_in_csv(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.csv", 'question, answer\n"1, 2 or 3?", "3"\nq, 4\n')
+    assert list(read_file(path)) == [
+        {"question": "1, 2 or 3?", "answer": "3"},
+        {"question": "q", "answer": "4"},
+    ]
+
+
 def test_numbers_are_exact(tmp_path: Path) -> None:
     big = 2**200 + 1
     path = written(tmp_path / "n.jsonl", f'{{"a": {big}, "b": 27.0}}')
@@ -123,6 +131,7 @@ def test_a_row_of_ten_megabytes(tmp_path: Path) -> None:
         ("x.json", '[{"a": 1}, null]', ["entry 2", "expected an object"]),
         ("x.json", b"\xff\xfe{\x00}\x00", ["UTF-8"]),
         ("x.csv", "a,b\n1,2\n1,2,3\n", ["line 3", "3 values for 2 columns", "double quotes"]),
+        ("x.csv", "question;answer\n1;2\n", ["line 1", "separated by ';'", "commas"]),
         ("x.csv", "a,a\n1,2\n", ["line 1", "two columns"]),
         ("x.csv", 'a,b\n1,"2\n', ["line 2", "not readable as CSV"]),
         ("x.csv", "a\n\xe9\n".encode("latin-1"), ["UTF-8"]),

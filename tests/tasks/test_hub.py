@@ -43,6 +43,28 @@ def test_a_folder_in_the_hub_s_layout(tmp_path: Path) -> None:
     assert (heldout.label, len(heldout.questions)) == ("sums", 7)
 
 
+def test_a_downloaded_copy_of_a_known_set_keeps_its_subset_and_splits(tmp_path: Path) -> None:
+    """A data set's repository as it is cloned: several subsets, named in its card."""
+    place = tmp_path / "gsm8k"
+    for subset in ("main", "socratic"):
+        (place / subset).mkdir(parents=True)
+        for split in ("train", "test"):
+            (place / subset / f"{split}.jsonl").write_text(
+                json.dumps({"question": subset + split, "answer": 1})
+            )
+    files = "\n".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "\n".join(f"  - split: {split}\n    path: {subset}/{split}.jsonl" for split in ("train", "test"))
+        for subset in ("main", "socratic")
+    )
+    (place / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
+    source = Source(name="gsm8k", path=str(place))
+    assert [q.text for q in load_questions(source, "train").questions] == ["maintrain"]
+    assert [q.text for q in load_questions(source, "heldout").questions] == ["maintest"]
+    other = Source(name="gsm8k", path=str(place), subset="socratic", split="test")
+    assert [q.text for q in load_questions(other, "train").questions] == ["socratictest"]
+
+
 def test_an_unknown_split_gets_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; do this") as caught:
         list(read_hub(str(folder(tmp_path)), None, "dev", "do this"))
@@ -114,6 +136,17 @@ def test_every_known_name_has_its_set_and_evaluation_sets_that_exist() -> None:
     for known in KNOWN.values():
         assert all(KNOWN[name].eval_split for name in known.evaluation)
         assert known.evaluation if known.train_split else known.eval_split
+
+
+def test_the_page_on_data_says_what_the_code_does() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
+    for name, known in KNOWN.items():
+        assert f"| {known.hub_id}" in rows[name]
+        assert f"| {known.question}, {known.answer} | `{known.grader}` |" in rows[name]
+        assert f"({known.subset}" in rows[name] or known.subset is None
+        for split in filter(None, (known.train_split, known.eval_split, *known.evaluation)):
+            assert split in rows[name]
 
 
 def test_the_default_parts_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import Question, label_of, load_questions
+from bandpo_cli.tasks.questions import Question, load_questions
+from bandpo_cli.tasks.sources import label_of
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -23,6 +26,33 @@ def error_of(source: Source, part: Any = "train") -> str:
         load_questions(source, part)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "ground_truth", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(["question", "prompt", "answer", "reward_model", "level", "extra_info", "id"])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.dictionaries(NAMES, ANYTHING, max_size=5), max_size=4))
+def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: list[Any]) -> None:
+    path = jsonl(tmp_path / "fuzz.jsonl", [*rows, {"question": "sure", "answer": "1"}])
+    given_fields = Fields(question="question", answer="answer", id="id")
+    loaded = load_questions(Source(path=path, fields=given_fields), "train")
+    assert len(loaded.questions) + sum(loaded.left_out.values()) == len(rows) + 1
+    assert all(question.answer.encode() and question.key for question in loaded.questions)
+    json.dumps([question.extra for question in loaded.questions], allow_nan=False)
+    bare = Source(path=jsonl(tmp_path / "fuzz.jsonl", rows))
+    try:
+        load_questions(bare, "train")
+    except ConfigError:
+        return
 
 
 def test_unusable_rows_are_counted_and_left_out(tmp_path: Path) -> None:
