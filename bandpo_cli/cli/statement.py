@@ -109,13 +109,17 @@ def cautions(config: RunConfig) -> list[str]:
     return found
 
 
-def print_statement(console: Console, rows: Sequence[tuple[str, str]], warnings: Sequence[str]) -> None:
-    """Print the statement, and the cautions below it."""
+def print_statement(
+    console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str], warnings: Sequence[str]
+) -> None:
+    """Print the statement, and the notes and cautions below it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
     for heading, text in rows:
         grid.add_row(heading, text)
+    for index, note in enumerate(notes):
+        grid.add_row("" if index else "data", note)
     console.print(grid, highlight=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)

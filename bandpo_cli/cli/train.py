@@ -110,7 +110,8 @@ def train(
     folder_name = choose_name(resolved, runs_dir, name)
     problems = check_settings(resolved)
     console = Console()
-    print_statement(console, describe_run(resolved, problems), cautions(resolved))
+    rows = describe_run(resolved, problems)
+    print_statement(console, rows, problems.notes(), cautions(resolved))
     if dry_run:
         from bandpo_cli.cli.memory import print_memory
 

@@ -24,3 +24,6 @@ class Task(Protocol):
 
     def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
         """Evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`; training never sees them."""
+
+    def notes(self) -> list[str]:
+        """What a user should know of the problems that were read: a line each, on counts and on what was left out."""

@@ -47,6 +47,10 @@ class Countdown:
         """The problems kept apart, under one label; those of a smaller `heldout_fraction` come first."""
         return {self.name: self._heldout}
 
+    def notes(self) -> list[str]:
+        """Nothing is read, and nothing left out."""
+        return []
+
 
 def _problem(numbers: Numbers, target: int) -> Problem:
     key = _key(numbers, target)

@@ -56,6 +56,7 @@ def build(config: RunConfig, task: Task) -> Parts:
     """Load the model and set up everything that the config names. Raises UserError for what cannot be loaded."""
     torch.manual_seed(config.seed)
     policy = load_policy(config.model)
+    _check_context(policy, config)
     encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
     notes: list[str] = []
     train = _fitting(encoder, "training", task.train_problems(), config, notes)
@@ -79,6 +80,17 @@ def build(config: RunConfig, task: Task) -> Parts:
         params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
         notes=notes,
     )
+
+
+def _check_context(policy: Policy, config: RunConfig) -> None:
+    """Refuse answers longer than the model was made for: it would go on, and write nonsense."""
+    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    prompt, answer = config.sampling.max_prompt_tokens, config.sampling.max_tokens
+    if most is not None and prompt + answer > most:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {answer:,} come to {prompt + answer:,} "
+            f"tokens; the model reads at most {most:,}; lower one of them"
+        )
 
 
 def _fitting(
