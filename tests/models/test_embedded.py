@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.embedded_build import ALPHABET, build_model, build_tokenizer
 from bandpo_cli.models.embedded_default import embedded_model_path
 from bandpo_cli.models.embedded_measure import measure
@@ -77,7 +78,7 @@ def test_it_pads_on_the_left_for_sampling() -> None:
 
 def test_the_model_is_as_good_as_its_card_says(model: Any) -> None:
     """A damaged or exchanged file fails. 64 problems: a standard error of about 0.025 in mean@16."""
-    figures = measure(model, TOKENIZER, TASK, TASK.heldout_problems()[:64], seed=0)
+    figures = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:64], seed=0)
     assert 0.18 < figures.mean_at_16 < 0.34
     assert figures.pass_at_16 > 0.85
     assert 0.4 < figures.entropy < 0.8
@@ -90,7 +91,7 @@ def test_solutions_are_right_and_all_there() -> None:
     for problem, (prompt, answers) in zip(problems, solved_problems(problems), strict=True):
         assert prompt == problem.prompt
         assert answers
-        assert all(TASK.grade(problem, answer).correct for answer in answers)
+        assert all(grade_countdown(problem, answer).correct for answer in answers)
 
 
 @pytest.mark.parametrize("wrong_share", [0.0, 0.5])
@@ -103,7 +104,7 @@ def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
         problem = problems[TOKENIZER.decode(row.prompt_ids)]
         for answer in row.completions:
             assert answer[-1] == TOKENIZER.eos_token_id
-            verdicts.append(TASK.grade(problem, TOKENIZER.decode(answer[:-1])).verdict)
+            verdicts.append(grade_countdown(problem, TOKENIZER.decode(answer[:-1])).verdict)
     assert set(verdicts) <= {"correct", "wrong-value"}
     share = verdicts.count("wrong-value") / len(verdicts)
     assert share == 0 if wrong_share == 0 else 0.35 < share < 0.6
