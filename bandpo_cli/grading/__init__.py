@@ -1,1 +1,8 @@
 """Verdicts on any text: graders, and the worker processes that the unbounded ones run in."""
+
+from __future__ import annotations
+
+from bandpo_cli.grading.pool import GraderPool, check_grader
+from bandpo_cli.grading.verdicts import NO_VERDICT
+
+__all__ = ["NO_VERDICT", "GraderPool", "check_grader"]

@@ -1,0 +1,127 @@
+"""Grades completions: what is bounded here and now, what is not in worker processes that a deadline kills."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from bandpo_cli.config.data import GRADERS, is_function_path
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.grading.answers import grade_math, grade_number
+from bandpo_cli.grading.countdown import grade_countdown
+from bandpo_cli.grading.team import Arguments, Team
+from bandpo_cli.grading.verdicts import GRADER_ERROR
+from bandpo_cli.types import Grade, Problem
+
+MAX_DEFAULT_WORKERS = 8
+
+FirstStage = Callable[[Problem, str], Grade | Arguments]
+"""Gives a grade, or what to call the worker's function with."""
+
+
+def _for_a_function(problem: Problem, text: str) -> Arguments:
+    return (text, problem.answer, dict(problem.extra))
+
+
+_FIRST_STAGES: dict[str, FirstStage] = {
+    "math": grade_math,
+    "number": grade_number,
+    "countdown": grade_countdown,
+}
+_FUNCTIONS = {"math": "bandpo_cli.grading.symbolic:equal"}
+
+
+class GraderPool:
+    """Judges answers; `problem.grader` says who does. Workers start with the first answer that needs one.
+
+    One thread at a time may call it. It closes itself when it is collected and when the interpreter ends.
+    """
+
+    def __init__(self, config: GradingConfig) -> None:
+        """Start nothing yet."""
+        self._config = config
+        self._size = config.workers or min(_cores(), MAX_DEFAULT_WORKERS)
+        self._teams: dict[str, Team] = {}
+        self._errors: dict[str, str] = {}
+        self.close = weakref.finalize(self, _close, self._teams)
+        """Kill the workers; the pool may not be used after it."""
+
+    def __enter__(self) -> GraderPool:
+        """The pool itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the workers."""
+        self.close()
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """The first thing that went wrong in each grader that gave `grader-error`, in a line."""
+        return self._errors | {name: team.error for name, team in self._teams.items() if team.error}
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        """One grade for each pair of problem and completion, in their order, whatever the text is.
+
+        Raises:
+            ConfigError: a grader's function cannot be imported.
+        """
+        grades: dict[int, Grade] = {}
+        open_answers: dict[str, dict[int, Arguments]] = defaultdict(dict)
+        for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
+            first = self._first_stage(problem, text)
+            if isinstance(first, Grade):
+                grades[index] = first
+            else:
+                open_answers[problem.grader][index] = first
+        for name, answers in open_answers.items():
+            grades |= zip(answers, self._team(name).run([*answers.values()]), strict=True)
+        return [grades[index] for index in range(len(texts))]
+
+    def _first_stage(self, problem: Problem, text: str) -> Grade | Arguments:
+        try:
+            return _FIRST_STAGES.get(problem.grader, _for_a_function)(problem, text)
+        except (KeyError, ValueError) as error:  # the problem lacks what this grader reads
+            self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
+            return GRADER_ERROR
+
+    def _team(self, name: str) -> Team:
+        if name not in self._teams:
+            self._teams[name] = Team(name, _function(name), self._config, self._size)
+        return self._teams[name]
+
+
+def check_grader(name: str) -> None:
+    """Make sure that a grader can be called: a user's own is imported, in a process of its own.
+
+    Raises:
+        ConfigError: in a line, what is wrong with it.
+    """
+    if name in GRADERS:
+        return
+    team = Team(name, _function(name), GradingConfig(), size=1)
+    try:
+        team.start()
+    finally:
+        team.close()
+
+
+def _function(name: str) -> str:
+    if name not in _FUNCTIONS and not is_function_path(name):
+        raise ConfigError(
+            f"grader '{name}': none of that name{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}, "
+            "or your own as module:function"
+        )
+    return _FUNCTIONS.get(name, name)
+
+
+def _close(teams: dict[str, Team]) -> None:
+    for team in teams.values():
+        team.close()
+
+
+def _cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,76 @@
+r"""Equality of mathematical expressions by math-verify (sympy). Unbounded: it runs in worker processes alone.
+
+Its own time limits are switched off, since a worker is killed at its deadline. A whole answer is parsed or none of
+it: the library's search for the last number in a sentence would find one in any answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify  # type: ignore[import-untyped]
+from sympy import Expr  # type: ignore[import-untyped]
+
+logging.disable()  # both libraries warn about what they cannot parse, and models write a lot of that
+warnings.simplefilter("ignore")
+
+# Units stay: the library takes a variable t or m at the end for one. Those in \text{} are taken off here.
+_LATEX = LatexExtractionConfig(
+    boxed_match_priority=-1,
+    normalization_config=LatexNormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    ),
+)
+_TEXT_UNIT = re.compile(
+    r"(?<=[0-9A-Za-z)}])\s*(?:\\[,;: ]\s*)?\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\{?[0-9]\}?)?$"
+)
+_SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9]")
+_FAR = 1e-5
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether `answer` equals the reference, as expressions, equations, sets, intervals or matrices."""
+    if _SIDE_BY_SIDE.search(answer):  # "5 5" would be read as 10
+        return False
+    golds, answers = _parse(gold), _parse(answer)
+    if not golds or not answers or not verify(golds, answers, timeout_seconds=None):
+        return False
+    return not _far_apart(golds[0], answers[0])
+
+
+@lru_cache(maxsize=256)
+def _parse(latex: str) -> list[Any]:
+    """The expression in a list, or an empty list."""
+    latex = _TEXT_UNIT.sub("", latex.replace("$", " ").replace("\n", " ").strip())
+    return list(
+        parse(
+            f"${latex}$",
+            [_LATEX],
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=None,
+        )
+    )
+
+
+def _far_apart(gold: Any, answer: Any) -> bool:
+    """Whether both are numbers that plainly differ.
+
+    math-verify compares at six decimals, and drops what is below 1e-15: all of the small numbers of physics are
+    equal to it.
+    """
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr) and gold.is_number and answer.is_number):
+        return False
+    try:
+        return bool(abs((gold - answer).evalf(20)) > _FAR * abs(gold.evalf(20)))
+    except TypeError:  # not comparable, as infinities are
+        return False
+
+
+equal(
+    r"\frac{x}{2}+\sqrt{3}", r"\sqrt{3} + 0.5x"
+)  # builds the parser's tables, so that no answer pays for them
