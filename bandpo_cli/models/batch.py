@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from bandpo_cli.models.packing import Packing
+from bandpo_cli.models.packing import MAX_MASKED, Packing
 from bandpo_cli.types import Group
 
-MAX_SHARING = 4
-"""Attention sees a prompt once for each completion behind it: at most this many times the row's own tokens."""
+MAX_SHARED_ROW = 4096
+"""Most tokens in a row of several completions; in longer ones the prompt is a small part of what is computed."""
+MAX_COPIES = 4
+"""In rows too long for a mask, attention holds the prompt once for each completion behind it. Rows end where that
+comes to more than this many times their own tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +52,44 @@ class TokenBatch:
     targets: torch.Tensor
 
 
-def group_rows(groups: Sequence[Group], max_sharing: float = MAX_SHARING) -> list[Row]:
-    """Put completions of a group behind one prompt, as many as `max_sharing` allows; the order is kept.
-
-    The more completions share a prompt, the less is computed; but attention gathers keys and values of the prompt
-    for each of them, k·(prompt + completion) places for prompt + k·completion tokens, and that takes memory.
-    """
+def group_rows(groups: Sequence[Group]) -> list[Row]:
+    """Put as many completions of a group behind one prompt as a row may hold, at least one; the order is kept."""
     rows = []
     for group in groups:
-        prompt_ids = group.rollouts_G[0].prompt_ids
-        held: list[Sequence[int]] = []
-        for rollout in group.rollouts_G:
-            row = Row(prompt_ids, [*held, rollout.completion.token_ids])
-            if held and _places(row) > max_sharing * len(row):
-                rows.append(Row(prompt_ids, held))
-                held = []
-            held.append(rollout.completion.token_ids)
-        rows.append(Row(prompt_ids, held))
+        completions = [rollout.completion.token_ids for rollout in group.rollouts_G]
+        rows += _fill_rows(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW)
     return rows
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Cut rows, in order, into lists of at most `max_tokens` tokens; a longer row goes alone."""
+    """Cut rows, in order, into lists of at most `max_tokens` tokens.
+
+    A row of several completions that is longer than that is cut into rows; one of a single completion goes alone.
+    """
     batches: list[list[Row]] = []
     tokens = 0
-    for row in rows:
+    for row in (piece for whole in rows for piece in _fill_rows(whole, max_tokens)):
         tokens += len(row)
         if not batches or tokens > max_tokens:
             batches.append([])
             tokens = len(row)
         batches[-1].append(row)
     return batches
+
+
+def _fill_rows(row: Row, max_tokens: int) -> list[Row]:
+    """Cut a row where it exceeds `max_tokens`, or where attention would hold too many copies of its prompt."""
+    prompt = len(row.prompt_ids)
+    rows: list[Row] = []
+    held: list[Sequence[int]] = []
+    for completion in row.completions:
+        answers = sum(map(len, held)) + len(completion)
+        tokens, places = prompt + answers, prompt * (len(held) + 1) + answers
+        if held and (tokens > max_tokens or (tokens > MAX_MASKED and places > MAX_COPIES * tokens)):
+            rows.append(Row(row.prompt_ids, held))
+            held = []
+        held.append(completion)
+    return [*rows, Row(row.prompt_ids, held)]
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatch:
@@ -108,8 +118,3 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatc
         predictors=torch.tensor(predictors, device=device),
         targets=torch.tensor(targets, device=device),
     )
-
-
-def _places(row: Row) -> int:
-    """How many tokens attention gathers for a row."""
-    return sum(len(row.prompt_ids) + len(completion) for completion in row.completions)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about what a CPU's last cache holds, or what keeps a GPU busy. Two exist at a time."""
 TILE_ROWS = {"cpu": 2048, "cuda": 8192}
 """Most tokens in a tile; its width follows from the size."""
@@ -100,18 +100,19 @@ class _LinearLogprobs(torch.autograd.Function):
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         # Tokens outside the bounds and those of groups without an advantage have no gradient: they cost nothing here.
         active = grad_logprobs.nonzero().squeeze(1)
+        if partly := len(active) < len(hidden):
+            hidden = hidden[active]
         highest, share, targets = highest[active, None], total[active, None].reciprocal(), targets[active]
         # ∂ log p/∂x = (onehot − p)/temperature, and a tile becomes p − onehot; hence the sign.
         scale = grad_logprobs[active, None].float() / -ctx.temperature
-        tiles = _Tiles(hidden[active], weight, bias)
-        scaled = (tiles.hidden * scale).to(tiles.hidden.dtype) if for_weight else None
-        grad_hidden = torch.zeros(tiles.hidden.shape, device=hidden.device) if for_hidden else None
+        tiles = _Tiles(hidden, weight, bias)
+        grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.zeros_like(bias) if for_bias else None
         minus_one = torch.tensor(-1.0, device=hidden.device)
         for columns in tiles.columns():
             loaded = tiles.load(columns)
-            slice_grad = torch.zeros(loaded.shape, device=hidden.device) if for_weight else None
+            slice_grad = torch.zeros(loaded.shape, device=hidden.device)
             for rows in tiles.rows():
                 # The probabilities; the highest logit goes first, so that a likely token's is exact where it counts.
                 tile = tiles.logits(rows).sub_(highest[rows])
@@ -125,14 +126,17 @@ class _LinearLogprobs(torch.autograd.Function):
                 factor = tile.to(loaded.dtype)
                 if grad_hidden is not None:
                     _add_product(grad_hidden[rows], factor, loaded)
-                if slice_grad is not None and scaled is not None:
-                    _add_product(slice_grad, factor.t(), scaled[rows])
-            if grad_weight is not None and slice_grad is not None:
+                if for_weight:
+                    _add_product(slice_grad, factor.t(), (tiles.hidden[rows] * scale[rows]).to(loaded.dtype))
+            if grad_weight is not None:
                 grad_weight[columns] = slice_grad.to(grad_weight.dtype)
         if grad_hidden is not None:
-            grad_hidden = torch.zeros_like(hidden).index_copy_(
-                0, active, (grad_hidden * scale).to(hidden.dtype)
-            )
+            grad_hidden = grad_hidden.mul_(scale).to(hidden.dtype)
+            if partly:
+                every = torch.zeros(
+                    len(grad_logprobs), hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+                )
+                grad_hidden = every.index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 

@@ -123,9 +123,9 @@ class Packing:
         return [tokens for start, row in self._placed() for tokens in _apart(start, row)]
 
     def _keep(self, take: torch.Tensor) -> torch.Tensor:
-        """Return a place of each token; of several the first, whatever order the device would write in."""
-        places = torch.full((sum(map(sum, self.rows)),), len(take), device=self.device)
-        return places.scatter_reduce(0, take, torch.arange(len(take), device=self.device), "amin")
+        """Return a place of each token; of several the first."""
+        places = torch.full((sum(map(sum, self.rows)),), len(take))
+        return places.scatter_reduce(0, take.cpu(), torch.arange(len(take)), "amin").to(self.device)
 
     def _block(self, sequences: Sequence[_Sequence]) -> Block:
         length = len(sequences[0].tokens)

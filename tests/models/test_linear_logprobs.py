@@ -117,11 +117,11 @@ def test_bfloat16_weights_have_float32_softmax() -> None:
 
 def test_no_matrix_of_all_logits_exists() -> None:
     """Memory that is allocated at a time stays that of two tiles, however many tokens there are."""
-    tokens, vocabulary, width = 512, 50_000, 8
+    tokens, vocabulary, width = 768, 100_000, 8
     weight = torch.randn(vocabulary, width, requires_grad=True)
     hidden = torch.randn(tokens, width, requires_grad=True)
     with torch.profiler.profile(profile_memory=True) as profile:
         logprobs, _ = linear_logprobs(hidden, weight, None, torch.zeros(tokens, dtype=torch.int64), 1.0, True)
         logprobs.sum().backward()
     largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
-    assert 0 < largest <= module.TILE_BYTES["cpu"] < 4 * tokens * vocabulary / 5
+    assert 0 < largest <= module.TILE_BYTES["cpu"] < 4 * tokens * vocabulary / 8

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
-from bandpo_cli.models import packing
+from bandpo_cli.models import attention, packing
 from bandpo_cli.models.batch import Row, collate, split_rows
 from bandpo_cli.models.logprobs import token_logprobs
 from tests.conftest import SHAPE, random_model
@@ -76,11 +86,42 @@ def test_eager_attention_is_the_same(model: PreTrainedModel) -> None:
     )
 
 
+def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
+    """In the place of flash attention, which needs a GPU: one call over all sequences with their boundaries."""
+
+    def varlen(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        assert mask is None
+        assert kwargs["max_length_q"] == kwargs["max_length_k"] == 18
+        outputs = []
+        for first, last in itertools.pairwise(kwargs["cu_seq_lens_q"].tolist()):
+            q, k, v = (states[:, :, first:last] for states in (query, key, value))
+            outputs.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
+                )
+            )
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    AttentionInterface.register("lengths", attention._packed(varlen, attention._in_one_call))
+    model.set_attn_implementation("lengths")
+    ours = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+    assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
+
+
 @pytest.mark.usefixtures("_layout")
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_sliding_windows_are_kept(attention: str) -> None:
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_sliding_windows_are_kept(kind: str) -> None:
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=attention)).eval()
+    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=kind)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -138,7 +179,7 @@ def test_one_pass_of_all_rows_is_a_pass_for_each(model: PreTrainedModel) -> None
         gradient(model, token_logprobs(model, collate(part, 0, CPU)).logprobs.sum())
         for part in split_rows(rows, 1)
     ]
-    assert len(pieces) == 8
+    assert len(pieces) == 14
     assert_same_gradient(torch.stack(pieces).sum(0), whole)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.models import packing
-from bandpo_cli.models.batch import MAX_SHARING, Row, collate, group_rows, split_rows
+from bandpo_cli.models.batch import MAX_COPIES, MAX_SHARED_ROW, Row, collate, group_rows, split_rows
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
@@ -43,17 +43,28 @@ def test_splitting_keeps_order_and_counts_tokens() -> None:
     assert [sum(map(len, part)) for part in parts] == [7, 18, 10]
 
 
+def test_splitting_cuts_rows_that_do_not_fit() -> None:
+    """A group of long completions behind one prompt must not undo the budget."""
+    long = Row([0, 1], [[2, 3, 4], [5, 6, 7], [8], [9] * 20])
+    parts = split_rows([Row([0], [[1]]), long], max_tokens=10)
+    assert [row for part in parts for row in part] == [
+        Row([0], [[1]]), Row([0, 1], [[2, 3, 4], [5, 6, 7], [8]]), Row([0, 1], [[9] * 20])
+    ]  # fmt: skip
+    assert [len(part) for part in parts] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "completions", "expected"),
     [
-        (12, [8] * 16, [16]),  # short answers: one row, 140 tokens and 320 places
-        (1, [4000] * 4, [4]),  # nothing is gained, but nothing is lost
+        (12, [8] * 16, [16]),  # short answers: one row of 140 tokens
+        (300, [10] * 16, [16]),  # 460 tokens, few enough for a mask
         (
             1000,
             [100] * 16,
             [5, 5, 5, 1],
         ),  # 5·1100 places for 1500 tokens; 6·1100 for 1600 would be more than 4 times
-        (100, [1], [1]),
+        (100, [4000, 3000, 900, 96, 1], [1, 3, 1]),  # at most 4096 tokens
+        (100, [8000, 8000], [1, 1]),
     ],
 )
 def test_a_prompt_is_shared_as_far_as_memory_allows(
@@ -64,8 +75,9 @@ def test_a_prompt_is_shared_as_far_as_memory_allows(
     flat = [token for row in rows[:-1] for completion in row.completions for token in completion]
     assert flat == list(range(prompt, prompt + sum(completions)))
     for row in rows:
+        assert len(row.completions) == 1 or len(row) <= MAX_SHARED_ROW
         places = sum(len(row.prompt_ids) + len(completion) for completion in row.completions)
-        assert len(row.completions) == 1 or places <= MAX_SHARING * len(row)
+        assert len(row.completions) == 1 or len(row) <= 512 or places <= MAX_COPIES * len(row)
 
 
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=8), limit=st.sampled_from([0, 12, 512]))

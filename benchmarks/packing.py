@@ -1,0 +1,147 @@
+"""Tokens a second of training on packed rows, beside rows padded to the longest of their batch.
+
+    python benchmarks/packing.py --data FILE.jsonl [--budget N ...] [--rows N] [--rounds R] [--threads T]
+
+Each line of the file has a `question` and an `answer`; their lengths are those of a byte-pair tokenizer that is
+trained on the file itself. A random Qwen2 network of a few million parameters computes log-probs of the answers,
+forward and backward, on the CPU. Both ways take the same rows in the same shuffled order, under the same budget of
+tokens a batch (padding counts for the padded way), through the same output layer; a row is a question with one
+answer. Rates count the rows' own tokens. Both ways run in turn; medians of the rounds, the first left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from bandpo_cli.models.batch import Row, collate, split_rows
+from bandpo_cli.models.linear_logprobs import linear_logprobs
+from bandpo_cli.models.logprobs import token_logprobs
+
+VOCABULARY = 8192
+CPU = torch.device("cpu")
+
+
+def read_rows(file: Path, count: int) -> list[Row]:
+    """Return shuffled rows of questions and answers as tokens."""
+    problems = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    tokenizer = ByteLevelBPETokenizer()
+    texts = [problem[key] for problem in problems for key in ("question", "answer")]
+    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, show_progress=False)
+    chosen = random.Random(0).sample(problems, count)
+    return [
+        Row(tokenizer.encode(problem["question"]).ids, [tokenizer.encode(problem["answer"]).ids])
+        for problem in chosen
+    ]
+
+
+def make_model() -> PreTrainedModel:
+    """A random Qwen2 network: 4 layers, width 256."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    model: PreTrainedModel = Qwen2ForCausalLM(config).eval()
+    return model
+
+
+def packed(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
+    """Accumulate the gradient over packed batches and return the log-probs."""
+    found = []
+    for part in split_rows(rows, budget):
+        logprobs = token_logprobs(model, collate(part, 0, CPU)).logprobs
+        logprobs.sum().backward()
+        found.append(logprobs.detach())
+    return found
+
+
+def padded(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
+    """The same over batches that are padded on the right."""
+    found = []
+    for part in padded_batches(rows, budget):
+        sequences = [[*row.prompt_ids, *row.completions[0]] for row in part]
+        width = max(map(len, sequences))
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
+        attended = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
+        hidden = model.base_model(input_ids=ids, attention_mask=attended, use_cache=False).last_hidden_state
+        predictors = torch.tensor(
+            [
+                index * width + place
+                for index, row in enumerate(part)
+                for place in range(len(row.prompt_ids) - 1, len(row) - 1)
+            ]
+        )
+        targets = torch.tensor([token for row in part for token in row.completions[0]])
+        head = model.get_output_embeddings()
+        logprobs, _ = linear_logprobs(hidden.flatten(0, 1)[predictors], head.weight, head.bias, targets)
+        logprobs.sum().backward()
+        found.append(logprobs.detach())
+    return found
+
+
+def padded_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+    """Cut rows, in order, into lists whose padded size stays within the budget."""
+    batches: list[list[Row]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, len(row))
+        if not batches or longest * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+            longest = len(row)
+        batches[-1].append(row)
+    return batches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="jsonl with the fields question and answer")
+    parser.add_argument("--budget", type=int, nargs="+", default=[4096, 16384], help="tokens a batch")
+    parser.add_argument("--rows", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows, model = read_rows(arguments.data, arguments.rows), make_model()
+    lengths = sorted(map(len, rows))
+    tokens = sum(lengths)
+    print(
+        f"{len(rows)} rows, {tokens} tokens; lengths: median {lengths[len(rows) // 2]}, longest {lengths[-1]}"
+    )
+    print(f"{'budget':>7} {'padding':>8} {'padded tok/s':>13} {'packed tok/s':>13} {'packed/padded':>14}")
+    ways: list[Callable[..., list[torch.Tensor]]] = [padded, packed]
+    for budget in arguments.budget:
+        size = sum(len(part) * max(map(len, part)) for part in padded_batches(rows, budget))
+        seconds: list[list[float]] = [[], []]
+        for _ in range(arguments.rounds + 1):
+            results = []
+            for way, taken in zip(ways, seconds, strict=True):
+                model.zero_grad()
+                started = time.perf_counter()
+                results.append(torch.cat(way(model, rows, budget)))
+                taken.append(time.perf_counter() - started)
+            torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+        slow, fast = (tokens / statistics.median(taken[1:]) for taken in seconds)
+        print(
+            f"{budget:7d} {1 - tokens / size:8.1%} {slow:13.0f} {fast:13.0f} {fast / slow:14.2f}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
