@@ -47,7 +47,6 @@ def print_memory(console: Console, config: RunConfig) -> None:
     console.print(f"[bold]memory[/bold]  {verdict}", highlight=False)
     if peak >= 0.95 * room:
         console.print(f"[yellow]warning:[/yellow] {_advice(config)}", highlight=False, soft_wrap=True)
-    console.print()
 
 
 def _engine_bytes(config: RunConfig, room: int, on_gpu: bool) -> int:

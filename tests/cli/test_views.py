@@ -13,6 +13,7 @@ from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBound
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.training.loop import StepReport
+from bandpo_cli.tasks import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
 
 
@@ -100,13 +101,14 @@ def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
 
 
 def test_the_batch_arithmetic_adds_up() -> None:
-    text = " ".join(text for _, text in describe_run(RunConfig()))
+    text = " ".join(text for _, text in describe_run(RunConfig(), build_task(RunConfig().task)))
     for part in (
         "64 prompts × 16 = 1,024 completions",
         "≤ 8,192 tokens",
         "4 updates of 256",
         "400 updates",
         "102,400",
+        "128 held-out problems × 16",
     ):
         assert part in text
 
