@@ -59,6 +59,8 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
         error = raised
         raise
     finally:
+        for grader, line in parts.grader.errors.items():
+            warn(f"grader '{grader}' failed on some answers; the first time: {line}")
         parts.close()
         _close(config, folder, tracker, console, status_of(error), time.perf_counter() - start, error)
     _say_where(config, folder, console, runs_dir)

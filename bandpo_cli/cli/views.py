@@ -88,12 +88,19 @@ def eval_figures(record: dict[str, float]) -> str:
 
 
 def missing_verdicts(record: dict[str, float]) -> str:
-    """Return the shares of completions that no grader could judge, empty when each had its verdict."""
+    """Return the shares of completions that could not be judged, empty when there are none worth a word.
+
+    An answer in no form that the grader reads is the model's fault, and common until it has learnt the form.
+    """
     shares = [
-        (record.get(f"grade/{key}_fraction", 0.0), words)
-        for key, words in (("timeout", "timed out"), ("error", "grader errors"))
+        (record.get(f"grade/{key}_fraction", 0.0), least, words)
+        for key, least, words in (
+            ("malformed", 0.2, "without a readable answer"),
+            ("timeout", 0.0, "timed out"),
+            ("error", 0.0, "grader errors"),
+        )
     ]
-    return ", ".join(f"{share:.1%} {words}" for share, words in shares if share)
+    return ", ".join(f"{share:.1%} {words}" for share, least, words in shares if share > least)
 
 
 class PlainView:

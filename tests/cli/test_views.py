@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bandpo_cli.cli.statement import cautions, describe_method, describe_run, method_stem
-from bandpo_cli.cli.views import LiveView, PlainView, eval_figures, make_view, sparkline
+from bandpo_cli.cli.views import LiveView, PlainView, eval_figures, make_view, missing_verdicts, sparkline
 from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBounds, Relax
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
@@ -98,6 +98,12 @@ def test_eval_figures_read_as_people_write_them() -> None:
 def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
     assert line in describe_method(bounds)  # type: ignore[arg-type]
     assert method_stem(bounds) == stem  # type: ignore[arg-type]
+
+
+def test_completions_without_a_verdict_are_told_apart() -> None:
+    assert missing_verdicts({"grade/malformed_fraction": 0.1}) == ""
+    record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
+    assert missing_verdicts(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
 
 
 def test_the_batch_arithmetic_adds_up() -> None:
