@@ -10,7 +10,7 @@ from bandpo_cli.grading.text import same_text
 from bandpo_cli.grading.verdicts import CORRECT, MALFORMED, WRONG
 from bandpo_cli.types import Grade, Problem
 
-MAX_ANSWER_CHARS = 2000
+MAX_ANSWER_CHARS = 1000
 """A longer final answer is malformed: it bounds the work of a worker before its deadline has to."""
 
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")

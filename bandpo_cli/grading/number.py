@@ -28,6 +28,7 @@ _NUMBER = re.compile(
     rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<times>{_POWER}))?)"
 )
 _SAME = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+_GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
 _THIN = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
 _ABOUT = re.compile(r"(?:\\approx|\\sim|≈|=) ?")
 _CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|€|£|¥) ?(?=[-+.0-9])")
@@ -57,7 +58,7 @@ def read_number(text: str) -> Number | None:
     """Read a number with a currency sign before it or a unit after it; None when `text` is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    text = " ".join(_THIN.sub(" ", text.translate(_SAME).replace("{,}", ",")).split())
+    text = " ".join(_THIN.sub(" ", _GROUPED.sub(",", text.translate(_SAME))).split())
     text = _CURRENCY.sub(r"\1", _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text, count=1)
     match = _NUMBER.match(text)
     unit = read_unit(text[match.end() :]) if match else None

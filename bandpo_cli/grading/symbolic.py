@@ -28,6 +28,11 @@ _LATEX = LatexExtractionConfig(
 _TEXT_UNIT = re.compile(
     r"(?<=[0-9A-Za-z)}])\s*(?:\\[,;: ]\s*)?\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\{?[0-9]\}?)?$"
 )
+# Energies E_1 and the sun's M_⊙: the grammar takes E for the number e, and \odot for an operator.
+_NAMES = (
+    (re.compile(r"(?<![A-Za-z\\])E\s*_"), r"\\mathrm{E}_"),
+    (re.compile(r"_\s*\{?\s*\\odot\s*\}?"), "_{sun}"),
+)
 _SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9]")
 _FAR = 1e-5
 
@@ -37,7 +42,11 @@ def equal(gold: str, answer: str) -> bool:
     if _SIDE_BY_SIDE.search(answer):  # "5 5" would be read as 10
         return False
     golds, answers = _parse(gold), _parse(answer)
-    if not golds or not answers or not verify(golds, answers, timeout_seconds=None):
+    if (
+        not golds
+        or not answers
+        or not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None)
+    ):
         return False
     return not _far_apart(golds[0], answers[0])
 
@@ -46,6 +55,8 @@ def equal(gold: str, answer: str) -> bool:
 def _parse(latex: str) -> list[Any]:
     """The expression in a list, or an empty list."""
     latex = _TEXT_UNIT.sub("", latex.replace("$", " ").replace("\n", " ").strip())
+    for name, readable in _NAMES:
+        latex = name.sub(readable, latex)
     return list(
         parse(
             f"${latex}$",

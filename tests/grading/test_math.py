@@ -1,0 +1,112 @@
+"""Mathematics: what is equal is right however it is written, what is not is wrong, and no number is fished out."""
+
+from __future__ import annotations
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.types import Grade, Problem
+
+EQUAL = [
+    ("5", "5.0"),
+    ("5", "x = 5"),
+    ("5", "5 \\text{ apples}"),
+    ("5", "2+3"),
+    ("5", "\\sqrt{25}"),
+    ("120", "5!"),
+    ("1,234", "1234"),
+    ("\\frac{1}{2}", "0.5"),
+    ("\\frac{1}{3}", "0.333333"),
+    ("15\\%", "0.15"),
+    ("2\\sqrt{2}", "\\sqrt{8}"),
+    ("2\\sqrt{2}", "2.828427"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("1+\\sqrt{3} i", "1+i\\sqrt{3}"),
+    ("\\{1,2\\}", "2, 1"),
+    ("(1,2)", "\\left(1, 2\\right)"),
+    ("(-\\infty, 2]", "x \\le 2"),
+    ("[1,2]", "x \\in [1,2]"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
+    ("\\sqrt{2}\\text{ cm}", "\\sqrt{2}"),
+    ("\\frac{1}{3} E_{1}+\\frac{2}{3} E_{2}", "\\frac{E_1+2E_2}{3}"),
+    ("2 L_{\\odot}", "L_\\odot + L_\\odot"),
+    ("6.02 \\times 10^{23}", "60.2 \\times 10^{22}"),
+    ("\\text{Tuesday}", "Tuesday"),
+]
+DIFFERENT = [
+    ("5", "6"),
+    ("5", "5.0001"),
+    ("5", "5 or 6"),
+    ("5", "5 \\text{ or } 6"),
+    ("5", "not 5"),
+    ("5", "\\neq 5"),
+    ("5", "5, 6"),
+    ("5,6", "5"),
+    ("10", "5 5"),
+    ("5", "x"),
+    ("\\pi", "3.14"),
+    ("\\frac{1}{3}", "0.33"),
+    ("0.000002", "\\sqrt{10^{-12}}"),
+    ("\\frac{10^{-24}}{3}", "\\frac{10^{-24}}{7}"),
+    ("\\sqrt{2} \\cdot 10^{-20}", "\\sqrt{3} \\cdot 10^{-20}"),
+    ("[1,2)", "(1,2)"),
+    ("(-\\infty, 2]", "x < 2"),
+    ("\\frac{37}{4} m", "\\frac{37}{4}"),
+    ("\\frac{1}{m} t", "\\frac{1}{m}"),
+    ("E_{1}", "E_{2}"),
+    ("\\infty", "-\\infty"),
+    ("5", "\\frac{0}{0}"),
+]
+
+
+def grades(pool: GraderPool, pairs: list[tuple[str, str]], form: str) -> list[Grade]:
+    problems = [Problem(gold, "", gold, "test", "math") for gold, _ in pairs]
+    return pool.grade(problems, [form % answer for _, answer in pairs])
+
+
+@pytest.mark.parametrize("form", ["So.\nAnswer: %s", "Answer: $%s$.", "so $\\boxed{%s}$."])
+def test_equal_answers_are_right(pool: GraderPool, form: str) -> None:
+    found = grades(pool, EQUAL, form)
+    assert [pair for pair, grade in zip(EQUAL, found, strict=True) if grade.verdict != "correct"] == []
+    assert {(grade.reward, grade.correct) for grade in found} == {(1.0, True)}
+
+
+@pytest.mark.parametrize("form", ["So.\nAnswer: %s", "so $\\boxed{%s}$."])
+def test_different_answers_are_wrong(pool: GraderPool, form: str) -> None:
+    found = grades(pool, DIFFERENT, form)
+    assert [pair for pair, grade in zip(DIFFERENT, found, strict=True) if grade.verdict != "wrong"] == []
+    assert {(grade.reward, grade.correct) for grade in found} == {(0.0, False)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]
+)
+def test_no_answer_in_the_demanded_form_is_malformed(pool: GraderPool, text: str) -> None:
+    for grader in ("math", "number"):
+        [grade] = pool.grade([Problem("p", "", "5", "test", grader)], [text])
+        assert (grade.verdict, grade.reward, grade.correct) == ("malformed", 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("18", "18 eggs", "correct"),
+        ("18", "3 \\times 6 = 18", "correct"),
+        ("18", "19", "wrong"),
+        ("0.333333", "1/3", "wrong"),
+        ("18", "eighteen", "malformed"),
+        ("18", "9+9", "malformed"),
+        ("x", "18", "grader-error"),
+    ],
+)
+def test_the_number_grader(pool: GraderPool, gold: str, answer: str, verdict: str) -> None:
+    [grade] = pool.grade([Problem("p", "", gold, "test", "number")], [f"Answer: {answer}"])
+    assert grade.verdict == verdict
+
+
+def test_a_reference_that_is_no_number_is_told_in_a_line() -> None:
+    with GraderPool(GradingConfig()) as pool:
+        assert pool.errors == {}
+        pool.grade([Problem("p7", "", "x+1", "test", "number")], ["Answer: 5"])
+        assert "problem p7: its answer 'x+1' is no plain number" in pool.errors["number"]

@@ -1,0 +1,81 @@
+"""Reference answers of real problem sets: each is right for its own problem, and another's is wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.extract import final_answer
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.types import Problem
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+SIZES = {"gsm8k_train": 7473, "gsm8k_test": 1319, "aime24": 30, "amc23": 40, "minerva_math": 272}
+
+
+def worked_answers(name: str) -> list[tuple[str, str]]:
+    """(solution, reference answer) of each row, as far as the file has them."""
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"needs {name}.jsonl")
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        solution = row.get("solution", str(row.get("answer", "")))
+        found.append(
+            (solution, str(row["answer"]) if name in ("aime24", "amc23") else final_answer(solution) or "")
+        )
+    assert len(found) == SIZES[name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("form", ["%s\nAnswer: %s", "%s\nAnswer: $%s$.", "%s\nSo it is $\\boxed{%s}$."])
+@pytest.mark.parametrize("name", SIZES)
+def test_each_reference_is_right_for_its_own_problem(pool: GraderPool, name: str, form: str) -> None:
+    rows = worked_answers(name)
+    problems = [Problem(str(index), "", gold, name, "math") for index, (_, gold) in enumerate(rows)]
+    grades = pool.grade(problems, [form % row for row in rows])
+    assert [
+        problem.answer for problem, grade in zip(problems, grades, strict=True) if not grade.correct
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "minerva_math" else ()) for name in SIZES]
+)
+def test_the_reference_of_another_problem_is_wrong(pool: GraderPool, name: str) -> None:
+    golds = [gold for _, gold in worked_answers(name)]
+    others = random.Random(0).sample(golds, len(golds))
+    pairs = [(gold, other) for gold, other in zip(golds, others, strict=True) if differ(gold, other)]
+    assert len(pairs) > 0.8 * len(golds)
+    problems = [Problem(str(index), "", gold, name, "math") for index, (gold, _) in enumerate(pairs)]
+    grades = pool.grade(problems, [f"Answer: {other}" for _, other in pairs])
+    assert [pair for pair, grade in zip(pairs, grades, strict=True) if grade.verdict != "wrong"] == []
+
+
+def differ(first: str, second: str) -> bool:
+    """Whether Python's own reading of two answers says that they are different."""
+    try:
+        return float(first.replace(",", "")) != float(second.replace(",", ""))
+    except ValueError:
+        return first != second
+
+
+def test_an_expression_written_another_way_is_right_too(pool: GraderPool) -> None:
+    """Not by equality of texts: a zero is added, which only algebra sees through."""
+    golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold]
+    problems = [Problem(str(index), "", gold, "minerva", "math") for index, gold in enumerate(golds)]
+    grades = pool.grade(problems, [f"\\boxed{{0+{gold}}}" for gold in golds])
+    assert len(golds) > 30
+    assert [gold for gold, grade in zip(golds, grades, strict=True) if not grade.correct] == []
