@@ -1,0 +1,106 @@
+"""How graders judge real reference answers, how fast, and what hostile answers do to them.
+
+    python benchmarks/grading.py [--data FOLDER] [--workers N] [--deadline SECONDS]
+
+FOLDER holds files of problems, one JSON object a line, with the reference in `answer` or at the end of `solution`.
+Each reference is given after its worked solution in two forms, and must be right; then the references are shuffled
+among the problems, and must be wrong wherever Python reads two of them as different numbers or texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+from hostile_answers import HOSTILE
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.extract import final_answer
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.types import Problem
+
+LINE, BOX = "%s\nAnswer: %s", "%s\nSo it is $\\boxed{%s}$."
+
+
+def worked_answers(path: Path) -> list[tuple[str, str]]:
+    """(solution, reference answer) of each row."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    solutions = [row.get("solution", str(row.get("answer", ""))) for row in rows]
+    references = [str(row.get("answer", solution)) for row, solution in zip(rows, solutions, strict=True)]
+    return [
+        (solution, final_answer(gold) or gold) for solution, gold in zip(solutions, references, strict=True)
+    ]
+
+
+def differ(first: str, second: str) -> bool:
+    """Whether Python's own reading of two answers says that they are different."""
+    try:
+        return float(first.replace(",", "")) != float(second.replace(",", ""))
+    except ValueError:
+        return first != second
+
+
+def grade(pool: GraderPool, golds: list[str], texts: list[str]) -> tuple[Counter[str], float]:
+    """How often each verdict fell, and answers a second."""
+    problems = [Problem(str(index), "", gold, "benchmark", "math") for index, gold in enumerate(golds)]
+    start = time.perf_counter()
+    grades = pool.grade(problems, texts)
+    return Counter(grade.verdict for grade in grades), len(texts) / (time.perf_counter() - start)
+
+
+def real_answers(pool: GraderPool, path: Path) -> str:
+    """A row of the table for one file."""
+    rows = worked_answers(path)
+    golds = [gold for _, gold in rows]
+    line, line_rate = grade(pool, golds, [LINE % row for row in rows])
+    box, _ = grade(pool, golds, [BOX % row for row in rows])
+    others = random.Random(0).sample(golds, len(golds))
+    pairs = [pair for pair in zip(golds, others, strict=True) if differ(*pair)]
+    wrong, wrong_rate = grade(pool, [gold for gold, _ in pairs], [f"Answer: {other}" for _, other in pairs])
+    return (
+        f"{path.stem:16} {len(rows):6} {line['correct']:10} {box['correct']:10} "
+        f"{wrong['wrong']:8} of {len(pairs):5} {line_rate:14,.0f} {wrong_rate:14,.0f}"
+    )
+
+
+def hostile_answers(pool: GraderPool) -> str:
+    """What became of them, and of ordinary answers among them."""
+    texts = [text for hostile in HOSTILE.values() for text in (hostile, "Answer: 2+3")]
+    problem = Problem("five", "", "5", "benchmark", "math")
+    start = time.perf_counter()
+    verdicts = [grade.verdict for grade in pool.grade([problem] * len(texts), texts)]
+    seconds = time.perf_counter() - start
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts[::2]).most_common())
+    return (
+        f"{len(HOSTILE)} hostile answers: {counts}; {verdicts[1::2].count('correct')} of {len(HOSTILE)} ordinary "
+        f"ones among them right; {seconds:.0f} s"
+    )
+
+
+def main() -> None:
+    """Print a table for the files in the folder, then the hostile answers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder with .jsonl files of problems")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--deadline", type=float, default=1.0, help="seconds an answer, for the hostile ones")
+    options = parser.parse_args()
+    if options.data:
+        print(
+            f"{'file':16} {'rows':>6} {'Answer:':>10} {'boxed':>10} {'shuffled, wrong':>17} "
+            f"{'own, a second':>14} {'shuffled':>14}"
+        )
+        with GraderPool(GradingConfig(workers=options.workers)) as pool:
+            for path in sorted(options.data.glob("*.jsonl")):
+                print(real_answers(pool, path), flush=True)
+    with GraderPool(GradingConfig(workers=options.workers, deadline=options.deadline)) as pool:
+        print(hostile_answers(pool))
+
+
+if __name__ == "__main__":
+    main()
