@@ -273,7 +273,7 @@ def test_no_worker_outlives_its_parent(
         assert parent.stdout is not None
         assert parent.stdout.readline() == "imported\n"
         worker = int(parent.stdout.readline())
-        assert not gone(worker)
+        assert doing == "ending" or not gone(worker)
         if with_signal:
             time.sleep(0.2)  # into the call
             parent.send_signal(with_signal)
