@@ -34,7 +34,7 @@ def print_memory(console: Console, config: RunConfig) -> None:
         place, room = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     own_sampler = chosen_engine(config.sampling.engine, on_gpu) == "transformers"
     try:
-        estimate = estimate_memory(config, own_sampler)
+        estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
     except UserError as error:
         console.print(f"[yellow]no estimate of memory:[/yellow] {error}", highlight=False, soft_wrap=True)
         return

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.models.linear_logprobs import TILE_BYTES
 from bandpo_cli.models.load import model_location
 
 FLOAT32 = 4
@@ -39,11 +40,12 @@ class MemoryEstimate:
         return sum(self.held.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
 
 
-def estimate_memory(config: RunConfig, own_sampler: bool) -> MemoryEstimate:
+def estimate_memory(config: RunConfig, own_sampler: bool, device: str = "cpu") -> MemoryEstimate:
     """Estimate what the trainer needs on its device.
 
     Args:
         own_sampler: the trainer's model samples too (the transformers engine), with a cache beside the weights.
+        device: `cpu` or `cuda`: what the trainer runs on.
 
     Raises:
         UserError: the model's config cannot be had.
@@ -58,7 +60,12 @@ def estimate_memory(config: RunConfig, own_sampler: bool) -> MemoryEstimate:
         held["reference model"] = numel * width
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
-    update = {f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model)}
+    hidden = model.config.get_text_config().hidden_size
+    update = {
+        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model),
+        # two tiles of logits, and hidden states, their scaled copy and their gradient in float32
+        "log-probs and their gradient": 2 * TILE_BYTES[device] + 3 * tokens * hidden * FLOAT32,
+    }
     sampling = {}
     if own_sampler:
         sequences = min(config.sampling.prompts * config.sampling.samples, config.sampling.max_sequences)
