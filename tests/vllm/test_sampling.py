@@ -1,0 +1,137 @@
+"""vLLM draws from the policy's distribution, reports the trainer's log-probs and follows every change of weights.
+
+The log-probs are compared with a plain forward pass of transformers, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.types import Completion
+
+pytest.importorskip("vllm")
+
+from tests.vllm.conftest import Running, perturb
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [(5, 6, 7), (4,), tuple(4 + i % 15 for i in range(90)), (8, 9, 10, 11, 12, 13)]
+PARAMS = SamplingParams(samples=6, temperature=1.0, max_tokens=20, stop_ids=(2, 3))
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], temperature: float
+) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *answer]])
+    logprobs = torch.log_softmax(model(ids).logits.double() / temperature, dim=-1)[0, len(prompt) - 1 : -1]
+    return logprobs.gather(-1, torch.tensor(answer)[:, None]).squeeze(1)
+
+
+def gap(running: Running, groups: list[list[Completion]], temperature: float) -> float:
+    """Largest difference in nats over all tokens."""
+    return max(
+        (
+            torch.tensor(completion.logprobs).double()
+            - trainer_logprobs(running.policy.model, prompt, completion.token_ids, temperature)
+        )
+        .abs()
+        .max()
+        .item()
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for completion in group
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_trainers_after_every_weight_changed(running: Running, temperature: float) -> None:
+    """Also through the prefix cache: the same prompts were computed, and cached, under the weights before."""
+    params = SamplingParams(6, temperature, 20, (2, 3))
+    before = running.sampler.sample(PROMPTS, params, seed=1)
+    assert gap(running, before, temperature) <= 1e-4
+    old = [parameter.clone() for parameter in running.policy.model.parameters()]
+    perturb(running.policy.model)
+    assert all(not torch.equal(a, b) for a, b in zip(old, running.policy.model.parameters(), strict=True))
+    assert gap(running, before, temperature) > 0.05, "the change is one that a stale engine would show"
+    running.sync()
+    assert gap(running, running.sampler.sample(PROMPTS, params, seed=1), temperature) <= 1e-4
+    assert running.sampler.probe_gap <= 1e-4
+
+
+def test_completions_end_where_they_should(running: Running) -> None:
+    """The end token is part of the completion, with its log-prob, and nothing but a stop id ends one."""
+    model_end = running.policy.model.config.eos_token_id
+    assert model_end != 7
+    params = SamplingParams(samples=24, temperature=1.5, max_tokens=20, stop_ids=(7, 9, 11))
+    completions = [c for group in running.sampler.sample(PROMPTS, params, seed=2) for c in group]
+    for completion in completions:
+        *before, last = completion.token_ids
+        assert not set(before) & {7, 9, 11}
+        assert (completion.finish_reason == "stop") == (last in (7, 9, 11))
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 20
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+
+
+def test_a_seed_fixes_the_draw(running: Running) -> None:
+    first = running.sampler.sample(PROMPTS, PARAMS, 7)
+    assert [len(group) for group in first] == [6, 6, 6, 6]
+    assert first == running.sampler.sample(PROMPTS, PARAMS, 7)
+    assert first != running.sampler.sample(PROMPTS, PARAMS, 8)
+
+
+def test_completions_of_a_prompt_are_drawn_apart(running: Running) -> None:
+    """The same prompt twice, and the n completions of each: no two share their dice, nor do neighbouring seeds."""
+    params = SamplingParams(samples=8, temperature=2.0, max_tokens=20, stop_ids=())
+    drawn = [
+        completion.token_ids
+        for seed in (1, 2)
+        for group in running.sampler.sample([PROMPTS[0], PROMPTS[0]], params, seed)
+        for completion in group
+    ]
+    assert len(set(drawn)) == len(drawn) == 32
+
+
+def test_the_version_travels_with_the_completion(running: Running) -> None:
+    running.sync()
+    group = running.sampler.sample(PROMPTS[:1], PARAMS, 0)[0]
+    assert {completion.policy_version for completion in group} == {running.version}
+
+
+def test_draws_follow_the_distribution(running: Running) -> None:
+    """Chi-squared of first tokens against the trainer's exact probabilities, over tokens expected 5 times or more."""
+    n = 4000
+    params = SamplingParams(samples=n, temperature=0.8, max_tokens=1, stop_ids=())
+    group = running.sampler.sample(PROMPTS[:1], params, seed=11)[0]
+    with torch.no_grad():
+        logits = running.policy.model(torch.tensor([PROMPTS[0]])).logits[0, -1].double()
+    expected = n * torch.softmax(logits / 0.8, dim=-1)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in group]), minlength=len(expected)).double()
+    cells = expected >= 5
+    freedom = int(cells.sum()) - 1
+    assert freedom >= 1
+    chi_squared = ((counts - expected) ** 2 / expected)[cells].sum().item()
+    assert chi_squared < freedom + 4 * (2 * freedom) ** 0.5 + 8  # beyond the 0.9999 quantile for any freedom
+
+
+def test_what_the_engine_cannot_hold_is_refused_in_a_line(running: Running) -> None:
+    with pytest.raises(UserError, match=r"101 tokens and sampling.max_tokens = 24 .* 124"):
+        running.sampler.sample([(5,) * 101], SamplingParams(2, 1.0, 24, (2,)), 0)
+    with pytest.raises(UserError, match="temperature = 3"):
+        running.sampler.sample(PROMPTS, SamplingParams(2, 3.0, 4, (2,)), 0)
+
+
+def test_sleep_on_a_cpu_changes_nothing(running: Running) -> None:
+    before = running.sampler.sample(PROMPTS, PARAMS, 3)
+    running.sampler.sleep()
+    assert running.sampler.sample(PROMPTS, PARAMS, 3) == before
+
+
+def test_no_prompts_no_completions(running: Running) -> None:
+    assert running.sampler.sample([], PARAMS, 0) == []

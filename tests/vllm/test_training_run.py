@@ -1,0 +1,45 @@
+"""Whole runs with vLLM, from the command line: the gap of every step on record, and a run that goes on from another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+pytestmark = pytest.mark.vllm
+
+
+def train(runs: Path, name: str, *arguments: str) -> list[dict[str, float]]:
+    settings = [
+        "sampling.prompts=8",
+        "evaluation.every=0",
+        "sampling.vllm.kv_cache_gb=0.5",
+        "sampling.vllm.eager=true",
+    ]
+    command = [
+        sys.executable, "-m", "bandpo_cli", "train", "--sampler", "vllm", "--steps", "3", "--no-mlflow",
+        "--runs-dir", str(runs), "--name", name, *arguments,
+    ]  # fmt: skip
+    for setting in settings:
+        command += ["--set", setting]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", "the engine's own words would break into the run's view"
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
+    first = train(tmp_path, "first")
+    steps = [line for line in first if line["step"] > 0]
+    assert len(steps) == 3
+    assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in steps)
+    assert all(line["time/sync"] > 0 for line in steps)
+
+    checkpoint = next((tmp_path / "first" / "checkpoints").iterdir())
+    second = train(tmp_path, "second", "--model", str(checkpoint))
+    assert all(line["sampler/logprob_gap_max"] <= 1e-4 for line in second if line["step"] > 0)
