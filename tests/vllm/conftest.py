@@ -12,7 +12,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -57,7 +56,8 @@ def random_policy(kind: str) -> Policy:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(2.5)
-    return Policy(model.eval(), PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast), (2, 3), 0)
+    no_tokenizer: Any = None  # tokens in, tokens out
+    return Policy(model.eval(), no_tokenizer, (2, 3), 0)
 
 
 def perturb(model: PreTrainedModel) -> None:

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sampling.base import SamplingParams
-from tests.vllm.conftest import random_policy, start
+from bandpo_cli.sampling.vllm_weights import compared_shapes, policy_weights
+from tests.vllm.conftest import perturb, random_policy, start
 
 pytestmark = pytest.mark.vllm
 
@@ -61,3 +62,36 @@ def test_a_model_that_vllm_cannot_run_is_a_line() -> None:
     ) as caught:
         start(policy)
     assert "\n" not in str(caught.value)
+
+
+def test_bfloat16_weights_pass_the_check() -> None:
+    """The engine's kernels and the trainer's round apart; the version, the norms and the embedding do not."""
+    policy = random_policy("qwen2")
+    policy.model.to(torch.bfloat16)
+    sampler = start(policy)
+    perturb(policy.model)
+    sampler.sync(policy.model, 1)
+    assert 1e-4 < sampler.probe_gap < 0.25
+    sampler.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers want two cores")
+def test_an_engine_spread_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of two GPUs: weights reach both workers, each is asked what it runs, and the log-probs are right."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv(
+        "VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}"
+    )  # a CPU's workers are one a NUMA node
+    policy = random_policy("qwen2")
+    sampler = start(policy, vllm={"kv_cache_gb": 0.5, "eager": True, "tensor_parallel": 2})
+    perturb(policy.model)
+    sampler.sync(policy.model, 1)
+    assert sampler.probe_gap <= 1e-4
+    answers = sampler._llm.collective_rpc(
+        "policy_state", args=(compared_shapes(policy_weights(policy.model), 2),)
+    )
+    assert [version for version, _ in answers] == [1, 1]
+    assert answers[0][1] == answers[1][1]
+    assert len(answers[0][1]) == 5  # two norms a layer and the last
+    assert sampler.sample([(5, 6, 7)], PARAMS, 1)[0][0].policy_version == 1
+    sampler.close()
