@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import getpass
 import hashlib
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -264,8 +264,11 @@ def _config_folder(model: PreTrainedModel) -> Path:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     digest = hashlib.blake2b(config.to_json_string().encode(), digest_size=8).hexdigest()
-    folder = Path(tempfile.gettempdir()) / f"bandpo-vllm-{getpass.getuser()}" / digest
-    config.save_pretrained(folder)
+    folder = Path(tempfile.gettempdir()) / f"bandpo-vllm-{os.getuid()}" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:  # runs that start together never read half a file
+        config.save_pretrained(fresh)
+        os.replace(Path(fresh) / "config.json", folder / "config.json")
     return folder
 
 
