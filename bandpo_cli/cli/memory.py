@@ -23,8 +23,8 @@ def print_memory(console: Console, config: RunConfig) -> None:
     """Print the estimate by part against the card at hand, or against this machine's memory where there is none."""
     import torch
 
-    from bandpo_cli.models.memory import estimate_memory
     from bandpo_cli.config.engine import chosen_engine
+    from bandpo_cli.models.memory import estimate_memory
 
     on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
     if on_gpu:

@@ -11,11 +11,11 @@ import numpy as np
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.cli.statement import method_stem
+from bandpo_cli.config.engine import check_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading import check_grader
-from bandpo_cli.config.engine import check_engine
 from bandpo_cli.tasks import build_task
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.run_names import check_name, fresh_name

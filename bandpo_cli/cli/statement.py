@@ -51,7 +51,8 @@ def describe_run(config: RunConfig, task: Task) -> list[tuple[str, str]]:
         ("model", f"{model}, {config.model.dtype}"),
         (
             "task",
-            f"{config.task.name}, {len(task.train_problems()):,} problems, answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+            f"{config.task.name}, {len(task.train_problems()):,} problems, "
+            f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         ),
         ("method", describe_method(config.bounds)),
         (

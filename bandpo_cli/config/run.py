@@ -96,7 +96,7 @@ class GradingConfig(Section):
     deadline: Positive = 5.0
     """Seconds that one answer may take; then its worker is killed and replaced, and the answer counts as a timeout."""
     memory_gb: Positive = 2.0
-    """Memory that one worker may take beyond what its imports took, GiB; an answer that wants more is a grader error."""
+    """Memory that a worker may take beyond what its imports took, GiB; an answer that wants more is a grader error."""
 
 
 class RewardConfig(Section):

@@ -22,12 +22,12 @@ import torch
 import transformers
 
 from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.grading.expression import parse_expression
 from bandpo_cli.models.batch import Row, collate
 from bandpo_cli.models.embedded_build import build_model, build_tokenizer
 from bandpo_cli.models.embedded_measure import Figures, measure
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.tasks.countdown import Countdown
-from bandpo_cli.grading.expression import parse_expression
 from bandpo_cli.types import Problem
 
 PROBLEMS, ANSWERS = 96, 4  # a step: 96 prompts, each computed once for its 4 answers

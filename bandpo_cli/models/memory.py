@@ -1,4 +1,4 @@
-"""How much memory training takes, from shapes alone: the model is laid out on the meta device, which holds no numbers."""
+"""How much memory training takes, from shapes alone: the model is laid out on the meta device, without numbers."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Experience:
 
 
 def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
-    """Yield the rows in batches of at most `max_tokens` padded tokens, each with the span of its tokens among N."""
+    """Yield the rows in batches of at most `max_tokens` tokens, each with the span of its tokens among N."""
     start = 0
     for part in split_rows(rows, max_tokens):
         batch = collate(part, policy.pad_id, policy.device)

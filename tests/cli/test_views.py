@@ -12,8 +12,8 @@ from bandpo_cli.cli.views import LiveView, PlainView, eval_figures, make_view, m
 from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBounds, Relax
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.training.loop import StepReport
 from bandpo_cli.tasks import build_task
+from bandpo_cli.training.loop import StepReport
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
 
 

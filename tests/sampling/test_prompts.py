@@ -58,13 +58,13 @@ def test_plain_text_is_left_as_it_is_beside_messages() -> None:
 
 
 def test_asking_for_a_template_that_is_not_there_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="model.prompts=raw"):
+    with pytest.raises(ConfigError, match=r"model\.prompts=raw"):
         PromptEncoder(tokenizer_of(None), "chat")
 
 
 def test_a_template_that_refuses_names_the_problem() -> None:
     refusing = tokenizer_of(TEMPLATE.replace("and strict", "and true"))
-    with pytest.raises(ConfigError, match="problem p: .*no system"):
+    with pytest.raises(ConfigError, match=r"problem p: .*no system"):
         PromptEncoder(refusing).encode([problem(CHAT)])
 
 
