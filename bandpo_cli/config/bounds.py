@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from bandpo_cli.config.base import Section
+from bandpo_cli.config.data import is_function_path
 from bandpo_cli.errors import nearest
 
 DIVERGENCES = ("kl", "reverse-kl", "tv", "chi2", "neyman", "hellinger", "le-cam", "js")
@@ -15,10 +16,7 @@ DIVERGENCES = ("kl", "reverse-kl", "tv", "chi2", "neyman", "hellinger", "le-cam"
 
 def known_divergence(name: str) -> str:
     """Accept a known name or `module:function`; raise ValueError with the nearest name otherwise."""
-    module, colon, function = name.partition(":")
-    if name in DIVERGENCES or (
-        colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    ):
+    if name in DIVERGENCES or is_function_path(name):
         return name
     raise ValueError(
         f"no divergence of that name{nearest(name, DIVERGENCES)}; "
