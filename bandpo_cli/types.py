@@ -5,7 +5,7 @@ Suffixes name a dimension: `_P` problem, `_G` completion of a group, `_T` token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +78,10 @@ class Grade:
     reward: float
     correct: bool
     verdict: str
+
+
+Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]
+"""Judges texts [N], each as an answer to its problem [N]."""
 
 
 @dataclass(frozen=True)

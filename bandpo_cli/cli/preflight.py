@@ -23,8 +23,14 @@ from bandpo_cli.tracking.run_names import check_name, fresh_name
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
-    """Return the name of the run's folder, refusing one that is taken.
+def default_name(config: RunConfig) -> str:
+    """Return a run's name where none is asked for."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}"
+
+
+def choose_name(runs_dir: Path, asked: str | None, default: str) -> str:
+    """Return the name of a new folder in the runs folder, refusing one that is taken.
 
     Raises:
         UserError: the name is taken or cannot be a folder's name, or nothing can be written to the runs folder.
@@ -35,8 +41,7 @@ def choose_name(config: RunConfig, runs_dir: Path, asked: str | None) -> str:
     if not os.access(ground, os.W_OK):
         raise UserError(f"--runs-dir {runs_dir}: {ground} may not be written to; name another folder")
     if asked is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        return fresh_name(f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}", runs_dir)
+        return fresh_name(default, runs_dir)
     name = check_name(asked, runs_dir)
     if (runs_dir / name).exists():
         raise UserError(

@@ -37,18 +37,20 @@ def method_stem(bounds: BoundsConfig) -> str:
     return bounds.method
 
 
+def describe_model(config: RunConfig) -> str:
+    """Name the model and what it computes in."""
+    path = config.model.path
+    name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
+    return f"{name}, {config.model.dtype}"
+
+
 def describe_run(config: RunConfig, task: Task) -> list[tuple[str, str]]:
     """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic."""
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
     per_update = completions // optim.updates
-    model = (
-        "the embedded model (ships with the package)"
-        if config.model.path == EMBEDDED_MODEL
-        else config.model.path
-    )
     rows = [
-        ("model", f"{model}, {config.model.dtype}"),
+        ("model", describe_model(config)),
         (
             "task",
             f"{config.task.name}, {len(task.train_problems()):,} problems, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -88,9 +88,9 @@ def train(
     """
     from rich.console import Console
 
-    from bandpo_cli.cli.preflight import check_settings, choose_name
+    from bandpo_cli.cli.preflight import check_settings, choose_name, default_name
     from bandpo_cli.cli.statement import cautions, describe_run, print_statement
-    from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve, to_yaml
     from bandpo_cli.config.task import task_layer
 
     flags = {
@@ -105,9 +105,9 @@ def train(
         ("tracking", "mlflow"): mlflow,
     }
     chosen_task = {} if task is None else {"task": task_layer(task)}
-    layers = [*map(read_layer, config or []), chosen_task, _flag_layer(flags), read_assignments(set_ or [])]
+    layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     resolved = resolve(layers)
-    folder_name = choose_name(resolved, runs_dir, name)
+    folder_name = choose_name(runs_dir, name, default_name(resolved))
     problems = check_settings(resolved)
     console = Console()
     rows = describe_run(resolved, problems)
@@ -121,16 +121,3 @@ def train(
     from bandpo_cli.cli.run_training import run_training
 
     run_training(resolved, problems, console, runs_dir, folder_name)
-
-
-def _flag_layer(flags: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Turn the flags that were given into a layer of settings."""
-    layer: dict[str, Any] = {}
-    for path, value in flags.items():
-        if value is None:
-            continue
-        section = layer
-        for key in path[:-1]:
-            section = section.setdefault(key, {})
-        section[path[-1]] = value
-    return layer

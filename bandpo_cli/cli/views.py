@@ -79,8 +79,9 @@ def eval_figures(record: dict[str, float]) -> str:
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
-        if key.startswith("eval/"):
-            _, label, measure = key.split("/")
+        _, _, measure = key.rpartition("/")
+        if key.startswith("eval/") and measure.startswith(("mean_at_", "pass_at_")):
+            label = key.split("/")[1]
             by_set.setdefault(label, []).append(f"{measure.replace('_at_', '@')} {value:.3f}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())

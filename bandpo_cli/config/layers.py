@@ -102,6 +102,19 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
     return layer
 
 
+def flag_layer(flags: Mapping[tuple[str, ...], Any]) -> Layer:
+    """Turn the flags that were given, by the path of their setting, into a layer; None is a flag that was not."""
+    layer: dict[str, Any] = {}
+    for path, value in flags.items():
+        if value is None:
+            continue
+        section = layer
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+    return layer
+
+
 def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
     """Return `base` with `over` on top, both shaped like `model`; see the module for tagged choices."""
     merged = dict(base)

@@ -162,14 +162,26 @@ class EvaluationConfig(Section):
     samples: PositiveInt = 16
     """Completions a problem (n)."""
     k: tuple[PositiveInt, ...] = (4, 16)
-    """The k of pass@k; pass@1 is mean@n itself."""
-    temperature: Positive = 1.0
+    """The k of pass@k and maj@k; pass@1 is mean@n itself."""
+    temperature: NotNegative = 1.0
+    """0 takes the likeliest token every time."""
+    batch: PositiveInt = 512
+    """Completions drawn before they are judged and stored (a problem's are never split): what an interrupted
+    evaluation can lose, and what the engine has to work on at a time. Other sizes draw other completions."""
 
     @model_validator(mode="after")
     def _k_within_samples(self) -> EvaluationConfig:
         if any(k > self.samples for k in self.k):
             raise ValueError(
                 f"k = {max(self.k)} needs at least as many samples; evaluation.samples is {self.samples}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> EvaluationConfig:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"temperature = 0 gives the same completion each time; take samples = 1 instead of {self.samples}"
             )
         return self
 

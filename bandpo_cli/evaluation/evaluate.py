@@ -1,51 +1,65 @@
-"""Evaluation of a policy on held-out problems."""
+"""Evaluation of a policy: completions drawn and judged batch by batch, in training and by `bandpo eval` alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from bandpo_cli.config.run import EvaluationConfig, RewardConfig
-from bandpo_cli.evaluation.metrics import mean_at_n, mean_pass_at_k
+from bandpo_cli.evaluation.batches import Batch, eval_row, slices
 from bandpo_cli.sampling.base import Sampler, SamplingParams
 from bandpo_cli.sampling.prompts import PromptEncoder
-from bandpo_cli.sampling.rollouts import Grader, grade_groups, sample_completions
-from bandpo_cli.types import Group, Problem
+from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.tracking.eval_folder import PartKey
+from bandpo_cli.types import Grader, Problem
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """`metrics` under their names in metrics.jsonl (`eval/<task>/mean_at_16`), and what they were computed from."""
-
-    metrics: dict[str, float]
-    groups_P: tuple[Group, ...]
-
-
-def evaluate(
+def draw_batches(
     sampler: Sampler,
     encoder: PromptEncoder,
     grade: Grader,
-    label: str,
-    problems_P: Sequence[Problem],
+    sets: Mapping[str, Sequence[Problem]],
     params: SamplingParams,
-    k: Sequence[int],
+    at_once: int,
     seed: int,
     version: int,
-) -> Evaluation:
-    """Sample `params.samples` completions of each problem and score them under `eval/<label>/`.
+    done: Container[PartKey] = (),
+) -> Iterator[Batch]:
+    """Sample `params.samples` completions of each problem and judge them.
 
-    Rewards are the plain 1 and 0 here, whatever training shapes them to.
+    A batch has about `at_once` completions, a problem's never split, and a seed of its own: what is drawn does not
+    depend on which batches were `done` before. Rewards are the plain 1 and 0, whatever training shapes them to.
+
+    Raises:
+        StaleEngineError: the sampler does not run the weights of `version`.
     """
-    prompts = encoder.encode(problems_P)
-    completions = sample_completions(sampler, prompts, params, seed, version)
-    groups = grade_groups(
-        encoder.tokenizer, grade, problems_P, prompts, completions, RewardConfig(), params.max_tokens
-    )
-    correct_P = [sum(rollout.grade.correct for rollout in group.rollouts_G) for group in groups]
-    n, prefix = params.samples, f"eval/{label}"
-    metrics = {f"{prefix}/mean_at_{n}": mean_at_n(correct_P, n)}
-    metrics |= {f"{prefix}/pass_at_{each}": mean_pass_at_k(correct_P, n, each) for each in k}
-    return Evaluation(metrics, tuple(groups))
+    for index, (label, problems_P) in enumerate(sets.items()):
+        for start, problems in slices(problems_P, at_once // params.samples):
+            key = PartKey(index, start)
+            if key in done:
+                continue
+            prompts = encoder.encode(problems)
+            completions = sample_completions(
+                sampler, prompts, params, derive_seed(seed, "eval", label, start), version
+            )
+            groups = grade_groups(
+                encoder.tokenizer, grade, problems, prompts, completions, RewardConfig(), params.max_tokens
+            )
+            rows = [
+                eval_row(
+                    label,
+                    rollout.problem,
+                    rollout.prompt,
+                    rollout.text,
+                    rollout.grade,
+                    len(rollout.completion.token_ids),
+                    rollout.completion.finish_reason,
+                    sum(rollout.completion.logprobs),
+                )
+                for group in groups
+                for rollout in group.rollouts_G
+            ]
+            yield Batch(key, label, rows)
 
 
 def due(config: EvaluationConfig, step: int, last_step: int) -> bool:

@@ -12,8 +12,8 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
-from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify  # type: ignore[import-untyped]
-from sympy import Expr  # type: ignore[import-untyped]
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+from sympy import Expr
 
 logging.disable()  # both libraries warn about what they cannot parse, and models write a lot of that
 warnings.simplefilter("ignore")

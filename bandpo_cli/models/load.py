@@ -52,10 +52,13 @@ def model_location(config: ModelConfig) -> str:
     return str(folder) if folder.exists() else config.path
 
 
-def load_policy(config: ModelConfig) -> Policy:
+def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
     """Load model and tokenizer.
 
     The model stays in evaluation mode throughout: dropout would make π and π_old differ on the same weights.
+
+    Args:
+        for_training: also make sure that the packed forward pass computes what the plain one does.
 
     Raises:
         UserError: nothing loadable is there, the tokenizer names no end-of-sequence token, or the model cannot be
@@ -72,15 +75,17 @@ def load_policy(config: ModelConfig) -> Policy:
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"model.path = {config.path!r}: cannot be loaded: {first_line}") from None
-    check_plain_head(model)
+    if for_training:
+        check_plain_head(model)
     stop_ids = _stop_ids(model, tokenizer)
     if not stop_ids:
         raise UserError(f"model.path = {config.path!r}: its tokenizer names no end-of-sequence token")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     model.to(_device(config.device)).eval()
-    if config.gradient_checkpointing:
+    if for_training and config.gradient_checkpointing:
         _checkpoint_layers(model)
-    check_forward(model)
+    if for_training:
+        check_forward(model)
     return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
 
 

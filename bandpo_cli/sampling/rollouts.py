@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -11,10 +11,7 @@ from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.objective.rewards import shaped_reward
 from bandpo_cli.sampling.base import Sampler, SamplingParams, StaleEngineError
 from bandpo_cli.sampling.prompts import EncodedPrompt
-from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
-
-Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]
-"""Judges texts [N], each as an answer to its problem [N]."""
+from bandpo_cli.types import Completion, Grader, Group, Problem, Rollout
 
 
 def sample_completions(

@@ -118,10 +118,14 @@ def draw(
     Args:
         logits: [B, V] float32.
         uniforms: [B] in [0, 1), one a row.
+        temperature: 0 takes the likeliest token, with its log-prob at temperature 1.
 
     Returns:
         (tokens [B] int64, their log-probs [B] float32 at this temperature).
     """
+    if temperature == 0:
+        best = torch.log_softmax(logits, dim=-1).max(dim=-1)
+        return best.indices, best.values
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     # Scaled by the last entry, not by 1: rounding must not leave a draw beyond the end. `right` skips zero widths.

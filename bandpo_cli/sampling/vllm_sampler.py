@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 TEMPERATURES = (0.01, 2.0)
-"""vLLM samples within these: below it would quietly take 0.01, above it refuses."""
+"""vLLM samples within these or at 0: below it would quietly take 0.01, above it refuses."""
 CPU_BLOCK = 32
 """Tokens in a block of the key-value cache on a CPU (vLLM's own is 128 there): whole blocks are what prompts share."""
 PROBE_TOLERANCE = {
@@ -145,9 +145,9 @@ class VllmSampler:
                 f"{self._longest} tokens of sampling.max_prompt_tokens + sampling.max_tokens, which the engine holds"
             )
         low, high = TEMPERATURES
-        if not low <= params.temperature <= high:
+        if params.temperature and not low <= params.temperature <= high:
             raise UserError(
-                f"temperature = {params.temperature:g}: vLLM samples at {low:g} to {high:g}; "
+                f"temperature = {params.temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
                 "choose one of those, or use --sampler transformers"
             )
 

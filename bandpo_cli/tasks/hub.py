@@ -25,7 +25,7 @@ def read_hub(place: str, subset: str | None, split: str, instead: str) -> Iterat
 
 
 def _load(place: str, subset: str | None, split: str, instead: str) -> Any:
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     what = f"data set '{place}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
     try:

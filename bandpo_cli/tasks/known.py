@@ -74,3 +74,9 @@ KNOWN: dict[DatasetName, KnownSet] = {
 }
 """`math` judges the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
 trained, and 2^{10} is right where 1024 is asked for. GSM8K's answers are plain numbers with a unit at most."""
+
+
+def evaluation_sources(name: str) -> tuple[str, ...]:
+    """Return what the known set `name` is evaluated on: its own evaluation part, else the sets that go with it."""
+    known = next(known for each, known in KNOWN.items() if each == name)
+    return (name,) if known.eval_split is not None else known.evaluation

@@ -24,15 +24,15 @@ class QuestionAnswers:
         """Check what can be checked unread.
 
         Raises:
-            ConfigError: there is nothing to train on, or two sources share a label.
+            ConfigError: there are no problems at all, or two sources share a label.
         """
         self.name: str = config.name
         self._config = config
         self._notes: list[str] = []
-        self._train_sources = config.train or _default_train(config)
         self._heldout_sources = config.heldout or _default_heldout(config)
-        _check_labels("train", self._train_sources)
         _check_labels("heldout", self._heldout_sources)
+        if not self._heldout_sources:
+            _check_labels("train", self._train_sources)
 
     def train_problems(self) -> Sequence[Problem]:
         """The problems to learn from.
@@ -53,6 +53,12 @@ class QuestionAnswers:
     def notes(self) -> list[str]:
         """Say in lines what has been read so far, and what was left out of it."""
         return list(self._notes)
+
+    @cached_property
+    def _train_sources(self) -> tuple[Source, ...]:
+        sources = self._config.train or _default_train(self._config)
+        _check_labels("train", sources)
+        return sources
 
     @cached_property
     def _heldout_problems(self) -> dict[str, Sequence[Problem]]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from bandpo_cli.tracking.environment import redact
@@ -83,6 +83,16 @@ class MlflowMirror:
         mirror._send_params({key: value for key, value in params.items() if key not in there})
         return mirror
 
+    @classmethod
+    def find(cls, store: Store, folder: Path) -> MlflowMirror | None:
+        """Return the run that mirrors `folder`, None where there is none; nothing of it is changed.
+
+        What is sent is added, whatever the run has at that step: a later evaluation does not replace an earlier one.
+        """
+        client = _client(store.uri)
+        run_id = _linked_run(client, store, folder)
+        return None if run_id is None else cls(client, run_id, fresh=True)
+
     def send(self, records: Iterable[Record]) -> None:
         """Send the metrics of `records` that the run does not have yet, in as few calls as MLflow allows."""
         from mlflow.entities import Metric
@@ -98,9 +108,9 @@ class MlflowMirror:
             for metric in batch:
                 self._steps(metric.key).add(metric.step)
 
-    def send_file(self, folder: Path, file: Path) -> None:
-        """Send `file`, which lies in the run's `folder`, under the same path."""
-        place = file.relative_to(folder).parent.as_posix()
+    def send_file(self, folder: Path, file: Path, under: str = "") -> None:
+        """Send `file`, which lies in `folder`, under the same path, below `under` if that is given."""
+        place = (PurePosixPath(under) / file.relative_to(folder).parent.as_posix()).as_posix()
         self._client.log_artifact(self.run_id, str(file), None if place == "." else place)
 
     def reopen(self) -> None:

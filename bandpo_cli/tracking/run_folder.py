@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.tracking.files import finite, sync_folder, write_json, write_text
-from bandpo_cli.tracking.run_names import check_name, fresh_name
+from bandpo_cli.tracking.files import finite, write_json, write_text
+from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import SampleRow, write_sample_table, write_token_table
 
 
@@ -38,18 +38,7 @@ class RunFolder:
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> RunFolder:
         """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
-        path = runs_dir / check_name(name, runs_dir)
-        try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-        except FileExistsError:
-            raise UserError(
-                f"there is a run {name!r} in {runs_dir} already: start another by --name {fresh_name(name, runs_dir)}"
-            ) from None
-        except OSError as error:
-            raise UserError(f"--runs-dir {runs_dir}: no folder can be made there: {error.strerror}") from None
-        sync_folder(runs_dir)
-        return cls(path)
+        return cls(make_folder(runs_dir, name))
 
     @classmethod
     def open(cls, runs_dir: Path, run: str) -> RunFolder:
@@ -101,6 +90,12 @@ class RunFolder:
     def checkpoint_dir(self, step: int) -> Path:
         """Return where the checkpoint of `step` belongs; makes nothing."""
         return self.path / "checkpoints" / step_name(step)
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the whole checkpoints by step, the earliest first."""
+        folders = (self.path / "checkpoints").glob("step-*")
+        found = {step_of(path): path for path in folders if (path / "config.json").is_file()}
+        return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Append `record`, which has `step`, as a line of JSON, `step` first; NaN and infinities become null.

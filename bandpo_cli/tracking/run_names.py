@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.tracking.files import sync_folder
 
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """What MLflow may keep beside the runs."""
@@ -28,6 +29,22 @@ def check_name(name: str, runs_dir: Path) -> str:
     else:
         why = "a name is letters, digits and . _ - + = , @, at most 200, the first a letter or digit"
     raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {fresh_name(plain(name), runs_dir)}")
+
+
+def make_folder(runs_dir: Path, name: str) -> Path:
+    """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
+    path = runs_dir / check_name(name, runs_dir)
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        raise UserError(
+            f"there is a run {name!r} in {runs_dir} already: start another by --name {fresh_name(name, runs_dir)}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--runs-dir {runs_dir}: no folder can be made there: {error.strerror}") from None
+    sync_folder(runs_dir)
+    return path
 
 
 def fresh_name(stem: str, runs_dir: Path) -> str:

@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.evaluation.evaluate import due, evaluate
+from bandpo_cli.evaluation.evaluate import draw_batches, due
+from bandpo_cli.evaluation.scores import metrics, score
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.rewards import has_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.tracking.tables import sample_rows
+from bandpo_cli.tracking.tables import EvalRow, sample_rows
 from bandpo_cli.training.checkpoint import save_checkpoint
 from bandpo_cli.training.experience import Experience, prepare
 from bandpo_cli.training.parts import Parts
 from bandpo_cli.training.record import Stopwatch, draw_metrics, token_columns, token_metrics
-from bandpo_cli.training.seeds import derive_seed
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Group, Rollout
 
@@ -163,25 +164,19 @@ def _finish_step(
 def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> dict[str, float]:
     """Score held-out problems; the same draws at every step, so that curves move by the policy and not by the dice."""
     settings = config.evaluation
-    params = replace(parts.params, samples=settings.samples, temperature=settings.temperature)
-    metrics: dict[str, float] = {}
-    correct: dict[str, dict[str, int]] = {}
-    for label, problems in parts.heldout.items():
-        result = evaluate(
-            parts.sampler,
-            parts.encoder,
-            parts.grader.grade,
-            label,
-            problems,
-            params,
-            settings.k,
-            seed=derive_seed(config.seed, "eval"),
-            version=parts.optimizer.update,
-        )
-        metrics |= result.metrics
-        correct[label] = {
-            group.problem.id: sum(rollout.grade.correct for rollout in group.rollouts_G)
-            for group in result.groups_P
-        }
-    folder.write_eval(step, {"step": step, "metrics": metrics, "samples": params.samples, "correct": correct})
-    return metrics
+    batches = draw_batches(
+        parts.sampler,
+        parts.encoder,
+        parts.grader.grade,
+        parts.heldout,
+        replace(parts.params, samples=settings.samples, temperature=settings.temperature),
+        settings.batch,
+        config.seed,
+        version=parts.optimizer.update,
+    )
+    rows: dict[str, list[EvalRow]] = {label: [] for label in parts.heldout}
+    for batch in batches:
+        rows[batch.label] += batch.rows
+    scores = {label: score(label, each, settings.k) for label, each in rows.items()}
+    folder.write_eval(step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}})
+    return metrics(scores)

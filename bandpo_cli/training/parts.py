@@ -9,16 +9,16 @@ import torch
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.evaluation.sets import check_context, fitting_problems, fitting_sets
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy
 from bandpo_cli.sampling import Sampler, SamplingParams, build_sampler
 from bandpo_cli.sampling.prompts import PromptEncoder
+from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.stream import ProblemStream
 from bandpo_cli.training.experience import BoundsOf
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.seeds import derive_seed
 from bandpo_cli.types import Problem
 
 
@@ -56,14 +56,11 @@ def build(config: RunConfig, task: Task) -> Parts:
     """Load the model and set up everything that the config names. Raises UserError for what cannot be loaded."""
     torch.manual_seed(config.seed)
     policy = load_policy(config.model)
-    _check_context(policy, config)
+    check_context(policy, config)
     encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
     notes: list[str] = []
-    train = _fitting(encoder, "training", task.train_problems(), config, notes)
-    heldout = {
-        label: _fitting(encoder, label, problems[: config.evaluation.problems], config, notes)
-        for label, problems in task.heldout_sets().items()
-    }
+    train = fitting_problems(encoder, "training", task.train_problems(), config, notes)
+    heldout = fitting_sets(encoder, task.heldout_sets(), config, notes)
     # The reference is copied before the optimizer and the sampler claim memory of their own.
     reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
@@ -80,33 +77,3 @@ def build(config: RunConfig, task: Task) -> Parts:
         params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
         notes=notes,
     )
-
-
-def _check_context(policy: Policy, config: RunConfig) -> None:
-    """Refuse answers longer than the model was made for: it would go on, and write nonsense."""
-    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    if most is not None and prompt + answer > most:
-        raise ConfigError(
-            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {answer:,} come to {prompt + answer:,} "
-            f"tokens; the model reads at most {most:,}; lower one of them"
-        )
-
-
-def _fitting(
-    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
-) -> Sequence[Problem]:
-    """Leave out the problems whose prompts are too long, and count them in a note."""
-    limit = config.sampling.max_prompt_tokens
-    fitting = encoder.fitting(problems, limit)
-    if not fitting:
-        raise ConfigError(
-            f"sampling.max_prompt_tokens = {limit}: every one of the {len(problems):,} prompts of '{label}' is "
-            "longer; allow more"
-        )
-    if len(fitting) < len(problems):
-        notes.append(
-            f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
-            f"more than {limit:,} tokens (sampling.max_prompt_tokens)"
-        )
-    return fitting

@@ -254,7 +254,7 @@ def test_a_known_name_with_files_of_one_s_own(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_said_before_anything_is_read(settings: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_task(DataTask.model_validate(settings))
+        build_task(DataTask.model_validate(settings)).train_problems()
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)

@@ -121,8 +121,12 @@ def test_samples_hold_every_completion(tmp_path):
     assert path == tmp_path / "a/samples/step-000010.parquet"
     assert pq.read_table(path).to_pylist() == 2 * [
         {
+            "source": "countdown",
             "problem_id": "p1",
             "prompt": "1 2=3:",
+            "reference": "3",
+            "grader": "countdown",
+            "extra": "{}",
             "text": "1+2",
             "reward": 1.0,
             "accuracy": 1.0,

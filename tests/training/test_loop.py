@@ -17,7 +17,7 @@ from bandpo_cli.tasks import build_task
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.parts import build
-from bandpo_cli.training.seeds import derive_seed
+from bandpo_cli.seeds import derive_seed
 
 SMALL: dict[str, Any] = {
     "steps": 3,
@@ -61,11 +61,13 @@ def test_the_run_folder_holds_the_contract(tmp_path: Path) -> None:
     for record in records[1:]:
         assert not KEYS - set(record)
     for step in (0, 2, 3):
-        assert {f"eval/countdown/{name}" for name in ("mean_at_4", "pass_at_1", "pass_at_4")} <= set(
-            records[step]
-        )
+        assert {
+            f"eval/countdown/{name}" for name in ("mean_at_4", "pass_at_1", "pass_at_4", "maj_at_4")
+        } <= set(records[step])
         evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
-        assert len(evaluation["correct"]["countdown"]) == 4
+        scores = evaluation["sets"]["countdown"]
+        assert len(scores["by_problem"]) == 4
+        assert scores["figures"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
     assert "eval/countdown/mean_at_4" not in records[1]
 
     samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
@@ -157,7 +159,8 @@ def test_held_out_problems_meet_no_training_problem(tmp_path: Path) -> None:
     trained: set[str] = set()
     for path in (folder.path / "samples").glob("*.parquet"):
         trained |= set(pd.read_parquet(path)["problem_id"])
-    evaluated = json.loads((folder.path / "evals" / "step-000000.json").read_text())["correct"]["countdown"]
+    evaluation = json.loads((folder.path / "evals" / "step-000000.json").read_text())
+    evaluated = evaluation["sets"]["countdown"]["by_problem"]
     assert trained
     assert not trained & set(evaluated)
     assert len(evaluated) == config.evaluation.problems

@@ -1,0 +1,242 @@
+"""`bandpo eval` and `bandpo eval compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+eval_app = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FORMATS = ("table", "json")
+
+
+@eval_app.callback()
+def evaluate(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|HUB|RUN|RUN@STEP",
+            help="A Hugging Face folder or hub id, or a run of yours: its latest checkpoint, or that of a step.",
+            show_default="the embedded model",
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="countdown, a known data set (gsm8k, math500, aime24, ...), or a .jsonl, .json, .csv or .parquet "
+            "file; repeatable.",
+            show_default="the run's own evaluation sets",
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Score stored completions instead of a model: .parquet, or .jsonl rows "
+            '{"question", "answer", "completions": [...]}.',
+        ),
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, help="Completions a problem.", show_default="the run's, else 16 or 4"),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "--k", metavar="K,K", help="The k of pass@k and maj@k.", show_default="4, 16, ... up to n"
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy, with --n 1.", show_default="1")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of a completion.", show_default="the run's, else 1024"),
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most problems of each set: a fair sample, always the same one.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of what is drawn.", show_default="the run's, else 0")
+    ] = None,
+    grader: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who judges: math, number, countdown, or your own as module:function.",
+            show_default="what the data says",
+        ),
+    ] = None,
+    legacy_best_at_k: Annotated[
+        bool,
+        typer.Option(
+            "--legacy-best-at-k",
+            help="Add best@k as resampling with replacement has it (biased), to compare with such tables.",
+        ),
+    ] = False,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EVALUATION", help="Go on with an interrupted evaluation; it has its own settings."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the evaluation's folder.", show_default="eval-model-task-n-seed-time"),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where runs and evaluations are kept.")] = Path("runs"),
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(
+            help="MLflow server or store.",
+            show_default="the run's, else $MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db",
+        ),
+    ] = None,
+    mlflow: Annotated[
+        bool | None,
+        typer.Option("--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="on"),
+    ] = None,
+) -> None:
+    """Score a model on problem sets, with intervals, and keep every completion.
+
+    mean@n, unbiased pass@k, maj@k, and what else can go wrong: answers without
+    a readable form, cut completions, timeouts. Every figure has a 95% interval
+    by bootstrap over problems. A checkpoint of a run is scored with the run's
+    own tasks, template and seed, so that it scores what it scored in training.
+
+    [bold]bandpo eval --model runs/NAME[/bold]  a run's latest checkpoint
+
+    [bold]bandpo eval --model NAME@40 --n 64 --k 1,8,64[/bold]  an earlier one, more samples
+
+    [bold]bandpo eval --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task math500[/bold]
+
+    [bold]bandpo eval --samples completions.jsonl --grader math[/bold]  completions from anywhere
+
+    [bold]bandpo eval compare EVAL_A EVAL_B[/bold]  the difference, problem by problem
+    """
+    if context.invoked_subcommand is not None:
+        return None
+    from rich.console import Console
+
+    from bandpo_cli.cli import eval_request as planning
+    from bandpo_cli.cli.bounds_input import names
+    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
+    from bandpo_cli.errors import UserError
+
+    (style,) = names("--format", [format_], FORMATS)
+    console = Console(stderr=style == "json")
+    given = {
+        "--model": model,
+        "--task": task,
+        "--samples": samples,
+        "--n": n,
+        "--k": k,
+        "--temperature": temperature,
+        "--max-tokens": max_tokens,
+        "--sampler": sampler,
+        "--limit": limit,
+        "--seed": seed,
+        "--grader": grader,
+        "--name": name,
+        "--config": config,
+        "--set": set_,
+        "--legacy-best-at-k": legacy_best_at_k or None,
+    }
+    tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
+    if resume is not None:
+        _refuse("--resume", "it goes on with its own settings", given, set(given))
+        from bandpo_cli.cli.run_eval import resume_evaluation
+
+        return resume_evaluation(resume, runs_dir, console, style, tracking)
+    flags: dict[tuple[str, ...], Any] = {
+        ("evaluation",): planning.samples_layer(n, None if k is None else planning.read_k(k)) or None,
+        ("evaluation", "temperature"): temperature,
+        ("evaluation", "problems"): limit,
+        ("sampling", "max_tokens"): max_tokens,
+        ("sampling", "engine"): sampler,
+        ("seed",): seed,
+        ("tracking",): tracking,
+    }
+    layers = [*map(read_layer, config or []), flag_layer(flags), read_assignments(set_ or [])]
+    if samples is not None:
+        drawing = {
+            "--model",
+            "--task",
+            "--n",
+            "--temperature",
+            "--max-tokens",
+            "--sampler",
+            "--limit",
+            "--seed",
+        }
+        _refuse("--samples", "nothing is sampled", given, drawing)
+        request = planning.samples_request(samples, grader, layers, legacy_best_at_k)
+    else:
+        judge = [] if grader is None else [{"task": {"grader": grader}}]
+        request = planning.model_request(
+            model or "embedded", task or [], runs_dir, [*layers, *judge], legacy_best_at_k
+        )
+    if not request.config.evaluation.k:
+        raise UserError("evaluation.k: give at least one k")
+    from bandpo_cli.cli.run_eval import run_evaluation
+
+    return run_evaluation(request, runs_dir, name, console, style)
+
+
+@eval_app.command()
+def compare(
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="An evaluation, or RUN or RUN@STEP as evaluated in training.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    show: Annotated[int, typer.Option(min=0, help="How many of the most changed problems to list.")] = 5,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    runs_dir: Annotated[Path, typer.Option(help="Where runs and evaluations are kept.")] = Path("runs"),
+) -> None:
+    """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
+
+    An evaluation is its name in --runs-dir, its folder, or its eval.json. A
+    problem is a win where B has a higher share of right completions than A.
+
+    [bold]bandpo eval compare before after[/bold]  two evaluations
+
+    [bold]bandpo eval compare NAME@0 NAME@100[/bold]  two steps of a run
+    """
+    from rich.console import Console
+
+    from bandpo_cli.cli.bounds_input import names
+    from bandpo_cli.cli.eval_compare import print_comparison
+
+    (style,) = names("--format", [format_], FORMATS)
+    print_comparison(Console(), a, b, runs_dir, show, style)
+
+
+def _refuse(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
+    """Raise a UserError where `flag` is given together with flags that it makes meaningless."""
+    from bandpo_cli.errors import UserError
+
+    extra = [name for name, value in given.items() if name in others and value not in (None, [])]
+    if extra:
+        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")

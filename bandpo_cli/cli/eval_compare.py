@@ -1,0 +1,109 @@
+"""`bandpo eval compare`: finds the two records and shows what changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text
+from bandpo_cli.cli.model_ref import find_run
+from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.evaluation.compare import Comparison, compare
+from bandpo_cli.tracking.eval_folder import RECORD, read_record
+from bandpo_cli.tracking.files import finite
+from bandpo_cli.tracking.run_folder import step_of
+
+
+def print_comparison(console: Console, a: str, b: str, runs_dir: Path, show: int, style: str) -> None:
+    """Print what changed from A to B. Raises UserError for what is no evaluation, or shares nothing."""
+    path_a, path_b = find_record(a, runs_dir), find_record(b, runs_dir)
+    found = compare(read_record(path_a), read_record(path_b))
+    if style == "json":
+        sets = {label: each.as_json() for label, each in found.items()}
+        print(
+            json.dumps(
+                finite({"a": str(path_a), "b": str(path_b), "sets": sets}), indent=2, ensure_ascii=False
+            )
+        )
+        return
+    console.print(f"A  {path_a}\nB  {path_b}", highlight=False, soft_wrap=True)
+    for label, each in found.items():
+        _print_set(console, label, each, show)
+
+
+def find_record(text: str, runs_dir: Path) -> Path:
+    """Return the record that `text` names: an evaluation, a JSON file, or RUN or RUN@STEP as evaluated in training.
+
+    Raises:
+        UserError: there is none.
+    """
+    for path in (runs_dir / text, Path(text).expanduser()):
+        if (path / RECORD).is_file():
+            return path / RECORD
+    if Path(text).suffix == ".json":
+        return Path(text).expanduser()
+    found = find_run(text, runs_dir)
+    if found is None:
+        names = sorted(
+            path.parent.name for name in (RECORD, "config.yaml") for path in runs_dir.glob(f"*/{name}")
+        )
+        raise UserError(
+            f"no evaluation {text!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
+            f"{RECORD}, or RUN@STEP"
+        )
+    run, step = found
+    steps: dict[int, Path] = {
+        number: path
+        for path in sorted((run.path / "evals").glob("step-*.json"))
+        if (number := step_of(path)) is not None
+    }
+    if not steps:
+        raise UserError(f"{text}: the run in {run.path} was not evaluated in training")
+    step = max(steps) if step is None else step
+    if step not in steps:
+        raise UserError(f"{text}: not evaluated at that step; evaluated at: {', '.join(map(str, steps))}")
+    return steps[step]
+
+
+def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
+    console.print(f"\n[bold]{label}[/bold]  {_problems(comparison)}", highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for heading in ("A", "B", "B − A", "95% interval"):
+        table.add_column(heading, justify="right")
+    for name, each in comparison.figures.items():
+        unit = " tokens" if name == "response_length" else ""
+        table.add_row(
+            figure_name(name) + unit,
+            figure_text(name, each.a),
+            figure_text(name, each.b),
+            _signed(name, each.change.value),
+            interval_text(name, each.change),
+        )
+    console.print(table)
+    console.print(
+        f"B has more right completions on {comparison.wins:,} problems, fewer on {comparison.losses:,}, as many on "
+        f"{comparison.ties:,}",
+        highlight=False,
+    )
+    for id_, before, after in comparison.moved[:show]:
+        console.print(f"  {before:.2f} → {after:.2f}  {id_}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _problems(comparison: Comparison) -> str:
+    words = f"{comparison.shared:,} problems in both"
+    extra: list[Any] = [
+        f"{count:,} only in {which}"
+        for which, count in (("A", comparison.only_a), ("B", comparison.only_b))
+        if count
+    ]
+    return ", ".join([words, *extra])
+
+
+def _signed(name: str, value: float) -> str:
+    text = figure_text(name, value)
+    return text if text.startswith("-") or float(text.replace(",", "")) == 0 else f"+{text}"

@@ -1,0 +1,92 @@
+"""What `--model` names: a model's folder, a hub id, or a run of ours with the step of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bandpo_cli.cli.preflight import check_model_path
+from bandpo_cli.config.run import EMBEDDED_MODEL
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.tracking.run_folder import RunFolder, step_of
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model to load from `path`; the run and the step that made it, where they are known."""
+
+    path: str
+    run: RunFolder | None = None
+    step: int | None = None
+
+    @property
+    def stem(self) -> str:
+        """Its part of an evaluation's name."""
+        if self.run is not None:
+            return f"{self.run.name}@{self.step}"
+        return Path(self.path).name or "model"
+
+
+def find_model(text: str, runs_dir: Path) -> ModelRef:
+    """Return what `text` means: `embedded`, RUN, RUN@STEP, a folder, or else a hub id.
+
+    RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
+
+    Raises:
+        UserError: there is no such checkpoint, or nothing of that name.
+    """
+    if text == EMBEDDED_MODEL:
+        return ModelRef(text)
+    found = find_run(text, runs_dir)
+    if found is not None:
+        run, step = found
+        return _checkpoint(run, step)
+    folder = Path(text).expanduser()
+    run_path = folder.absolute().parent.parent
+    if step_of(folder) is not None and folder.parent.name == "checkpoints" and _is_run(run_path):
+        check_model_path(text)
+        return ModelRef(text, RunFolder(run_path), step_of(folder))
+    if not folder.exists() and (text.count("/") != 1 or Path(text).parts[0] in (".", "..", runs_dir.name)):
+        names = sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))
+        hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
+        raise ConfigError(
+            f"--model {text}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging Face "
+            f"folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )
+    check_model_path(text)
+    return ModelRef(text)
+
+
+def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
+    """Return the run that RUN or RUN@STEP names, with its step; None where there is no such run.
+
+    Raises:
+        UserError: the step is no number.
+    """
+    name, at, step = text.rpartition("@")
+    for run, suffix in ((text, ""), (name, step)):
+        for path in (runs_dir / run, Path(run).expanduser()):
+            if run and _is_run(path):
+                if suffix and not suffix.isdecimal():
+                    raise UserError(f"{text}: after @ goes a step, as in {run}@100; not {suffix!r}")
+                return RunFolder(path), int(suffix) if suffix else None
+        if not at:
+            break
+    return None
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        raise UserError(f"--model {run.name}: the run in {run.path} has no checkpoint yet")
+    if step is None:
+        step = max(checkpoints)
+    if step not in checkpoints:
+        there = ", ".join(map(str, checkpoints))
+        raise UserError(f"--model {run.name}@{step}: no checkpoint of that step; there are: {there}")
+    return ModelRef(str(checkpoints[step]), run, step)
+
+
+def _is_run(path: Path) -> bool:
+    """A run's config.yaml tells it from a model's folder, which has config.json."""
+    return (path / "config.yaml").is_file() and not (path / "config.json").exists()

@@ -1,0 +1,105 @@
+"""The folder of an evaluation: its figures and settings, and every completion that they were computed from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.tracking.files import write_json
+from bandpo_cli.tracking.run_names import make_folder
+from bandpo_cli.tracking.tables import EvalRow, read_eval_table, write_eval_table
+
+RECORD, SAMPLES = "eval.json", "samples.parquet"
+_PART = re.compile(r"(\d+)-(\d+)\.parquet")
+
+
+class PartKey(NamedTuple):
+    """Where a part belongs: the evaluation set's place among the sets, and its first problem's among the problems."""
+
+    set_index: int
+    start: int
+
+
+class EvalFolder:
+    """`runs/<name>/` of an evaluation: `eval.json`, `samples.parquet`, and `parts/` until that one is whole.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str) -> EvalFolder:
+        """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
+        return cls(make_folder(runs_dir, name))
+
+    @classmethod
+    def open(cls, runs_dir: Path, name: str) -> EvalFolder:
+        """Return the existing evaluation that `name` names: a name in `runs_dir`, or a path.
+
+        Raises UserError, with the nearest name, when there is none.
+        """
+        for path in (runs_dir / name, Path(name), Path(name).parent):
+            if name and (path / RECORD).is_file():
+                return cls(path)
+        names = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECORD}"))
+        there = f"it has {', '.join(names[-5:])}" if names else "it has none"
+        raise UserError(f"no evaluation {name!r} in {runs_dir}{nearest(name, names)}; {there}")
+
+    @property
+    def name(self) -> str:
+        """The evaluation's name."""
+        return self.path.name
+
+    @property
+    def samples_path(self) -> Path:
+        """`samples.parquet`, every completion; there once all of them are."""
+        return self.path / SAMPLES
+
+    def write_record(self, record: Mapping[str, object]) -> Path:
+        """Write `eval.json`."""
+        return write_json(self.path / RECORD, record)
+
+    def read_record(self) -> dict[str, Any]:
+        """Return what `eval.json` holds. Raises UserError when it is damaged."""
+        return read_record(self.path / RECORD)
+
+    def write_part(self, key: PartKey, rows: Sequence[EvalRow]) -> Path:
+        """Keep the completions of some problems until all of them are there."""
+        return write_eval_table(self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows)
+
+    def read_parts(self) -> dict[PartKey, list[EvalRow]]:
+        """Return the parts that are there."""
+        found = {}
+        for path in sorted((self.path / "parts").glob("*.parquet")):
+            if place := _PART.fullmatch(path.name):
+                found[PartKey(int(place[1]), int(place[2]))] = read_eval_table(path)
+        return found
+
+    def write_samples(self, rows: Iterable[EvalRow]) -> Path:
+        """Write every completion to `samples.parquet`, then drop the parts, which it replaces."""
+        path = write_eval_table(self.samples_path, list(rows))
+        shutil.rmtree(self.path / "parts", ignore_errors=True)
+        return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the record of an evaluation. Raises UserError when the file is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not readable as JSON: {(str(error).splitlines() or [''])[0][:200]}"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("sets"), dict):
+        raise UserError(f"{path}: this is not the record of an evaluation")
+    return record
