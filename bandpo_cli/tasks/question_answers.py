@@ -77,6 +77,7 @@ class QuestionAnswers:
 
     @cached_property
     def _train(self) -> list[Problem]:
+        self._train_sources  # noqa: B018 - raises where there are none, before anything is read
         if not self._heldout_sources:
             return self._problems(self._split[0])
         heldout = [question for questions in self._heldout.values() for question in questions]

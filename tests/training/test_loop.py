@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks import build_task
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.parts import build
-from bandpo_cli.seeds import derive_seed
 
 SMALL: dict[str, Any] = {
     "steps": 3,
