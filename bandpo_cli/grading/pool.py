@@ -77,8 +77,17 @@ class GraderPool:
             else:
                 open_answers[problem.grader][index] = first
         for name, answers in open_answers.items():
-            grades |= zip(answers, self._team(name).run([*answers.values()]), strict=True)
+            grades |= zip(answers, self._judge(name, [*answers.values()]), strict=True)
         return [grades[index] for index in range(len(texts))]
+
+    def _judge(self, name: str, arguments: Sequence[Arguments]) -> list[Grade]:
+        """Have the workers judge each; what one of our own functions is asked twice is judged once."""
+        team = self._team(name)
+        if name not in _FUNCTIONS:  # a user's own may look at the whole text, or at a clock
+            return team.run(arguments)
+        distinct = list(dict.fromkeys(map(tuple, arguments)))
+        grades = dict(zip(distinct, team.run(distinct), strict=True))
+        return [grades[tuple(each)] for each in arguments]
 
     def _first_stage(self, problem: Problem, text: str) -> Grade | Arguments:
         try:

@@ -95,6 +95,26 @@ def test_one_batch_may_mix_graders(pool: GraderPool) -> None:
     assert [grade.verdict for grade in grades] == ["correct", "correct", "wrong", "wrong"]
 
 
+def test_an_answer_that_comes_often_is_judged_once(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    run = pool_module.Team.run
+
+    def counting(team: pool_module.Team, arguments: Any) -> list[Grade]:
+        asked.append(len(arguments))
+        return run(team, arguments)
+
+    monkeypatch.setattr(pool_module.Team, "run", counting)
+    formula = Problem("f", "", "x+1", "t", "math")
+    grades = pool.grade(
+        [formula] * 6, ["Answer: 1+x", "Answer: x", "no", "Answer: 1+x", "Answer: x", "Answer: 1+x"]
+    )
+    words = ["correct", "wrong", "malformed", "correct", "wrong", "correct"]
+    assert [grade.verdict for grade in grades] == words
+    assert asked == [2]
+    verdicts(pool, ["right", "right"])  # a user's own function sees every one
+    assert asked == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("result", "grade"),
     [

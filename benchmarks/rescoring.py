@@ -1,0 +1,106 @@
+"""How fast `bandpo eval --samples` scores stored completions of real mathematics.
+
+    python benchmarks/rescoring.py --data FOLDER [--completions N] [--candidates C]
+
+FOLDER holds files of problems, one JSON object a line, with the reference in `answer` or at the end of `solution`.
+Every file gives the same number of completions, drawn as a model draws them: each begins with the problem's worked
+solution, 4 of 10 end in the reference, written in another way, 5 in one of C wrong answers (references of other
+problems), 1 in none. The command is run as a user runs it; its own rate is without the start, the wall time with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from grading import worked_answers
+
+DRESSES = (
+    "%s\n\nAnswer: %s",
+    "%s\n\nThe final answer is $\\boxed{%s}$.",
+    "%s\n\nAnswer: $%s$.",
+    "%s\n\n\\[\\boxed{ %s }\\]",
+    "%s\n\n**Answer:** %s",
+)
+
+
+def rewritten(answer: str, rng: random.Random) -> str:
+    """The same answer as another writer has it."""
+    ways = [
+        answer,
+        answer.replace(r"\frac", r"\dfrac"),
+        f"\\left. {answer} \\right." if "\\" in answer else answer,
+    ]
+    if re.fullmatch(r"\d{4,}", answer):
+        ways.append(f"{int(answer):,}")
+    return rng.choice(ways[:2] + ways[3:])
+
+
+def completions(path: Path, count: int, candidates: int, rng: random.Random) -> Iterator[dict[str, object]]:
+    """Rows of one file, `count` completions in all."""
+    rows = worked_answers(path)
+    golds = [gold for _, gold in rows]
+    share, extra = divmod(count, len(rows))
+    for index, (solution, gold) in enumerate(rows):
+        wrong = rng.sample(golds, min(candidates, len(golds)))
+        texts = []
+        for _ in range(share + (index < extra)):
+            kind = rng.random()
+            answer = rewritten(gold, rng) if kind < 0.4 else rng.choice(wrong)
+            texts.append(
+                solution[: len(solution) // 2] if kind > 0.9 else rng.choice(DRESSES) % (solution, answer)
+            )
+        if texts:
+            yield {"question": f"{path.stem} {index}", "answer": gold, "completions": texts}
+
+
+def main() -> None:
+    """Write the file, score it, print the rates."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--completions", type=int, default=10_000)
+    parser.add_argument("--candidates", type=int, default=6)
+    arguments = parser.parse_args()
+    files = [path for path in sorted(arguments.data.glob("*.jsonl")) if "train" not in path.stem]
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        stored = Path(scratch) / "stored.jsonl"
+        share = arguments.completions // len(files)
+        rows = [row for path in files for row in completions(path, share, arguments.candidates, rng)]
+        stored.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        latex = sum("\\" in str(row["answer"]) for row in rows)
+        print(f"{len(files)} files, {len(rows):,} problems, {latex:,} of them with LaTeX in the reference")
+        start = time.perf_counter()
+        command = [
+            sys.executable,
+            "-m",
+            "bandpo_cli",
+            "eval",
+            "--samples",
+            str(stored),
+            "--no-mlflow",
+            "--k",
+            "1",
+        ]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=True)
+        wall = time.perf_counter() - start
+    print(next(line for line in done.stdout.splitlines() if "a second" in line))
+    total = share * len(files)
+    print(f"{wall:.1f} s in all, start, reading and intervals included: {total / wall:,.0f} a second")
+    print(
+        "\n".join(line for line in done.stdout.splitlines() if line.startswith(("mean", "answer", "timeout")))
+    )
+
+
+if __name__ == "__main__":
+    main()
