@@ -64,7 +64,7 @@ def packed(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[tor
     """Accumulate the gradient over packed batches and return the log-probs."""
     found = []
     for part in split_rows(rows, budget):
-        logprobs = token_logprobs(model, collate(part, 0, CPU)).logprobs
+        logprobs = token_logprobs(model, collate(part, CPU)).logprobs
         logprobs.sum().backward()
         found.append(logprobs.detach())
     return found

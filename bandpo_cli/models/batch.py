@@ -92,9 +92,8 @@ def _fill_rows(row: Row, max_tokens: int) -> list[Row]:
     return [*rows, Row(row.prompt_ids, held)]
 
 
-def collate(rows: Sequence[Row], pad_id: int, device: torch.device) -> TokenBatch:
-    """Lay out rows as tensors on `device`. There is no padding, so `pad_id` is of no use here."""
-    del pad_id
+def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
+    """Lay out rows as tensors on `device`, without padding."""
     ids: list[int] = []
     positions: list[int] = []
     predictors: list[int] = []

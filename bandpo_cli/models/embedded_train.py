@@ -99,7 +99,7 @@ def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: i
     started = time.perf_counter()
     for step in range(1, steps + 1):
         rows = demonstrations.rows(WRONG_SHARE if step > steps * CLEAN_SHARE else 0.0)
-        batch = collate(rows, tokenizer.pad_token_id, model.device)
+        batch = collate(rows, model.device)
         loss = -token_logprobs(model, batch).logprobs.mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

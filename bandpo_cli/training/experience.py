@@ -64,7 +64,7 @@ def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Itera
     """Yield the rows in batches of at most `max_tokens` tokens, each with the span of its tokens among N."""
     start = 0
     for part in split_rows(rows, max_tokens):
-        batch = collate(part, policy.pad_id, policy.device)
+        batch = collate(part, policy.device)
         yield slice(start, start + len(batch.targets)), batch
         start += len(batch.targets)
 

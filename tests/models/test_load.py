@@ -32,7 +32,7 @@ def test_settings_agree_on_the_embedded_model() -> None:
     settings = [{}, {"attention": "eager"}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}]
     models = [load_policy(ModelConfig.model_validate({**s, "device": "cpu"})).model for s in settings]
     plain, eager, checkpointed, low = (
-        token_logprobs(model, collate(ROWS, 0, torch.device("cpu"))).logprobs.detach() for model in models
+        token_logprobs(model, collate(ROWS, torch.device("cpu"))).logprobs.detach() for model in models
     )
     torch.testing.assert_close(eager, plain, atol=2e-5, rtol=1e-5)
     assert torch.equal(checkpointed, plain)
@@ -44,7 +44,7 @@ def test_settings_agree_on_the_embedded_model() -> None:
 def test_the_frozen_copy_stays_as_it_is() -> None:
     policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=True))
     copy = frozen_copy(policy)
-    batch = collate(ROWS, 0, policy.device)
+    batch = collate(ROWS, policy.device)
     before = token_logprobs(copy, batch).logprobs
     assert not before.requires_grad
     with torch.no_grad():

@@ -66,7 +66,7 @@ def weights(count: int) -> torch.Tensor:
 @pytest.mark.usefixtures("_layout")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_packed_is_padded(model: PreTrainedModel, temperature: float) -> None:
-    ours = token_logprobs(model, collate(ROWS, 0, CPU), temperature, with_entropy=True)
+    ours = token_logprobs(model, collate(ROWS, CPU), temperature, with_entropy=True)
     logprobs, entropy = padded(model, ROWS, temperature)
     torch.testing.assert_close(ours.logprobs, logprobs, atol=2e-5, rtol=1e-5)
     assert ours.entropy is not None
@@ -79,10 +79,10 @@ def test_packed_is_padded(model: PreTrainedModel, temperature: float) -> None:
 
 
 def test_eager_attention_is_the_same(model: PreTrainedModel) -> None:
-    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     model.set_attn_implementation("eager")
     torch.testing.assert_close(
-        token_logprobs(model, collate(ROWS, 0, CPU)).logprobs, expected, atol=2e-5, rtol=1e-5
+        token_logprobs(model, collate(ROWS, CPU)).logprobs, expected, atol=2e-5, rtol=1e-5
     )
 
 
@@ -109,10 +109,10 @@ def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
             )
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
-    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     AttentionInterface.register("lengths", attention._packed(varlen, attention._in_one_call))
     model.set_attn_implementation("lengths")
-    ours = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
     assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
 
@@ -126,12 +126,12 @@ def test_sliding_windows_are_kept(kind: str) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(6.0)
-    ours = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, padded(model, ROWS, 1.0)[0], atol=2e-5, rtol=1e-5)
     model.config.sliding_window = None
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
-    assert not torch.allclose(token_logprobs(model, collate(ROWS, 0, CPU)).logprobs, ours, atol=1e-2)
+    assert not torch.allclose(token_logprobs(model, collate(ROWS, CPU)).logprobs, ours, atol=1e-2)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -141,7 +141,7 @@ def test_a_head_of_its_own_with_and_without_bias(bias: bool) -> None:
     if bias:
         model.lm_head = torch.nn.Linear(32, 23, bias=True)
         torch.nn.init.normal_(model.lm_head.bias)
-    ours, (expected, _) = token_logprobs(model, collate(ROWS, 0, CPU), 0.7).logprobs, padded(model, ROWS, 0.7)
+    ours, (expected, _) = token_logprobs(model, collate(ROWS, CPU), 0.7).logprobs, padded(model, ROWS, 0.7)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
     count = len(expected)
     assert_same_gradient(
@@ -153,8 +153,8 @@ def test_a_head_of_its_own_with_and_without_bias(bias: bool) -> None:
 def test_rows_do_not_see_each_other(model: PreTrainedModel) -> None:
     """Another prompt and other completions of the same lengths leave every other row's bits as they are."""
     changed = [Row([9, 9, 9], [[1, 1], [1], [2, 2, 2, 2]]), *ROWS[1:]]
-    one = token_logprobs(model, collate(ROWS, 0, CPU), with_entropy=True)
-    other = token_logprobs(model, collate(changed, 0, CPU), with_entropy=True)
+    one = token_logprobs(model, collate(ROWS, CPU), with_entropy=True)
+    other = token_logprobs(model, collate(changed, CPU), with_entropy=True)
     for ours, theirs in zip(one, other, strict=True):
         assert ours is not None
         assert theirs is not None
@@ -165,8 +165,8 @@ def test_rows_do_not_see_each_other(model: PreTrainedModel) -> None:
 @pytest.mark.usefixtures("_layout")
 def test_completions_of_a_row_do_not_see_each_other() -> None:
     model = random_model()
-    one = token_logprobs(model, collate([Row([1, 2], [[3, 4], [5, 6]])], 0, CPU)).logprobs
-    other = token_logprobs(model, collate([Row([1, 2], [[7, 8], [5, 6]])], 0, CPU)).logprobs
+    one = token_logprobs(model, collate([Row([1, 2], [[3, 4], [5, 6]])], CPU)).logprobs
+    other = token_logprobs(model, collate([Row([1, 2], [[7, 8], [5, 6]])], CPU)).logprobs
     assert torch.equal(one[2:], other[2:])
     assert not torch.equal(one[:2], other[:2])
 
@@ -174,9 +174,9 @@ def test_completions_of_a_row_do_not_see_each_other() -> None:
 def test_one_pass_of_all_rows_is_a_pass_for_each(model: PreTrainedModel) -> None:
     """An update's gradient does not depend on optim.micro_batch_tokens."""
     rows = ROWS * 2
-    whole = gradient(model, token_logprobs(model, collate(rows, 0, CPU)).logprobs.sum())
+    whole = gradient(model, token_logprobs(model, collate(rows, CPU)).logprobs.sum())
     pieces = [
-        gradient(model, token_logprobs(model, collate(part, 0, CPU)).logprobs.sum())
+        gradient(model, token_logprobs(model, collate(part, CPU)).logprobs.sum())
         for part in split_rows(rows, 1)
     ]
     assert len(pieces) == 14
@@ -187,7 +187,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(model: PreTrainedMode
     def run() -> tuple[torch.Tensor, torch.Tensor, int]:
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
-            logprobs = token_logprobs(model, collate(ROWS, 0, CPU), 0.8).logprobs
+            logprobs = token_logprobs(model, collate(ROWS, CPU), 0.8).logprobs
         return logprobs.detach(), gradient(model, logprobs.sum()), sum(saved)
 
     plain = run()
@@ -203,9 +203,9 @@ def test_gradient_checkpointing_changes_nothing_but_memory(model: PreTrainedMode
 
 def test_low_precision_is_finite_and_close() -> None:
     model = random_model("llama")
-    expected = token_logprobs(model, collate(ROWS, 0, CPU)).logprobs
+    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     model.bfloat16()
-    ours = token_logprobs(model, collate(ROWS, 0, CPU), with_entropy=True)
+    ours = token_logprobs(model, collate(ROWS, CPU), with_entropy=True)
     assert ours.logprobs.dtype == torch.float32
     # An eighth of a nat on logits of about 10, of which bfloat16 keeps 8 bits through two layers.
     assert (ours.logprobs - expected).abs().mean() < 0.125

@@ -130,7 +130,7 @@ def test_every_token_is_found_again_and_sees_what_it_should(rows: list[tuple[int
 
 def test_nothing_outside_attention_is_padded() -> None:
     rows = [Row([1, 2, 3], [[4, 5], [6]]), Row([7], [[8, 9, 10]])]
-    batch = collate(rows, 0, CPU)
+    batch = collate(rows, CPU)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
     assert batch.predictors.tolist() == [2, 3, 2, 6, 7, 8]

@@ -23,7 +23,7 @@ def test_logprobs_are_the_trainers(model: PreTrainedModel) -> None:
     groups = TransformersSampler(model, pad_id=0).sample(PROMPTS, PARAMS, seed=1)
     assert [len(group) for group in groups] == [5, 5, 5]
     for prompt, group in zip(PROMPTS, groups, strict=True):
-        batch = collate([Row(prompt, [c.token_ids for c in group])], 0, torch.device("cpu"))
+        batch = collate([Row(prompt, [c.token_ids for c in group])], torch.device("cpu"))
         ours = torch.tensor([lp for c in group for lp in c.logprobs])
         torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
 
