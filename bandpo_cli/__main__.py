@@ -8,6 +8,7 @@ import typer
 
 from bandpo_cli.cli import app
 from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.sweeps.child import end_with_parent
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report a program stopped by Ctrl-C."""
@@ -15,6 +16,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit: 0 all went well, 1 a run failed, 2 a user's mistake, 130 Ctrl-C."""
+    end_with_parent()
     try:
         code = app(standalone_mode=False)
     except UserError as error:

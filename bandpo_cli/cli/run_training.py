@@ -49,7 +49,7 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
         console.print(f"[yellow]warning:[/yellow] {line}", highlight=False, soft_wrap=True)
 
     tracker = open_tracker(config.tracking, folder.path, warn)
-    tracker.start(name, config.model_dump(mode="json"), run_tags(env))
+    tracker.start(name, config.model_dump(mode="json"), run_tags(env, config.tracking.parent))
     start = time.perf_counter()
     error: BaseException | None = None
     try:

@@ -51,6 +51,11 @@ def _read_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
 
 
+def read_value(text: str, where: str) -> Any:
+    """Read one value as YAML does. Raises ConfigError, naming `where`."""
+    return _read_yaml(text, where)
+
+
 def read_layer(path: Path) -> Layer:
     """Read one YAML file.
 

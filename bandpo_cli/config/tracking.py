@@ -22,6 +22,9 @@ class TrackingConfig(Section):
     experiment: str = Field("bandpo", min_length=1, max_length=500)
     """The MLflow experiment that the run is filed under."""
 
+    parent: str | None = Field(None, min_length=1)
+    """The MLflow run that this one is shown under: a sweep's. Set by the sweep."""
+
     @field_validator("uri")
     @classmethod
     def _no_password(cls, uri: str | None) -> str | None:

@@ -61,13 +61,18 @@ def _leaves(config: Mapping[str, object], prefix: str) -> Iterator[tuple[str, st
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def run_tags(env: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the versions."""
+def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
+    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the versions.
+
+    `parent` is the MLflow run that it is shown under.
+    """
     tags = {
         "mlflow.source.name": str(env.get("command", "bandpo")),
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
     }
+    if parent is not None:
+        tags["mlflow.parentRunId"] = parent
     git = env.get("git")
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}

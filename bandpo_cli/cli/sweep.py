@@ -1,0 +1,137 @@
+"""`bandpo sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sweep(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(metavar="M,M", help="Ratio bounds: band, clip, clip-higher, dcpo, none.")
+    ] = None,
+    divergence: Annotated[
+        str | None, typer.Option(metavar="D,D", help="Trust regions of the Band: kl, tv, chi2, ...")
+    ] = None,
+    delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="What is learnt, the same for all runs.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Batches of rollouts a run.", show_default="100")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
+    ] = None,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option("--axis", metavar="KEY=V,V", help="Any other setting's values; repeatable."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a GPU, else one a core")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the sweep's folder.", show_default="sweep-time")
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="YAML file of settings for all runs; repeatable."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, for all runs; repeatable."),
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where sweeps, runs and the MLflow store are kept.")] = Path(
+        "runs"
+    ),
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(
+            help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"
+        ),
+    ] = None,
+    mlflow: Annotated[
+        bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the runs to MLflow.", show_default="on")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the runs and the estimate of the time, and stop.")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SWEEP", help="Go on with a sweep: what is not whole is run again, nothing else."
+        ),
+    ] = None,
+) -> None:
+    """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.
+
+    Comma lists multiply; --seeds says how often each combination is run. Each
+    run is a folder in <runs-dir>/<sweep>, just as `bandpo train` writes it. A
+    run that fails stops no other, and is tried again by --resume.
+
+    [bold]bandpo sweep --delta 0.01,0.05,0.1 --divergence kl,tv --seeds 0,1,2[/bold]
+
+    [bold]bandpo sweep --method band,clip,clip-higher,none --seeds 0,1,2 --baseline clip[/bold]
+
+    [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
+
+    [bold]bandpo sweep sweep.yaml[/bold]  axes, named arms and exclusions from a file
+
+    [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
+    """
+    from rich.console import Console
+
+    from bandpo_cli.cli import sweep_request as planning
+    from bandpo_cli.cli.run_sweep import execute, show_plan
+    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
+    from bandpo_cli.config.task import task_layer
+
+    console = Console()
+    if resume is not None:
+        given = {
+            "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
+            "--task": task, "--sampler": sampler, "--steps": steps, "--seeds": seeds, "--axis": axis,
+            "--baseline": baseline, "--name": name, "--config": config, "--set": set_, "--tracking-uri": tracking_uri,
+            "--mlflow": mlflow,
+        }  # fmt: skip
+        planning.refuse_beside_resume(given)
+        folder = planning.open_sweep(runs_dir, resume)
+        return execute(folder, jobs, console, runs_dir, dry_run)
+    fixed = flag_layer(
+        {
+            ("sampling", "engine"): sampler,
+            ("steps",): steps,
+            ("tracking", "uri"): tracking_uri,
+            ("tracking", "mlflow"): mlflow,
+        }
+    )
+    layers = [
+        *map(read_layer, config or []),
+        {} if task is None else {"task": task_layer(task)},
+        fixed,
+        read_assignments(set_ or []),
+    ]
+    axes = {
+        "bounds.method": method,
+        "bounds.divergence": divergence,
+        "bounds.delta": delta,
+        "model.path": model,
+    }
+    request = planning.plan(file, axes, axis or [], seeds, baseline, layers)
+    if dry_run:
+        return show_plan(request, jobs, console, runs_dir)
+    folder = planning.create_sweep(request, runs_dir, name)
+    return execute(folder, jobs, console, runs_dir, dry_run=False)

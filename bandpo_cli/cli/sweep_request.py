@@ -1,0 +1,97 @@
+"""From the flags of `bandpo sweep` to its plan, with every mistake told before anything runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bandpo_cli.cli.preflight import check_settings, choose_name
+from bandpo_cli.config.layers import Layer, read_layer
+from bandpo_cli.config.messages import explain
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.plan import PlannedRun, axes_of, check_names, plan_runs
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep that is about to be: its runs, and the arm that the others are compared with."""
+
+    runs: list[PlannedRun]
+    baseline: str | None
+
+
+def plan(
+    file: Path | None,
+    flags: Mapping[str, str | None],
+    axes: Sequence[str],
+    seeds: str | None,
+    baseline: str | None,
+    layers: Sequence[Layer],
+) -> SweepRequest:
+    """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
+
+    Raises:
+        ConfigError: a mistake in any of them, in a line.
+    """
+    written = dict(read_layer(file)) if file is not None else {}
+    try:
+        sweep = SweepConfig.model_validate(written)
+        replaced = {**sweep.axes, **axes_of(flags), **axes_of(dict(map(_split, axes)))}
+        changes: dict[str, Any] = {"axes": replaced}
+        if seeds is not None:
+            changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
+        if baseline is not None:
+            changes["baseline"] = baseline
+        sweep = SweepConfig.model_validate({**sweep.model_dump(), **changes})
+    except ValidationError as error:
+        where = "" if file is None else f"{file}: "
+        raise ConfigError(where + explain(error, SweepConfig)) from None
+    runs = plan_runs(sweep, layers)
+    check_names(runs)
+    checked: set[Any] = set()
+    for run in runs:
+        parts = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
+        if parts not in checked:
+            checked.add(parts)
+            check_settings(run.config)
+    return SweepRequest(runs, sweep.baseline)
+
+
+def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
+    """Write the plan. Raises UserError where nothing can be written, or the name is taken."""
+    chosen = choose_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, {})
+
+
+def open_sweep(runs_dir: Path, text: str) -> SweepFolder:
+    """Return the sweep to go on with. Raises UserError when there is none."""
+    return SweepFolder.open(runs_dir, text)
+
+
+def refuse_beside_resume(given: Mapping[str, Any]) -> None:
+    """Raise a UserError where a flag is given that a sweep has its own plan for."""
+    extra = [name for name, value in given.items() if value not in (None, [])]
+    if extra:
+        raise UserError(f"--resume: the sweep goes on by its own plan; leave out {', '.join(extra)}")
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"--axis {text!r}: write it as section.key=value,value, for example optim.lr=1e-5,1e-4"
+        )
+    return key.strip(), values
+
+
+def _seed(part: str, text: str) -> int:
+    if not part.isdecimal():
+        raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
+    return int(part)

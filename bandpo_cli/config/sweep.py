@@ -1,0 +1,57 @@
+"""A sweep as its user writes it: what stays fixed, what varies, and which combinations are meant."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from bandpo_cli.config.base import Section
+
+Settings = dict[str, Any]
+"""Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class SweepConfig(Section):
+    """The axes of a sweep; every combination of an arm, a value of each axis and a seed is one run."""
+
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    """Settings of all runs, in sections as in a run's config file."""
+    axes: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values by dotted setting. An axis that an arm's method has no setting for (`bounds.delta` of clip) does not
+    multiply that arm."""
+    arms: dict[str, Settings] = Field(default_factory=dict)
+    """Named arms, each with dotted settings of its own; crossed with the axes."""
+    exclude: list[Settings] = Field(default_factory=list)
+    """Combinations to leave out: an arm that has all the values of one of these."""
+    seeds: tuple[Seed, ...] = (0,)
+    baseline: str | None = None
+    """The arm that the others are compared with in the report."""
+
+    @field_validator("axes")
+    @classmethod
+    def _axes_vary(cls, axes: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in axes.items():
+            if key == "seed":
+                raise ValueError("seeds are an axis of their own: put them in `seeds`")
+            if not values:
+                raise ValueError(f"the axis '{key}' is empty; give it values, or leave it out")
+            _refuse_repeats(f"the axis '{key}'", values)
+        return axes
+
+    @model_validator(mode="after")
+    def _some_seeds(self) -> SweepConfig:
+        if not self.seeds:
+            raise ValueError("seeds: give at least one")
+        _refuse_repeats("seeds:", self.seeds)
+        return self
+
+
+def _refuse_repeats(what: str, values: Any) -> None:
+    seen: list[Any] = []
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{what} has {value!r} twice")
+        seen.append(value)

@@ -1,0 +1,1 @@
+"""Many runs: what they are, and how they are run side by side."""

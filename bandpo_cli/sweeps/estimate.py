@@ -1,0 +1,101 @@
+"""How long a sweep will take, told by runs of the same shape that are there already, or else by a short trial."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.tracking.run_folder import read_metrics
+
+TRIAL_STEPS = 3
+_LATEST = 5  # finished runs that an estimate is the median of
+_SHAPE = ("model", "task", "sampling", "evaluation", "objective")
+
+
+def wall_seconds(seconds: Sequence[float], jobs: int) -> float:
+    """Return how long runs of these lengths take when each free one of `jobs` slots takes the next."""
+    slots = [0.0] * max(1, jobs)
+    for each in seconds:
+        slots[slots.index(min(slots))] += each
+    return max(slots)
+
+
+def known_seconds(config: RunConfig, runs_dir: Path) -> float | None:
+    """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none."""
+    shape = _shape(config.model_dump(mode="json"))
+    found = []
+    for path in [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]:
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            there = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))
+            if summary["status"] == "FINISHED" and _shape(there) == shape:
+                found.append(
+                    (path.stat().st_mtime, summary["time/train_s"] / summary["steps"] * config.steps)
+                )
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
+            continue  # an estimate needs no damaged run
+    latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]
+    return statistics.median(latest) if latest else None
+
+
+def trial_seconds(config: RunConfig, variables: Mapping[str, str]) -> float:
+    """Return the seconds of a run, by a trial of a few steps in a folder of its own.
+
+    Raises:
+        UserError: the trial failed, and so would the run; the line says why.
+    """
+    steps = min(TRIAL_STEPS, config.steps)
+    short = config.model_copy(
+        update={"steps": steps, "tracking": config.tracking.model_copy(update={"mlflow": False})}
+    )
+    with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
+        plan = Path(scratch) / "trial.yaml"
+        plan.write_text(to_yaml(short), encoding="utf-8")
+        start = time.perf_counter()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "bandpo_cli",
+                "train",
+                "-c",
+                str(plan),
+                "--name",
+                "t",
+                "--runs-dir",
+                scratch,
+            ],
+            capture_output=True,
+            text=True,
+            env={**variables},
+        )
+        wall = time.perf_counter() - start
+        if done.returncode:
+            line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"a trial of {steps} steps failed, {line}")
+        records = read_metrics(Path(scratch) / "t" / "metrics.jsonl")
+    evaluations = [record["time/eval"] for record in records if "time/eval" in record]
+    parts = [record["time/step"] - record.get("time/eval", 0.0) for record in records if record["step"] > 0]
+    # The first step warms caches up; where there are others it says nothing of them.
+    step = statistics.median(parts[1:] or parts)
+    evaluation = statistics.mean(evaluations) if evaluations else 0.0
+    every = config.evaluation.every
+    count = 1 + -(-config.steps // every) if every else 0
+    start_and_end = wall - sum(record["time/step"] for record in records)
+    return float(start_and_end + config.steps * step + count * evaluation)
+
+
+def _shape(config: Mapping[str, Any]) -> Any:
+    return [*(config[section] for section in _SHAPE), config["optim"]["updates"]]

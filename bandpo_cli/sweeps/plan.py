@@ -1,0 +1,194 @@
+"""From a sweep's axes to its runs, each with a checked config, a name and an arm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from bandpo_cli.config.layers import Layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sweep import Settings, SweepConfig
+from bandpo_cli.errors import ConfigError, nearest
+
+_METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: `name` is its folder, `arm` what it is averaged with over the seeds."""
+
+    name: str
+    arm: str
+    seed: int
+    config: RunConfig
+
+
+def plan_runs(sweep: SweepConfig, layers: Sequence[Layer] = ()) -> list[PlannedRun]:
+    """Return the runs, all arms with the first seed, then all with the second: a sweep cut short still compares.
+
+    Args:
+        layers: settings below those of the sweep, as `resolve` takes them.
+
+    Raises:
+        ConfigError: a setting is unknown or refused, two arms are the same, or none is left; one line.
+    """
+    arms = _arms(sweep, [*layers, sweep.fixed])
+    if sweep.baseline is not None and sweep.baseline not in arms:
+        raise ConfigError(
+            f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
+            f"arms: {', '.join(arms)}"
+        )
+    return [
+        PlannedRun(
+            f"{_plain(arm)}-s{seed}", arm, seed, resolve([*layers, sweep.fixed, *settings, {"seed": seed}])
+        )
+        for seed in sweep.seeds
+        for arm, settings in arms.items()
+    ]
+
+
+def _arms(sweep: SweepConfig, base: Sequence[Layer]) -> dict[str, list[Layer]]:
+    """Return the layers of settings of each arm, by its name."""
+    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
+    arms: dict[str, list[Layer]] = {}
+    seen: dict[RunConfig, str] = {}
+    unused = set(sweep.axes)
+    for named, settings in _combinations(sweep):
+        method = _method(base, settings)
+        kept = {key: value for key, value in settings.items() if _has(method, key) or key not in sweep.axes}
+        unused -= set(kept)
+        if any(
+            all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
+        ):
+            continue
+        layers: list[Layer] = [*map(nested, _method_first(kept))]
+        config = resolve([*base, *layers])
+        name = _arm_name(named, kept, varying, config)
+        if config in seen and seen[config] == name:
+            continue  # an axis that this arm's method has no setting for
+        if config in seen or name in arms:
+            other = seen.get(config, name)
+            raise ConfigError(f"the arms '{other}' and '{name}' are the same runs; leave one of them out")
+        seen[config] = name
+        arms[name] = layers
+    if unused:
+        axis = sorted(unused)[0]
+        raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has such a setting")
+    if not arms:
+        raise ConfigError("no runs are left: every combination is excluded")
+    return arms
+
+
+def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
+    """Yield each named arm ('' where there are none) with each combination of the axes' values."""
+    for named, settings in (sweep.arms or {"": {}}).items():
+        for values in product(*sweep.axes.values()):
+            yield named, {**settings, **dict(zip(sweep.axes, values, strict=True))}
+
+
+def _method(base: Sequence[Layer], settings: Settings) -> RunConfig:
+    """Return the config with the method alone chosen: what tells which settings there are."""
+    chosen = {key: value for key, value in settings.items() if key == _METHOD}
+    return resolve([*base, *map(nested, [chosen] if chosen else [])])
+
+
+def _has(config: RunConfig, key: str) -> bool:
+    """Tell whether a setting applies; an unknown one does, and `resolve` then names it."""
+    section, _, name = key.rpartition(".")
+    return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
+
+
+_BOUNDS_FIELDS = ("divergence", "delta", "max_ratio", "relax", "eps_low", "eps_high")
+
+
+def _method_first(settings: Settings) -> list[Settings]:
+    """Split settings so that the method is chosen before what belongs to it."""
+    method = {key: value for key, value in settings.items() if key == _METHOD}
+    rest = {key: value for key, value in settings.items() if key != _METHOD}
+    return [part for part in (method, rest) if part]
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Turn dotted settings into sections.
+
+    Raises:
+        ConfigError: one of them is no dotted name, or contradicts another.
+    """
+    layer: dict[str, Any] = {}
+    for key, value in settings.items():
+        parts = key.split(".")
+        if not all(parts):
+            raise ConfigError(f"'{key}': a setting is written as section.key")
+        section = layer
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"'{key}': '{part}' has a plain value already")
+        section[parts[-1]] = value
+    return layer
+
+
+def _arm_name(named: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
+    """Name an arm by what makes it one: `clip`, `kl 0.05`, `kl 0.05 updates=16`."""
+    words = [named] if named else []
+    shown = {key: value for key, value in settings.items() if key in varying}
+    band = config.bounds.method == "band"
+    if _METHOD in shown and not (band and _DIVERGENCE in settings):
+        words.append(str(shown[_METHOD]))
+    if _DIVERGENCE in shown or (band and _METHOD in shown and _DIVERGENCE in settings):
+        words.append(str(settings[_DIVERGENCE]))
+    if _DELTA in shown:
+        words.append(_short(shown[_DELTA]))
+    words += [
+        f"{key.rpartition('.')[2]}={_short(value)}"
+        for key, value in shown.items()
+        if key not in (_METHOD, _DIVERGENCE, _DELTA)
+    ]
+    return " ".join(words) or config.bounds.method
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(arm: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", arm).strip("-.=+") or "run"
+
+
+def check_names(runs: Sequence[PlannedRun]) -> None:
+    """Refuse arms whose names come to one folder.
+
+    Raises:
+        ConfigError: two runs would be written to the same place.
+    """
+    seen: dict[str, str] = {}
+    for run in runs:
+        if run.name in seen:
+            raise ConfigError(
+                f"the arms '{seen[run.name]}' and '{run.arm}' come to one folder name; rename one of them"
+            )
+        seen[run.name] = run.arm
+
+
+def axes_of(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
+    """Read comma lists by dotted setting; values are read as YAML, as `--set` reads them.
+
+    Raises:
+        ConfigError: a list is empty or has an empty place.
+    """
+    from bandpo_cli.config.layers import read_value
+
+    axes = {}
+    for key, text in flags.items():
+        if text is None:
+            continue
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise ConfigError(
+                f"--{key.rpartition('.')[2]} {text!r}: an empty place; values are apart by commas: 0.01,0.05"
+            )
+        axes[key] = [read_value(part, f"{key}={part}") for part in parts]
+    return axes

@@ -1,0 +1,169 @@
+"""Where the runs of a sweep are executed: child processes of this machine, one a slot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+PARENT = "BANDPO_PARENT_PID"
+"""The variable that tells a run which process it must not outlive."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that makes one run; `log` gets what it prints."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended, with its exit code; negative for a signal."""
+
+    name: str
+    code: int
+
+
+class Pool(Protocol):
+    """Executes jobs, as many at a time as it has slots."""
+
+    @property
+    def free(self) -> int:
+        """How many jobs may be started now."""
+
+    def start(self, job: Job) -> None:
+        """Start a job in a free slot."""
+
+    def ended(self) -> list[Ended]:
+        """Return the jobs that have ended since the last call; never waits."""
+
+    def stop(self, name: str | None = None) -> None:
+        """End one job, or all: ask first, and then make sure."""
+
+
+@dataclass
+class _Child:
+    job: Job
+    slot: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+class LocalPool:
+    """Child processes, each in a process group of its own, with the environment of its slot on top of ours."""
+
+    def __init__(self, slots: Sequence[Mapping[str, str]], grace_s: float = 20.0) -> None:
+        """Start nothing yet.
+
+        Args:
+            slots: variables for the child in each slot: its GPU, its threads.
+            grace_s: how long a child may take to close its run after it was asked to end, seconds.
+        """
+        self._slots = slots
+        self._grace_s = grace_s
+        self._children: dict[str, _Child] = {}
+
+    @property
+    def free(self) -> int:
+        """How many jobs may be started now."""
+        return len(self._slots) - len(self._children)
+
+    def start(self, job: Job) -> None:
+        """Start a job in a free slot. Raises OSError when the system refuses."""
+        taken = {child.slot for child in self._children.values()}
+        slot = next(index for index in range(len(self._slots)) if index not in taken)
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.log.open("ab")
+        try:
+            process = subprocess.Popen(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._slots[slot], PARENT: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C at the terminal reaches us alone, and we end them in order
+            )
+        except OSError:
+            log.close()
+            raise
+        self._children[job.name] = _Child(job, slot, process, log)
+
+    def ended(self) -> list[Ended]:
+        """Return the jobs that have ended since the last call; never waits."""
+        found = []
+        for name, child in list(self._children.items()):
+            code = child.process.poll()
+            if code is not None:
+                child.log.close()
+                del self._children[name]
+                found.append(Ended(name, code))
+        return found
+
+    def stop(self, name: str | None = None) -> None:
+        """Interrupt one job, or all, so that its run is closed in order; kill what takes longer than the grace."""
+        chosen = [child for each, child in self._children.items() if name in (None, each)]
+        for child in chosen:
+            _signal(child.process, signal.SIGINT)
+        end = time.monotonic() + self._grace_s
+        for child in chosen:
+            try:
+                child.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal(child.process, signal.SIGKILL)
+                child.process.wait()
+
+
+def local_slots(
+    jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables of each slot: a GPU of its own where there are GPUs, and its share of the cores.
+
+    Threads that outnumber the cores cost a multiple of what they bring. A number that the user has set stays.
+    """
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // jobs))
+    slots = []
+    for slot in range(jobs):
+        variables = {"OMP_NUM_THREADS": threads}
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        slots.append(variables)
+    return slots
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them, asked of the driver's own tool: torch is slow to import."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [each.strip() for each in named.split(",") if each.strip() not in ("", "-1")]
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip().isdecimal()]
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the child and whatever it started."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return

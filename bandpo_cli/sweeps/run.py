@@ -1,0 +1,81 @@
+"""Running a sweep: every run that is not whole, as many at a time as the pool has slots."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.pool import Job, Pool
+from bandpo_cli.sweeps.states import RunState, read_state
+
+POLL_S = 0.5
+"""Seconds between looks at the children: the most that a free slot waits."""
+
+
+def run_sweep(
+    folder: SweepFolder,
+    pool: Pool,
+    steps: Mapping[str, int],
+    watch: Callable[[Mapping[str, RunState]], None],
+    flags: Sequence[str] = (),
+) -> dict[str, str]:
+    """Execute the runs that are not whole, and return why each failed one did, by name.
+
+    A failed run stops no other. What an earlier attempt left of a run is set aside, not deleted.
+
+    Args:
+        steps: of each run, by name.
+        watch: hears how far all runs are, every `POLL_S`.
+        flags: further flags of every run's command.
+    """
+    waiting = deque(run.name for run in folder.runs if not folder.is_whole(run.name))
+    states = {
+        run.name: read_state(folder, run.name, steps[run.name], "whole")
+        if run.name not in waiting
+        else RunState("waiting", 0, steps[run.name])
+        for run in folder.runs
+    }
+    running: set[str] = set()
+    failures: dict[str, str] = {}
+    try:
+        while waiting or running:
+            while waiting and pool.free:
+                name = waiting.popleft()
+                folder.set_aside(name)
+                pool.start(Job(name, [*run_command(folder, name), *flags], folder.log_path(name)))
+                running.add(name)
+            for ended in pool.ended():
+                running.discard(ended.name)
+                whole = ended.code == 0 and folder.is_whole(ended.name)
+                if not whole:
+                    failures[ended.name] = _why(folder, ended.name, ended.code)
+                states[ended.name] = read_state(
+                    folder, ended.name, steps[ended.name], "whole" if whole else "failed"
+                )
+            for name in running:
+                states[name] = read_state(folder, name, steps[name], "running")
+            watch(states)
+            if running:
+                time.sleep(POLL_S)
+    except BaseException:  # Ctrl-C among them: no child outlives the sweep
+        pool.stop()
+        raise
+    return failures
+
+
+def run_command(folder: SweepFolder, name: str) -> list[str]:
+    """Return the command that makes one run, an ordinary run folder in the sweep's."""
+    plan: Path = folder.plan_path(name).absolute()
+    return [
+        sys.executable, "-m", "bandpo_cli", "train", "--config", str(plan), "--name", name,
+        "--runs-dir", str(folder.path.absolute()),
+    ]  # fmt: skip
+
+
+def _why(folder: SweepFolder, name: str, code: int) -> str:
+    end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{end}: {folder.last_words(name)}"

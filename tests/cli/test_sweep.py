@@ -1,0 +1,170 @@
+"""`bandpo sweep` as its user runs it: whole runs in one folder, whatever ends it in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SMALL = [
+    "--steps", "3", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[4]",
+]  # fmt: skip
+
+
+def bandpo(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
+    env = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    env.pop("MLFLOW_TRACKING_URI", None)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, **options)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
+        (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
+        (["--delta", ""], ["--delta", "empty place"]),
+        (["--delta", "0.1,,0.2"], ["--delta", "empty place"]),
+        (["--delta", "0.1,0.1"], ["bounds.delta", "twice"]),
+        (["--delta", "0.1,-1"], ["bounds.delta = -1", "greater than 0"]),
+        (["--method", "clip", "--delta", "0.1,0.2"], ["'bounds.delta'", "no arm"]),
+        (["--divergence", "kl,tw"], ["tw", "did you mean 'tv'"]),
+        (["--seeds", "0,x"], ["--seeds 0,x", "whole numbers"]),
+        (["--seeds", "1,1"], ["seeds", "twice"]),
+        (["--delta", "0.1,0.2", "--baseline", "0.3"], ["baseline = '0.3'", "arms: 0.1, 0.2"]),
+        (["--resume", "none"], ["no sweep 'none'"]),
+        (["--resume", "none", "--steps", "3"], ["--resume", "leave out --steps"]),
+        (["none.yaml"], ["none.yaml", "No such file"]),
+        (["axes.yaml"], ["axes.yaml", "axis", "did you mean 'axes'"]),
+        (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
+        (["--name", "../x"], ["--name", "../x"]),
+        (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
+    ],
+)
+def test_a_mistake_costs_one_line_and_nothing_is_written(
+    tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    (tmp_path / "axes.yaml").write_text("axis: {bounds.delta: [0.1]}\n")
+    done = bandpo(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["axes.yaml"]
+
+
+@pytest.mark.slow
+def test_killed_half_way_and_resumed_it_ends_with_whole_runs_and_redoes_none(tmp_path: Path) -> None:
+    arguments = ["--delta", "0.01,0.1", "--seeds", "0,1", *SMALL, "--jobs", "2", "--name", "a", "--no-mlflow"]
+    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
+    first = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
+    sweep = tmp_path / "runs" / "a"
+    end = time.monotonic() + 240
+    # Half-way: the runs of the first seed are whole, one of the second has begun.
+    while not (sweep / "0.1-s1" / "metrics.jsonl").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    whole = {path.parent.name: path.stat().st_mtime_ns for path in sweep.glob("*/summary.json")}
+    assert "0.1-s1" not in whole
+    assert len(whole) >= 1
+    left_by_the_kill = (sweep / "0.1-s1" / "config.yaml").read_text()
+
+    done = bandpo("--resume", "a", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 runs whole" in done.stdout
+    names = [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]]
+    assert names == ["0.01-s0", "0.1-s0", "0.01-s1", "0.1-s1"]
+    for name in names:
+        assert json.loads((sweep / name / "summary.json").read_text())["status"] == "FINISHED"
+        assert [record["step"] for record in records(sweep / name)] == [0, 1, 2, 3]
+    for name, stamp in whole.items():
+        assert (sweep / name / "summary.json").stat().st_mtime_ns == stamp
+    assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == left_by_the_kill
+
+    # The same run as the command for one: nothing of the sweep is in its numbers.
+    alone = [
+        sys.executable,
+        "-m",
+        "bandpo_cli",
+        "train",
+        "-c",
+        str(sweep / "plans" / "0.1-s1.yaml"),
+        "--name",
+        "one",
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(alone, cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert records(tmp_path / "runs" / "one") == records(sweep / "0.1-s1")
+
+    # A run folder that is gone is run again; nothing else is.
+    shutil.rmtree(sweep / "0.01-s0")
+    again = bandpo("--resume", "a", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "4 of 4 runs whole" in again.stdout
+    (sweep / "plans" / "0.01-s0.yaml").unlink()
+    gone = bandpo("--resume", "a", cwd=tmp_path)
+    assert gone.returncode == 2
+    assert "settings of run '0.01-s0' are gone" in gone.stderr
+
+
+@pytest.mark.slow
+def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    # No learning rate gets over this: the weights are no numbers after the first update.
+    file.write_text(
+        "arms: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
+    )
+    done = bandpo(str(file), *SMALL, "--jobs", "2", "--name", "b", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 2 runs whole" in done.stdout
+    assert "failed  bad-s0: exit code 1: error: " in done.stdout
+    assert "bandpo sweep --resume b" in done.stderr
+    assert json.loads((tmp_path / "runs/b/good-s0/summary.json").read_text())["status"] == "FINISHED"
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("bandpo")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"b", "good-s0", "bad-s0"}
+    assert {runs[name].info.status for name in ("b", "bad-s0")} == {"FAILED"}
+    for name in ("good-s0", "bad-s0"):
+        assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
+
+    long = ["--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow", "--jobs", "2"]
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", "sweep", *long],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    end = time.monotonic() + 120
+    while len(list((tmp_path / "runs/c").glob("*/metrics.jsonl"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    out, err = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130, err
+    assert "go on by: bandpo sweep --resume c" in out
+    for name in ("band-s0", "band-s1"):
+        assert json.loads((tmp_path / "runs/c" / name / "summary.json").read_text())["status"] == "KILLED"

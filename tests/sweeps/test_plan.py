@@ -1,0 +1,109 @@
+"""The runs that a sweep comes to: every combination once, named by what varies, nothing silently dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.sweeps.plan import axes_of, check_names, plan_runs
+
+
+def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:
+    runs = plan_runs(SweepConfig(**settings), layers or [])
+    check_names(runs)
+    return [run.arm for run in runs if run.seed == runs[0].seed]
+
+
+def test_every_combination_with_every_seed_and_a_seed_whole_before_the_next() -> None:
+    axes = axes_of({"bounds.delta": "0.01,0.05,0.1", "bounds.divergence": "kl,tv"})
+    runs = plan_runs(SweepConfig(axes=axes, seeds=(0, 1, 2)))
+    assert len(runs) == len({run.name for run in runs}) == 18
+    assert [run.seed for run in runs] == [0] * 6 + [1] * 6 + [2] * 6
+    for run in runs:
+        divergence, delta = run.arm.split()
+        expected = {"seed": run.seed, "bounds": {"divergence": divergence, "delta": float(delta)}}
+        assert run.config == resolve([expected])
+        assert run.name == f"{divergence}-{delta}-s{run.seed}"
+
+
+def test_an_axis_that_a_method_has_no_setting_for_does_not_multiply_it() -> None:
+    axes = axes_of({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
+    assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
+    axes = axes_of({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
+    assert arms(axes=axes) == ["kl", "tv", "clip"]
+
+
+def test_named_arms_are_crossed_with_the_axes() -> None:
+    named = {"PPO": {"bounds.method": "clip"}, "wide": {"bounds.method": "clip", "bounds.eps_high": 0.5}}
+    found = plan_runs(SweepConfig(arms=named, axes={"optim.updates": [4, 8]}))
+    assert [run.arm for run in found] == [
+        "PPO updates=4",
+        "PPO updates=8",
+        "wide updates=4",
+        "wide updates=8",
+    ]
+    assert found[3].config.bounds.model_dump() == {"method": "clip", "eps_low": 0.2, "eps_high": 0.5}
+    assert found[3].config.optim.updates == 8
+
+
+def test_layers_below_and_fixed_settings_hold_for_all() -> None:
+    runs = plan_runs(
+        SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]}),
+        [{"steps": 3, "sampling": {"samples": 8}}],
+    )
+    assert {(run.config.steps, run.config.optim.lr, run.config.sampling.samples) for run in runs} == {
+        (7, 1e-3, 8)
+    }
+
+
+def test_excluded_combinations_are_left_out() -> None:
+    axes = axes_of({"bounds.divergence": "kl,tv", "bounds.delta": "0.01,0.5"})
+    exclude = [{"bounds.divergence": "tv", "bounds.delta": 0.5}]
+    assert arms(axes=axes, exclude=exclude) == ["kl 0.01", "kl 0.5", "tv 0.01"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"axes": {"bounds.delt": [1, 2]}}, ["bounds.delt", "did you mean 'delta'"]),
+        ({"axes": {"optim.lr": [1e-3, "fast"]}}, ["optim.lr", "fast"]),
+        ({"axes": {"bounds.eps_high": [0.2, 0.3]}}, ["'bounds.eps_high'", "no arm"]),
+        ({"axes": {"bounds.delta": [0.1, 0.2]}, "exclude": [{}]}, ["no runs are left"]),
+        ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
+        ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
+        ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "one folder"]),
+        ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
+    ],
+)
+def test_a_mistake_is_one_line(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        arms(**settings)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"axes": {"bounds.delta": []}}, "the axis 'bounds.delta' is empty"),
+        ({"axes": {"bounds.delta": [0.1, 0.1]}}, "twice"),
+        ({"axes": {"seed": [1, 2]}}, "put them in `seeds`"),
+        ({"seeds": []}, "give at least one"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": [-1]}, "greater than or equal to 0"),
+    ],
+)
+def test_axes_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        SweepConfig(**settings)
+
+
+def test_an_empty_place_in_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an empty place"):
+        axes_of({"bounds.delta": "0.1,,0.2"})

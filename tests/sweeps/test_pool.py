@@ -1,0 +1,118 @@
+"""Child processes in slots: never more than there are, none that outlives its end, an environment for each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.sweeps.estimate import wall_seconds
+from bandpo_cli.sweeps.pool import Job, LocalPool, local_slots, visible_gpus
+
+
+def job(tmp_path: Path, name: str, code: str) -> Job:
+    return Job(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
+
+
+def wait(pool: LocalPool, count: int) -> dict[str, int]:
+    codes: dict[str, int] = {}
+    end = time.monotonic() + 60
+    while len(codes) < count and time.monotonic() < end:
+        codes |= {ended.name: ended.code for ended in pool.ended()}
+        time.sleep(0.02)
+    return codes
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie answers to signals; only its state tells that it has ended.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_each_slot_has_its_environment_and_exit_codes_come_back(tmp_path: Path) -> None:
+    pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
+    code = "import os, time; print(os.environ['PLACE'], flush=True); time.sleep(0.2)"
+    pool.start(job(tmp_path, "one", code))
+    pool.start(job(tmp_path, "two", code + "; raise SystemExit(3)"))
+    assert pool.free == 0
+    assert wait(pool, 2) == {"one": 0, "two": 3}
+    assert pool.free == 2
+    assert [(tmp_path / "logs" / f"{name}.log").read_text() for name in ("one", "two")] == ["a\n", "b\n"]
+    pool.start(job(tmp_path, "three", code))
+    wait(pool, 1)
+    assert (tmp_path / "logs" / "three.log").read_text() == "a\n"
+
+
+def test_stopping_interrupts_and_then_kills_with_all_that_was_started(tmp_path: Path) -> None:
+    pool = LocalPool([{}, {}], grace_s=1.0)
+    polite = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
+    deaf = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "child = subprocess.Popen([sys.executable, '-c', "
+        "'import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)']); "
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    pool.start(job(tmp_path, "polite", polite))
+    pool.start(job(tmp_path, "deaf", deaf))
+    log = tmp_path / "logs" / "deaf.log"
+    end = time.monotonic() + 30
+    while not log.read_text().strip() and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    pool.stop()
+    assert wait(pool, 2) == {"polite": 0, "deaf": -signal.SIGKILL}
+    assert (tmp_path / "logs" / "polite.log").read_text() == "closed\n"
+    time.sleep(0.2)
+    grandchild = int(log.read_text())
+    assert not Path(f"/proc/{grandchild}").exists() or not alive(grandchild)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")
+def test_a_run_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
+    """Killed outright, a sweep cannot end its children; they see it themselves."""
+    child = (
+        "from bandpo_cli.sweeps.child import end_with_parent; import os, time; end_with_parent(); "
+        "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    sweep = (
+        "import sys, time; from pathlib import Path; from bandpo_cli.sweeps.pool import Job, LocalPool; "
+        "pool = LocalPool([{}]); "
+        f"pool.start(Job('a', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'a.log')!r}))); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", sweep])
+    end = time.monotonic() + 60
+    log = tmp_path / "a.log"
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.05)
+    pid = int(log.read_text())
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{pid}").exists() and alive(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists() or not alive(pid)
+
+
+def test_slots_share_cores_and_gpus() -> None:
+    assert local_slots(2, 8, [], {}) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert local_slots(3, 2, [], {}) == [{"OMP_NUM_THREADS": "1"}] * 3
+    assert local_slots(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
+    gpus = [slot["CUDA_VISIBLE_DEVICES"] for slot in local_slots(3, 8, ["4", "6"], {})]
+    assert gpus == ["4", "6", "4"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 3"}) == ["1", "3"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+
+
+def test_wall_time_of_runs_in_slots() -> None:
+    assert wall_seconds([10, 10, 10], 1) == 30
+    assert wall_seconds([10, 10, 10], 2) == 20
+    assert wall_seconds([30, 10, 10, 10], 2) == 30
