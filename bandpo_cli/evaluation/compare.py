@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,9 @@ from bandpo_cli.evaluation.intervals import Interval, mean_intervals
 MEAN = "mean"
 """What mean@n is called here: it estimates the same for every n, so n need not be the same."""
 
-_COMPARED = (MEAN, "pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
+_COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
+
+_Problems = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]
     cancels.
 
     Raises:
-        UserError: they share no set, or no problem of one; or a record holds something else.
+        UserError: they share no set, or no problem of one; or a shared set holds something else than figures.
     """
     sets_a, sets_b = _sets(a, "A"), _sets(b, "B")
     labels = [label for label in sets_a if label in sets_b]
@@ -75,26 +78,27 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]
         raise UserError(
             f"nothing to compare: A has {', '.join(sets_a) or 'no sets'}, B has {', '.join(sets_b) or 'no sets'}"
         )
-    return {label: _compare_sets(label, sets_a[label], sets_b[label]) for label in labels}
+    return {
+        label: _compare_sets(
+            label, _problems(sets_a[label], label, "A"), _problems(sets_b[label], label, "B")
+        )
+        for label in labels
+    }
 
 
-def _compare_sets(
-    label: str, a: Mapping[str, Mapping[str, float]], b: Mapping[str, Mapping[str, float]]
-) -> Comparison:
+def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
     ids = [id_ for id_ in a if id_ in b]
     if not ids:
         raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
-    names = [name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED)]
-    changes = mean_intervals([[b[id_][name] - a[id_][name] for id_ in ids] for name in names])
+    names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
+    values_a = {name: [_number(a, id_, name, label, "A") for id_ in ids] for name in names}
+    values_b = {name: [_number(b, id_, name, label, "B") for id_ in ids] for name in names}
+    changes_FP = [[y - x for x, y in zip(values_a[name], values_b[name], strict=True)] for name in names]
     figures = {
-        name: Difference(
-            a=sum(a[id_][name] for id_ in ids) / len(ids),
-            b=sum(b[id_][name] for id_ in ids) / len(ids),
-            change=change,
-        )
-        for name, change in zip(names, changes, strict=True)
+        name: Difference(a=sum(values_a[name]) / len(ids), b=sum(values_b[name]) / len(ids), change=change)
+        for name, change in zip(names, mean_intervals(changes_FP), strict=True)
     }
-    pairs = [(id_, a[id_][MEAN], b[id_][MEAN]) for id_ in ids]
+    pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))
     wins, losses = sum(y > x for _, x, y in pairs), sum(y < x for _, x, y in pairs)
     moved = sorted((pair for pair in pairs if pair[1] != pair[2]), key=lambda pair: -abs(pair[2] - pair[1]))
     return Comparison(
@@ -109,26 +113,38 @@ def _compare_sets(
     )
 
 
-def _sets(record: Mapping[str, Any], which: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the values by set, problem and name, mean@n under `MEAN`."""
-    found = {}
-    for label, scores in record["sets"].items():
-        try:
-            found[label] = {
-                id_: {
-                    MEAN if name.startswith("mean_at_") else name: float(value)
-                    for name, value in values.items()
-                }
-                for id_, values in scores["by_problem"].items()
-            }
-        except KeyError:
-            raise UserError(
-                f"{which} has no figures of '{label}' yet: its evaluation is not finished"
-            ) from None
-        except (AttributeError, TypeError, ValueError):
-            raise UserError(
-                f"{which} holds no figures by problem for '{label}'; is it an eval.json?"
-            ) from None
-        if any(MEAN not in values for values in found[label].values()):
-            raise UserError(f"{which} holds a problem of '{label}' without a mean; is it an eval.json?")
-    return found
+def _sets(record: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    sets = record.get("sets")
+    if not isinstance(sets, Mapping):
+        raise UserError(f"{which} holds no evaluation sets; is it an eval.json?")
+    return sets
+
+
+def _problems(scores: Any, label: str, which: str) -> _Problems:
+    """Return what stands there by problem and name, mean@n under `MEAN`."""
+    if isinstance(scores, Mapping) and "by_problem" not in scores:
+        raise UserError(f"{which} has no figures of '{label}' yet: its evaluation is not finished")
+    by_problem = scores["by_problem"] if isinstance(scores, Mapping) else None
+    if not isinstance(by_problem, Mapping) or not all(
+        isinstance(each, Mapping) for each in by_problem.values()
+    ):
+        raise UserError(f"{which} holds no figures by problem for '{label}'; is it an eval.json?")
+    return {
+        id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in values.items()}
+        for id_, values in by_problem.items()
+    }
+
+
+def _number(problems: _Problems, id_: str, name: str, label: str, which: str) -> float:
+    """Return a figure of a problem. Raises UserError where it is missing, null or no number."""
+    value = problems[id_].get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise UserError(
+        f"{which} holds {_shown(value)} as '{name}' of problem {id_!r:.80} of '{label}'; if it is an evaluation's, "
+        "bandpo eval --resume NAME writes its figures anew"
+    )
+
+
+def _shown(value: object) -> str:
+    return "no number" if value is None else f"{value!r:.40}"

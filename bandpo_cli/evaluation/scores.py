@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,13 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
         legacy: add best@k as resampling with replacement gives it.
 
     Raises:
-        ConfigError: a problem has fewer completions than a k.
+        ConfigError: there is no completion, or a problem has fewer of them than a k.
     """
     problems: dict[str, list[EvalRow]] = {}
     for row in rows:
         problems.setdefault(row["problem_id"], []).append(row)
+    if not problems:
+        raise ConfigError(f"'{label}' has no completions to score")
     sizes = [len(completions) for completions in problems.values()]
     fewest, most = min(sizes), max(sizes)
     if max(k, default=1) > fewest:
@@ -70,8 +72,12 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
             f"ask for k of at most {fewest}"
         )
     n = str(fewest) if fewest == most else "n"
-    lengths_known = all(row["length"] is not None for rows_G in problems.values() for row in rows_G)
-    by_problem = {id_: _figures(rows_G, n, k, legacy, lengths_known) for id_, rows_G in problems.items()}
+    known = {
+        column
+        for column in ("length", "finish_reason")
+        if all(row.get(column) is not None for rows_G in problems.values() for row in rows_G)
+    }
+    by_problem = {id_: _figures(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
     return Scores(
@@ -97,9 +103,9 @@ def metrics(scores: Mapping[str, Scores], ends: bool = False) -> dict[str, float
 
 
 def _figures(
-    rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, lengths_known: bool
+    rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
 ) -> dict[str, float]:
-    """Return one problem's figures; see docs/evaluation.md for what each means."""
+    """Return one problem's figures, less those of columns not `known`; see docs/evaluation.md for what each means."""
     size = len(rows_G)
     rights = [row["accuracy"] for row in rows_G]
     correct = sum(right == 1 for right in rights)
@@ -114,8 +120,9 @@ def _figures(
     if legacy:
         figures |= {f"legacy_best_at_{each}": legacy_best_at_k(size, correct, each) for each in k}
     figures["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))
-    if lengths_known:
+    if "finish_reason" in known:
         figures["truncation_rate"] = share(sum(row["finish_reason"] == "length" for row in rows_G))
+    if "length" in known:
         figures["response_length"] = sum(row["length"] or 0 for row in rows_G) / size
     figures["timeout_rate"] = share(sum(row["verdict"] == "timeout" for row in rows_G))
     figures["grader_error_rate"] = share(sum(row["verdict"] == "grader-error" for row in rows_G))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,12 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
             verdicts[vote].append(right)
     sizes = Counter({vote: len(rights) for vote, rights in verdicts.items()})
     silent = n - sizes.total()
-    value = 0.0
+    shares = []
     for vote, rights in verdicts.items():
         if any(rights):
             others = sorted(size for other, size in sizes.items() if other != vote)
-            value += sum(rights) / len(rights) * _chance_to_win(sizes[vote], tuple(others), silent, k)
-    return min(value, 1.0)
+            shares.append(sum(rights) / len(rights) * _chance_to_win(sizes[vote], tuple(others), silent, k))
+    return min(fsum(shares), 1.0)  # not `sum`: the order of the completions must not show in the last digit
 
 
 @lru_cache(maxsize=4096)

@@ -1,10 +1,15 @@
-"""pass@k against an enumeration of every way to pick k of n."""
+"""pass@k against an enumeration, exact fractions and the product form; best@k against the resampling it stands for."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import combinations
+from math import comb
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.evaluate import due
@@ -20,6 +25,36 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n: int) -> None:
             assert pass_at_k(n, correct, k) == pytest.approx(sum(picks) / len(picks))
 
 
+@st.composite
+def draws(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
+    n = draw(st.integers(1, most))
+    return n, draw(st.integers(0, n)), draw(st.integers(1, n))
+
+
+@given(draws(most=400))
+def test_pass_at_k_is_the_fraction_and_the_product_form(drawn: tuple[int, int, int]) -> None:
+    n, correct, k = drawn
+    exact = 1 - Fraction(comb(n - correct, k), comb(n, k))
+    product = 1.0 if n - correct < k else 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1))
+    assert pass_at_k(n, correct, k) == pytest.approx(float(exact), abs=1e-15)
+    assert pass_at_k(n, correct, k) == pytest.approx(product, abs=1e-12)
+
+
+def test_pass_at_k_of_thousands_does_not_overflow() -> None:
+    """C(5000, 2500) has 1,504 digits, more than a float holds."""
+    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5, abs=1e-15)
+
+
+def test_best_at_k_is_what_resampling_with_replacement_comes_to() -> None:
+    rng = np.random.default_rng(0)
+    rounds = 200_000
+    for n, correct, k in ((16, 3, 4), (32, 1, 32), (8, 7, 2), (5, 0, 3)):
+        outcomes = np.arange(n) < correct
+        value = legacy_best_at_k(n, correct, k)
+        drawn = outcomes[rng.integers(0, n, (rounds, k))].any(axis=1).mean()
+        assert abs(drawn - value) <= 4 * np.sqrt(value * (1 - value) / rounds)
+
+
 def test_one_right_of_32_is_no_0_64() -> None:
     """Resampling with replacement would give 0.64 for pass@32; all 32 drawn hold the right one for certain."""
     assert pass_at_k(32, 1, 32) == 1.0
@@ -31,6 +66,8 @@ def test_one_right_of_32_is_no_0_64() -> None:
 def test_impossible_questions_are_refused(n: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(n, correct, k)
+    with pytest.raises(ValueError, match="best@"):
+        legacy_best_at_k(n, correct, k)
 
 
 def test_evaluations_fall_at_the_start_the_cadence_and_the_end() -> None:

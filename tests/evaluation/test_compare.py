@@ -1,0 +1,169 @@
+"""Two evaluations side by side: what both hold is paired problem by problem, and damaged records are said in a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.evaluation.compare import compare
+from bandpo_cli.evaluation.intervals import mean_intervals
+from bandpo_cli.tracking.files import finite
+
+
+def record(**sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {"sets": {label: {"by_problem": by_problem} for label, by_problem in sets.items()}}
+
+
+A = record(
+    math={
+        "p": {"mean_at_4": 0.25, "pass_at_4": 1.0, "response_length": 100.0, "timeout_rate": 0.0},
+        "q": {"mean_at_4": 0.5, "pass_at_4": 1.0, "response_length": 200.0, "timeout_rate": 0.0},
+        "r": {"mean_at_4": 0.0, "pass_at_4": 0.0, "response_length": 300.0, "timeout_rate": 0.0},
+        "only a": {"mean_at_4": 1.0, "pass_at_4": 1.0, "response_length": 9.0, "timeout_rate": 0.0},
+    }
+)
+B = record(
+    math={
+        "only b": {"mean_at_8": 1.0, "pass_at_8": 1.0, "response_length": 9.0, "pass_at_4": 1.0},
+        "another": {"mean_at_8": 1.0, "pass_at_8": 1.0, "response_length": 9.0, "pass_at_4": 1.0},
+        "r": {"mean_at_8": 0.75, "pass_at_8": 1.0, "response_length": 150.0, "pass_at_4": 1.0},
+        "q": {"mean_at_8": 0.375, "pass_at_8": 1.0, "response_length": 250.0, "pass_at_4": 0.9},
+        "p": {"mean_at_8": 0.25, "pass_at_8": 1.0, "response_length": 50.0, "pass_at_4": 0.8},
+    }
+)
+
+
+def test_by_hand() -> None:
+    """n = 4 against n = 8: the means compare, pass@8 has no partner, and timeouts are no figure of the model."""
+    comparison = compare(A, B)["math"]
+    assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
+    assert set(comparison.figures) == {"mean", "pass_at_4", "response_length"}
+    mean = comparison.figures["mean"]
+    assert (mean.a, mean.b) == pytest.approx((0.75 / 3, 1.375 / 3))
+    assert mean.change == mean_intervals([[0.0, -0.125, 0.75]])[0]
+    length = comparison.figures["response_length"]
+    assert (length.a, length.b, length.change.value) == pytest.approx((200, 150, -50))
+    assert comparison.figures["pass_at_4"].change.value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
+    assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
+    assert comparison.moved == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
+
+
+def test_swapped_it_is_the_opposite() -> None:
+    there, back = compare(A, B)["math"], compare(B, A)["math"]
+    assert set(back.figures) == set(there.figures)
+    for name, each in there.figures.items():
+        other = back.figures[name]
+        assert (other.a, other.b) == pytest.approx((each.b, each.a))
+        assert other.change == pytest.approx([-each.change.value, -each.change.high, -each.change.low])
+    assert (back.wins, back.losses, back.only_a, back.only_b) == (1, 1, 2, 1)
+    assert back.moved == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
+
+
+def test_with_itself_nothing_moved() -> None:
+    comparison = compare(A, A)["math"]
+    assert (comparison.wins, comparison.losses, comparison.ties, comparison.moved) == (0, 0, 4, [])
+    assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.figures.values())
+    plain = json.loads(json.dumps(finite(comparison.as_json()), allow_nan=False))
+    assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
+    assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
+
+
+def test_pairing_takes_out_what_is_common_to_both() -> None:
+    """The same problems, hard ones hard for both: the paired interval is far narrower than the unpaired one."""
+    rng = np.random.default_rng(1)
+    p = rng.beta(0.5, 0.5, 200)
+    before, after = rng.binomial(64, p) / 64, rng.binomial(64, np.clip(p + 0.03, 0, 1)) / 64
+    found = compare(
+        record(s={str(i): {"mean_at_64": float(value)} for i, value in enumerate(before)}),
+        record(s={str(i): {"mean_at_64": float(value)} for i, value in reversed([*enumerate(after)])}),
+    )["s"]
+    change = found.figures["mean"].change
+    assert change.value == pytest.approx((after - before).mean())
+    a, b = mean_intervals([before, after])
+    unpaired = math.hypot(a.high - a.low, b.high - b.low)
+    assert change.high - change.low < unpaired / 3
+    assert change.low > 0
+    paired_error = (after - before).std(ddof=1) / math.sqrt(200)
+    assert change.high - change.low == pytest.approx(2 * 1.97 * paired_error, rel=0.1)
+
+
+def test_only_shared_sets_are_compared_and_read() -> None:
+    damaged = {"sets": {**A["sets"], "other": None}}
+    assert list(compare(damaged, B)) == ["math"]
+
+
+def test_figures_of_one_alone_and_null_ones_that_are_not_compared_do_no_harm() -> None:
+    a = record(s={"p": {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}})
+    b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
+    assert list(compare(a, b)["s"].figures) == ["mean"]
+    assert compare(a, b)["s"].figures["mean"].b == 1.0
+
+
+def test_equal_shares_of_different_n_are_ties() -> None:
+    shares = [(count / 3, 2 * count / 6) for count in range(4)]
+    a = record(s={str(i): {"mean_at_3": x} for i, (x, _) in enumerate(shares)})
+    b = record(s={str(i): {"mean_at_6": y} for i, (_, y) in enumerate(shares)})
+    assert compare(a, b)["s"].ties == 4
+
+
+GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        ({}, "A holds no evaluation sets"),
+        ({"sets": None}, "A holds no evaluation sets"),
+        ({"sets": ["s"]}, "A holds no evaluation sets"),
+        ({"sets": {}}, "nothing to compare: A has no sets, B has s"),
+        (record(other=GOOD), "nothing to compare: A has other, B has s"),
+        (record(s={"x": GOOD["p"]}), "share no problem of 's'"),
+        (record(s={}), "share no problem of 's'"),
+        ({"sets": {"s": {"problems": 2}}}, "A has no figures of 's' yet: its evaluation is not finished"),
+        ({"sets": {"s": None}}, "A holds no figures by problem for 's'"),
+        ({"sets": {"s": [1]}}, "A holds no figures by problem for 's'"),
+        ({"sets": {"s": {"by_problem": None}}}, "A holds no figures by problem for 's'"),
+        ({"sets": {"s": {"by_problem": [1, 2]}}}, "A holds no figures by problem for 's'"),
+        (record(s={"p": 0.5, "q": 0.5}), "A holds no figures by problem for 's'"),  # type: ignore[arg-type]
+        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "A holds no number as 'mean' of problem 'p'"),
+        (
+            record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}),
+            "no number as 'pass_at_2' of problem 'q' of 's'",
+        ),
+        (record(s={"p": GOOD["p"], "q": {**GOOD["q"], "pass_at_2": None}}), "no number as 'pass_at_2'"),
+        (
+            record(s={"p": {**GOOD["p"], "mean_at_2": None}, "q": GOOD["q"]}),
+            "no number as 'mean' of problem 'p'",
+        ),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": math.nan}, "q": GOOD["q"]}), "holds nan as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": math.inf}, "q": GOOD["q"]}), "holds inf as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": 10**400}, "q": GOOD["q"]}), "as 'mean' of problem 'p'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": "0.5"}, "q": GOOD["q"]}), "holds '0.5' as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": True}, "q": GOOD["q"]}), "holds True as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": [0.5]}, "q": GOOD["q"]}), "holds [0.5] as 'mean'"),
+        (record(s={"p\n": {"mean_at_2": None}, "p": GOOD["p"]}), None),
+    ],
+)
+def test_damaged_records_are_said_in_a_line(damaged: dict[str, Any], words: str | None) -> None:
+    """Whichever of the two it is; a problem that the other lacks is not looked at."""
+    if words is None:
+        assert compare(damaged, record(s=GOOD))["s"].shared == 1
+        return
+    for pair, expected in (((damaged, record(s=GOOD)), words), ((record(s=GOOD), damaged), None)):
+        with pytest.raises(UserError) as error:
+            compare(*pair)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 300
+        assert expected is None or expected in str(error.value)
+
+
+def test_names_that_break_lines_do_not_break_the_message() -> None:
+    damaged = record(s={"p\nq": {"mean_at_2": None}})
+    with pytest.raises(UserError) as error:
+        compare(damaged, damaged)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,173 @@
+"""Intervals are the bootstrap's, the same for the same completions, and hold the truth as often as they say."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.special import betaln
+from scipy.stats import betabinom, norm, t
+
+from bandpo_cli.evaluation.intervals import LEVEL, mean_intervals
+from bandpo_cli.evaluation.metrics import pass_at_k
+from bandpo_cli.evaluation.votes import maj_at_k
+from bandpo_cli.tracking.files import finite
+
+Array = NDArray[np.float64]
+
+
+def test_value_is_the_mean_and_the_ends_lie_around_it_within_what_was_seen() -> None:
+    values_FP = np.random.default_rng(1).beta(0.3, 1.5, (5, 40)) * np.array([[1], [1], [0.1], [5000], [-3]])
+    for values, interval in zip(values_FP, mean_intervals(values_FP), strict=True):
+        assert interval.value == pytest.approx(values.mean())
+        assert values.min() <= interval.low < interval.value < interval.high <= values.max()
+
+
+def test_the_same_completions_give_the_same_interval_and_another_seed_another() -> None:
+    values_FP = np.random.default_rng(2).random((3, 25))
+    assert mean_intervals(values_FP) == mean_intervals(values_FP)
+    assert mean_intervals(values_FP, seed=1) != mean_intervals(values_FP)
+    assert mean_intervals(values_FP)[1] == mean_intervals(values_FP[1:2])[0]  # whatever it is computed with
+
+
+@pytest.mark.parametrize("problems", [24, 200])
+def test_of_symmetric_values_it_is_the_widened_percentile_interval_and_the_t_interval(problems: int) -> None:
+    """Neither bias nor acceleration has anything to correct there; the widening is the one of Student's t."""
+    half = np.abs(np.random.default_rng(3).standard_normal(problems // 2))
+    values = np.concatenate([10 - half, 10 + half])
+    interval = mean_intervals([values])[0]
+
+    rng = np.random.default_rng(77)
+    resampled = values[rng.integers(0, problems, (40_000, problems))].mean(axis=1)
+    standard_error = values.std(ddof=1) / math.sqrt(problems)
+    widened = t.ppf(0.975, problems - 1) / norm.ppf(0.975) * math.sqrt(problems / (problems - 1))
+    low, high = 10 + (np.quantile(resampled, [0.025, 0.975]) - 10) * widened
+    assert interval[1:] == pytest.approx((low, high), abs=0.1 * standard_error)
+    assert interval[1:] == pytest.approx(
+        t.interval(LEVEL, problems - 1, 10, standard_error), abs=0.1 * standard_error
+    )
+
+
+def test_of_skewed_values_the_longer_end_is_on_the_side_of_the_tail() -> None:
+    value, low, high = mean_intervals([np.random.default_rng(4).exponential(size=60)])[0]
+    assert high - value > 1.15 * (value - low)
+
+
+@pytest.mark.parametrize("unit", [0.1, 1 / 3, 0.7, 1 / 7, 512.3])
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_the_unit_does_not_show(unit: float, shift: float) -> None:
+    """Shares are multiples of 1/n, and many resamples have the sample's mean but for rounding; BCa counts those."""
+    rng = np.random.default_rng(5)
+    for problems in (6, 18, 30, 31, 38):
+        values = rng.permutation(np.arange(problems) % 5 < 2).astype(float)
+        plain, scaled = mean_intervals([values])[0], mean_intervals([shift + unit * values])[0]
+        assert scaled == pytest.approx([shift + unit * each for each in plain])
+
+
+def test_opposite_values_have_the_opposite_interval() -> None:
+    values = np.random.default_rng(6).binomial(10, 0.3, 50) / 10
+    value, low, high = mean_intervals([values])[0]
+    assert mean_intervals([-values])[0] == pytest.approx([-value, -high, -low])
+
+
+@pytest.mark.parametrize("values", [[0.4], [0.0, 0.0, 0.0], [0.7] * 30, [1.0, 1 - 2**-53, 1.0]])
+def test_where_nothing_varies_there_is_no_interval(values: list[float]) -> None:
+    """Beside one that has an interval, and without a warning; values that differ by rounding alone do not vary."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        interval = mean_intervals([values])[0]
+        if len(values) > 1:
+            assert math.isnan(mean_intervals([values, np.arange(len(values))])[0].low)
+            assert not math.isnan(mean_intervals([values, np.arange(len(values))])[1].low)
+    assert interval.value == pytest.approx(values[0])
+    assert math.isnan(interval.low)
+    assert math.isnan(interval.high)
+    assert json.dumps(finite(interval._asdict())).endswith('"low": null, "high": null}')
+
+
+@pytest.mark.parametrize("values", [[0, 1], [0, 0, 1], [1, 1, 1, 0], [0] * 29 + [1], [0] * 127 + [1]])
+def test_few_problems_and_a_single_success_have_finite_ends(values: list[float]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value, low, high = mean_intervals([values])[0]
+    assert 0 <= low < value < high <= 1
+
+
+def test_memory_is_bounded_for_a_large_set() -> None:
+    """The jackknife of 3,000 problems and 6 figures at once would take 432 MB, all resamples at once 576 MB."""
+    values_FP = np.random.default_rng(7).random((6, 3000))
+    tracemalloc.start()
+    mean_intervals(values_FP, resamples=4000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6
+
+
+def _pass_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
+    values = np.array([pass_at_k(n, correct, 4) for correct in range(n + 1)])
+    return values, lambda a, b: 1 - math.exp(betaln(a, b + 4) - betaln(a, b))  # 1 − E[(1−p)⁴]
+
+
+def _maj_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
+    """Wrong completions all say the same."""
+    values = np.array(
+        [
+            maj_at_k(["r"] * right + ["w"] * (n - right), [1.0] * right + [0.0] * (n - right), 4)
+            for right in range(n + 1)
+        ]
+    )
+    return values, lambda a, b: float(betabinom.pmf([2, 3, 4], 4, a, b) @ [0.5, 1, 1])
+
+
+def _simulated(
+    rng: np.random.Generator, a: float, b: float, problems: int, n: int, draws: int
+) -> dict[str, float]:
+    """Return the share of draws in which the interval holds the truth, by figure."""
+    p = rng.beta(a, b, (draws, problems))
+    correct = rng.binomial(n, p)
+    pass_at, pass_truth = _pass_at_4(n)
+    maj_at, maj_truth = _maj_at_4(n)
+    # Lengths: log-normal, harder problems e times as long; E[exp(1−p)] by the series of E[(1−p)^i] / i!.
+    length = rng.lognormal(6 + (1 - p), 0.7, (n, draws, problems)).mean(axis=0)
+    moments = sum(math.exp(betaln(a, b + i) - betaln(a, b)) / math.factorial(i) for i in range(20))
+    figures = {
+        "mean": (correct / n, a / (a + b)),
+        "pass@4": (pass_at[correct], pass_truth(a, b)),
+        "maj@4": (maj_at[correct], maj_truth(a, b)),
+        "length": (length, math.exp(6 + 0.7**2 / 2) * moments),
+    }
+    held = {}
+    for name, (values, truth) in figures.items():
+        # A draw is a figure here: the resamples are shared, which makes the simulation fast and changes no draw.
+        intervals = mean_intervals(values, resamples=1000)
+        held[name] = sum(low <= truth <= high for _, low, high in intervals) / draws
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problems", [30, 128])
+@pytest.mark.parametrize("n", [8, 16])
+@pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (0.3, 1.5)], ids=["either-easy-or-hard", "hard"])
+def test_the_interval_holds_the_truth_in_95_percent_of_the_draws(
+    a: float, b: float, problems: int, n: int
+) -> None:
+    """2,000 evaluations drawn: 2 points either way, and a standard error of the simulation (half a point)."""
+    held = _simulated(np.random.default_rng(8), a, b, problems, n, draws=2000)
+    print({name: f"{100 * share:.1f}%" for name, share in held.items()})
+    assert all(abs(share - LEVEL) <= 0.02 + 0.005 for share in held.values()), held
+
+
+@pytest.mark.slow
+def test_where_few_of_few_problems_are_solved_the_interval_is_too_narrow() -> None:
+    """What the docstring admits: with 30 problems of which a few are ever solved; 128 are enough."""
+    few = _simulated(np.random.default_rng(9), 0.1, 2, 30, 8, draws=2000)
+    enough = _simulated(np.random.default_rng(9), 0.1, 2, 128, 8, draws=2000)
+    print(few, enough)
+    assert 0.75 < few["maj@4"] < few["mean"] < 0.93
+    assert all(abs(share - LEVEL) <= 0.03 for share in enough.values()), enough

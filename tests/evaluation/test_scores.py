@@ -1,0 +1,167 @@
+"""Every figure of an evaluation, by hand; and what cannot be scored is refused in a line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.evaluation.intervals import mean_intervals
+from bandpo_cli.evaluation.scores import Scores, metrics, score
+from bandpo_cli.tracking.tables import EvalRow
+
+
+def row(problem: str, answer: str | None, verdict: str, **other: Any) -> EvalRow:
+    return EvalRow(
+        task="set",
+        problem_id=problem,
+        prompt="?",
+        reference="18",
+        grader="math",
+        extra="{}",
+        text="",
+        answer=answer,
+        accuracy=float(verdict == "correct"),
+        verdict=verdict,
+        length=other.get("length", 10),
+        finish_reason=other.get("finish_reason", "stop"),
+        logprob_sum=None,
+    )
+
+
+ROWS = [
+    row("p", "18", "correct", length=10),
+    row("p", "18", "correct", length=20),
+    row("p", "7", "wrong", length=30),
+    row("p", None, "malformed", length=100, finish_reason="length"),
+    row("q", "3", "wrong", length=5),
+    row("q", "3", "timeout", length=5),
+    row("q", "18", "correct", length=5),
+    row("q", "4", "grader-error", length=25),
+]
+
+BY_HAND = {
+    "mean_at_4": (2 / 4, 1 / 4),
+    "pass_at_1": (1 / 2, 1 / 4),
+    "pass_at_2": (1 - 1 / 6, 1 - 3 / 6),  # pairs without a right one: 1 and C(3, 2) of 6
+    # p: of the 6 pairs {18,18}, 2 × {18,none} are right, 2 × {18,7} by halves, {7,none} is wrong.
+    # q: {3,3}, 2 × {3,4} are wrong; 2 × {3,18} and {18,4} are right by halves.
+    "maj_at_2": ((1 + 2 + 2 / 2) / 6, (3 / 2) / 6),
+    "maj_at_1": (2 / 4, 1 / 4),
+    "answer_format_rate": (3 / 4, 1.0),
+    "truncation_rate": (1 / 4, 0.0),
+    "response_length": (40.0, 10.0),
+    "timeout_rate": (0.0, 1 / 4),
+    "grader_error_rate": (0.0, 1 / 4),
+}
+LEGACY = {
+    "legacy_best_at_1": (1 / 2, 1 / 4),
+    "legacy_best_at_2": (1 - 0.5**2, 1 - 0.75**2),
+}
+
+
+def test_every_figure() -> None:
+    scores = score("set", ROWS, (1, 2), legacy=True)
+    expected = BY_HAND | LEGACY
+    assert set(scores.figures) == set(expected)
+    for name, (p, q) in expected.items():
+        assert (scores.by_problem["p"][name], scores.by_problem["q"][name]) == pytest.approx((p, q)), name
+        assert scores.figures[name] == pytest.approx(mean_intervals([[p, q]])[0]), name
+        assert scores.figures[name].value == pytest.approx((p + q) / 2), name
+    assert (scores.fewest, scores.most, scores.completions) == (4, 4, 8)
+    assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
+
+
+def test_best_at_k_of_resampling_is_given_only_where_it_is_asked_for() -> None:
+    assert set(score("set", ROWS, (1, 2)).figures) == set(BY_HAND)
+
+
+def test_rows_may_come_in_any_order() -> None:
+    shuffled = [ROWS[index] for index in (6, 0, 5, 3, 1, 7, 2, 4)]
+    assert score("set", shuffled, (2,)).by_problem == {
+        id_: score("set", ROWS, (2,)).by_problem[id_] for id_ in ("q", "p")
+    }
+
+
+def test_uneven_numbers_of_completions() -> None:
+    """Every problem counts alike, however many completions it has; the name says that n differs."""
+    scores = score("set", [*ROWS, row("q", "18", "correct", length=60)], (2,))
+    assert scores.figures["mean_at_n"].value == pytest.approx((2 / 4 + 2 / 5) / 2)
+    assert scores.figures["pass_at_2"].value == pytest.approx((1 - 1 / 6 + 1 - 3 / 10) / 2)
+    assert scores.figures["response_length"].value == pytest.approx((40 + 20) / 2)
+    assert not any(name.startswith("mean_at_") for name in set(scores.figures) - {"mean_at_n"})
+    assert scores.as_json()["completions_per_problem"] == [4, 5]
+    assert scores.completions == 9
+
+
+def test_an_answer_that_was_judged_in_two_ways_counts_by_its_mean() -> None:
+    rows = [row("p", "18", "correct"), row("p", "18", "timeout"), row("p", "5", "wrong")]
+    assert score("set", rows, (3,)).figures["maj_at_3"].value == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "left_out"),
+    [
+        ({"length": None, "finish_reason": None}, {"response_length", "truncation_rate"}),
+        ({"length": None}, {"response_length"}),
+        ({"finish_reason": None}, {"truncation_rate"}),
+    ],
+)
+def test_figures_of_what_is_unknown_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
+    """Even if it is unknown of a single completion: a mean over the others would be of something else."""
+    rows = [*ROWS[:-1], row("q", "4", "grader-error", **unknown)]
+    scores = score("set", rows, (1, 2))
+    assert set(scores.figures) == set(BY_HAND) - left_out
+    assert all(set(values) == set(scores.figures) for values in scores.by_problem.values())
+
+
+def test_no_k_at_all() -> None:
+    assert next(iter(score("set", ROWS, ()).figures)) == "mean_at_4"
+
+
+def test_a_k_beyond_the_completions_of_a_problem_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        score("gsm8k", [*ROWS, row("q", "18", "correct")], (2, 5))
+    assert "\n" not in str(error.value)
+    for word in ("--k 5", "p of 'gsm8k' has 4", "at most 4"):
+        assert word in str(error.value)
+
+
+def test_nothing_to_score_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'gsm8k' has no completions"):
+        score("gsm8k", [], (1,))
+
+
+def test_names_in_metrics() -> None:
+    scores = {"aime-2024": score("aime-2024", ROWS, (2,)), "b": score("b", ROWS[:4], ())}
+    found = metrics(scores, ends=True)
+    assert found["eval/aime-2024/mean_at_4"] == pytest.approx(3 / 8)
+    interval = scores["aime-2024"].figures["mean_at_4"]
+    assert found["eval/aime-2024/mean_at_4_low"] == interval.low < found["eval/aime-2024/mean_at_4"]
+    assert found["eval/aime-2024/mean_at_4_high"] == interval.high > found["eval/aime-2024/mean_at_4"]
+    assert math.isnan(found["eval/b/mean_at_4_low"])  # a single problem
+    plain = metrics(scores)
+    assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
+    assert {name for name in plain if name.startswith("eval/aime-2024/")} == {
+        f"eval/aime-2024/{name}"
+        for name in (
+            *("mean_at_4", "pass_at_2", "maj_at_2", "answer_format_rate", "truncation_rate"),
+            *("response_length", "timeout_rate", "grader_error_rate"),
+        )
+    }
+
+
+def test_sixteen_completions_are_mean_at_16() -> None:
+    rows = [row("p", "1", "wrong")] * 12 + [row("p", "18", "correct")] * 4
+    assert metrics({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
+
+
+def test_the_record_holds_the_figures_and_what_they_are_made_of() -> None:
+    record = score("set", ROWS, (2,)).as_json()
+    assert record["problems"] == 2
+    assert record["completions"] == 8
+    assert record["figures"]["mean_at_4"].keys() == {"value", "low", "high"}
+    assert record["by_problem"]["q"]["mean_at_4"] == 0.25
+    assert isinstance(score("set", ROWS, (2,)), Scores)

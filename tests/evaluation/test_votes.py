@@ -1,0 +1,170 @@
+"""maj@k is exact: against every way to pick k of n, against drawing, and where rounding or overflow would show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from statistics import mean
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.evaluation.metrics import pass_at_k
+from bandpo_cli.evaluation.votes import maj_at_k
+
+Votes = list[str | None]
+
+
+def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
+    """The mean verdict of each answer."""
+    return {
+        vote: mean(Fraction(right) for each, right in zip(votes, correct, strict=True) if each == vote)
+        for vote in votes
+        if vote is not None
+    }
+
+
+def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:
+    """Hold the vote in every subset of k; the winners of a tie share it."""
+    verdicts = verdict_of(votes, correct)
+    results = []
+    for pick in combinations(votes, k):
+        counts = Counter(vote for vote in pick if vote is not None)
+        winners = [vote for vote, count in counts.items() if count == max(counts.values())]
+        results.append(mean(verdicts[vote] for vote in winners) if winners else Fraction(0))
+    return float(mean(results))
+
+
+@st.composite
+def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
+    """Completions of which some abstain; most answers are right or wrong throughout, some are judged both ways."""
+    votes = draw(st.lists(st.sampled_from([None, "a", "b", "c", "d"]), min_size=1, max_size=most))
+    verdict = {vote: draw(st.sampled_from(["right", "wrong", "mixed"])) for vote in ("a", "b", "c", "d")} | {
+        None: "wrong"
+    }
+    correct = [
+        draw(st.sampled_from([0.0, 1.0])) if verdict[vote] == "mixed" else float(verdict[vote] == "right")
+        for vote in votes
+    ]
+    return votes, correct
+
+
+@given(elections(most=8))
+@settings(max_examples=150, deadline=None)
+def test_it_is_the_mean_over_every_subset(drawn: tuple[Votes, list[float]]) -> None:
+    votes, correct = drawn
+    for k in range(1, len(votes) + 1):
+        assert maj_at_k(votes, correct, k) == pytest.approx(by_enumeration(votes, correct, k), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("votes", "k"),
+    [("aabbcc", 4), ("abcdefgh", 5), ("aaabbbcd__", 6), ("aaaabbbcccdd", 6), ("aaaaab", 6), ("____ab", 3)],
+)
+def test_ties_of_many_answers(votes: str, k: int) -> None:
+    """Two to five answers share the lead: each wins with the same chance."""
+    cast: Votes = [None if vote == "_" else vote for vote in votes]
+    correct = [float(vote == "a") for vote in cast]
+    assert maj_at_k(cast, correct, k) == pytest.approx(by_enumeration(cast, correct, k), abs=1e-13)
+
+
+@pytest.mark.parametrize("shape", ["few answers", "many answers", "half abstain", "mixed verdicts"])
+def test_it_is_what_drawing_comes_to(shape: str) -> None:
+    """n = 64, k = 32: too many subsets to enumerate."""
+    rng = np.random.default_rng(3)
+    answers = rng.integers(0, 30 if shape == "many answers" else 3, 64)
+    answers[: 30 if shape == "many answers" else 0] %= 2
+    right = answers == 1
+    if shape == "mixed verdicts":
+        right &= rng.random(64) < 0.7
+    silent = rng.random(64) < (0.5 if shape == "half abstain" else 0.05)
+    votes: Votes = [None if quiet else str(answer) for answer, quiet in zip(answers, silent, strict=True)]
+    value = maj_at_k(votes, right.astype(float).tolist(), 32)
+
+    ballots = (answers[:, None] == np.arange(answers.max() + 1)) & ~silent[:, None]
+    verdicts = (ballots * right[:, None]).sum(axis=0) / np.maximum(ballots.sum(axis=0), 1)
+    results = []
+    for _ in range(20_000):
+        counts = ballots[rng.permutation(64)[:32]].sum(axis=0)
+        results.append(verdicts[counts == counts.max()].mean() if counts.max() else 0.0)
+    assert 0.05 < value < 0.95
+    assert abs(np.mean(results) - value) <= 4 * np.std(results) / np.sqrt(len(results))
+
+
+@given(elections(most=40))
+@settings(max_examples=60, deadline=None)
+def test_one_vote_is_the_share_of_right_ones_and_all_votes_the_plain_majority(
+    drawn: tuple[Votes, list[float]],
+) -> None:
+    votes, correct = drawn
+    voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
+    assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
+    assert maj_at_k(votes, correct, len(votes)) == pytest.approx(by_enumeration(votes, correct, len(votes)))
+
+
+@given(elections(most=30), st.randoms(use_true_random=False), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_order_and_the_names_of_answers_say_nothing(drawn, random, data) -> None:  # type: ignore[no-untyped-def]
+    """To the last digit: two evaluations of the same counts must not differ by rounding."""
+    votes, correct = drawn
+    k = data.draw(st.integers(1, len(votes)))
+    value = maj_at_k(votes, correct, k)
+    pairs = list(zip(votes, correct, strict=True))
+    random.shuffle(pairs)
+    other = {None: None, "a": "9", "b": "1/2", "c": "x", "d": ""}
+    assert maj_at_k([other[vote] for vote, _ in pairs], [right for _, right in pairs], k) == value
+
+
+@given(elections(most=24), st.data())
+@settings(max_examples=80, deadline=None)
+def test_it_is_a_chance_no_better_than_pass_at_k_and_grows_with_right_answers(drawn, data) -> None:  # type: ignore[no-untyped-def]
+    votes, _ = drawn
+    k = data.draw(st.integers(1, len(votes)))
+    correct = [float(vote == "a") for vote in votes]
+    value = maj_at_k(votes, correct, k)
+    assert 0 <= value <= pass_at_k(len(votes), int(sum(correct)), k) + 1e-12
+    turned = data.draw(st.integers(0, len(votes) - 1))
+    better: Votes = [*votes[:turned], "a", *votes[turned + 1 :]]
+    assert maj_at_k(better, [float(vote == "a") for vote in better], k) >= value - 1e-12
+
+
+def test_a_vote_sharpens_a_majority_and_blunts_a_minority() -> None:
+    ks = (1, 3, 5, 9, 17, 33, 64)
+    votes: Votes = ["a"] * 38 + ["b"] * 26
+    of_majority = [maj_at_k(votes, [float(vote == "a") for vote in votes], k) for k in ks]
+    of_minority = [maj_at_k(votes, [float(vote == "b") for vote in votes], k) for k in ks]
+    assert of_majority == sorted(of_majority)
+    assert of_minority == sorted(of_minority, reverse=True)
+    assert (of_majority[-1], of_minority[-1]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("k", [1, 7, 500, 999, 1000])
+def test_of_a_thousand_completions_it_neither_overflows_nor_loses_anything(k: int) -> None:
+    """Each of three equally frequent answers wins a third; if all of them are right, the vote is."""
+    votes: Votes = [str(index % 3) for index in range(999)] + [None]
+    thirds = [maj_at_k(votes, [float(vote == right) for vote in votes], k) for right in "012"]
+    assert sum(thirds) == pytest.approx(maj_at_k(votes, [1.0] * 1000, k), abs=1e-11)
+    assert thirds == pytest.approx([thirds[0]] * 3, abs=1e-12)
+    assert sum(thirds) == pytest.approx(0.999 if k == 1 else 1.0, abs=1e-11)
+
+
+def test_distinct_answers_are_a_lottery() -> None:
+    """300 answers, one of them right: it wins if it is among the k and then in a tie of k."""
+    votes: Votes = [str(index) for index in range(300)]
+    for k in (1, 2, 150, 300):
+        assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
+
+
+def test_nobody_votes() -> None:
+    assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("votes", "correct", "k"), [("ab", [1.0, 0.0], 0), ("ab", [1.0, 0.0], 3), ("ab", [1.0], 1)]
+)
+def test_impossible_questions_are_refused(votes: str, correct: list[float], k: int) -> None:
+    with pytest.raises(ValueError, match=r"maj@|zip"):
+        maj_at_k(list(votes), correct, k)

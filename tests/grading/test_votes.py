@@ -1,0 +1,253 @@
+r"""What counts as the same vote: what the grader cannot judge differently."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from bandpo_cli.grading.answers import grade_math, grade_number
+from bandpo_cli.grading.countdown import grade_countdown
+from bandpo_cli.grading.votes import voted_answer
+from bandpo_cli.types import Grade, Problem
+
+
+def vote(answer: str, grader: str = "math") -> str | None:
+    return voted_answer(f"So it is.\nAnswer: {answer}", grader)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ("0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".50", "2/4", r"$\frac{1}{2}$", r"\textbf{0.50}"),
+        (
+            "1000",
+            "1,000",
+            "1{,}000",
+            "1000.",
+            "1e3",
+            "10^3",
+            r"\$1,000",
+            "1000 dollars",
+            r"\displaystyle 1000",
+        ),
+        ("50%", r"50\%", "50 percent", "50.0%"),
+        ("-2", "−2", r"\text{-2}", "-2.0", "-4/2"),
+        (r"\text{Monday}", "monday", r"\mathrm{Monday}.", "**Monday**"),
+        (r"\left[0, 1\right)", "[0,1)", r"[0,\, 1)"),
+        (r"\text{(C)}", "C", "(C)"),
+        (r"\frac{x}{2}", r"\dfrac{x}{2}", r"\tfrac{x} {2}"),
+        ("1.5 million", "1.5 Million", "3/2 million"),
+    ],
+)
+def test_the_same_vote(forms: tuple[str, ...]) -> None:
+    votes = {vote(form) for form in forms} | {
+        voted_answer(rf"thus \boxed{{{form}}}.", "math") for form in forms
+    }
+    assert len(votes) == 1
+    assert None not in votes
+
+
+def test_different_votes() -> None:
+    """A percent sign leaves two readings open, a letter may be a variable, and no algebra is done."""
+    forms = ("0.5", "50%", "50", "0.5%", "5 m", "5", r"2\sqrt{2}", r"\sqrt{8}", "x=5", "55", "5 5", "m", "M")
+    assert len({vote(form) for form in forms}) == len(forms)
+
+
+def test_how_votes_are_written() -> None:
+    """They stand in the table of completions, to be read."""
+    assert [vote(form) for form in ("18 eggs", "0.50", "50%", r"\text{Monday}")] == [
+        "18",
+        "1/2",
+        "50 × 1/100",
+        "monday",
+    ]
+
+
+@pytest.mark.parametrize("grader", ["math", "number", "my.module:judge"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "I do not know", r"\boxed{", r"\boxed{}", "Answer:", "Answer: " + "9" * 1001, r"\boxed{\text{ }}"],
+)
+def test_no_answer_no_vote(text: str, grader: str) -> None:
+    assert voted_answer(text, grader) is None
+
+
+def test_the_longest_answer_and_the_longest_numbers_still_vote() -> None:
+    assert vote("x" * 1000) == "x" * 1000
+    for form in ("9" * 1000, "9" * 990 + "e999", "0." + "1" * 990 + "e-999", "1" * 499 + "/" + "3" * 499):
+        for grader in ("math", "number"):
+            assert vote(form, grader)
+
+
+def test_number_votes_for_what_its_grader_reads() -> None:
+    """The right side of an equation, a letter taken for a unit; and what it calls malformed does not vote."""
+    assert vote("3 * 6 = 18", "number") == vote("18", "number") == vote("x = 18.0 m", "number") == "18"
+    assert vote("Monday", "number") is None
+    assert vote("3 * 6", "number") is None
+    assert vote("3 * 6 = 18", "math") != "18"
+
+
+def test_countdown_votes_whole() -> None:
+    assert voted_answer(" (1 + 2) * 3\n", "countdown") == "(1+2)*3" == voted_answer("(1+2)*3", "countdown")
+    assert voted_answer("1 2 + 3", "countdown") != voted_answer("12 + 3", "countdown")
+    assert voted_answer("1 + 2", "countdown") != voted_answer("2 + 1", "countdown")
+    assert voted_answer("Answer: 3", "countdown") != voted_answer("3", "countdown")
+    assert voted_answer(" \n", "countdown") is None
+    assert voted_answer("1" * 1001, "countdown") is None
+
+
+FORMS = [
+    *(
+        "0.5",
+        "1/2",
+        r"\frac12",
+        r"\frac{2}{4}",
+        ".50",
+        "50%",
+        r"50\%",
+        "50 percent",
+        "0.5%",
+        "50",
+        "5",
+        "5.0",
+    ),
+    *(
+        "5 m",
+        "5m",
+        "5 m.",
+        "$5$ m",
+        r"5\text{ m}",
+        "5 meters",
+        r"\$5",
+        "$5",
+        "5 dollars",
+        "= 5",
+        "x = 5",
+        "x=5",
+    ),
+    *(
+        "2 + 3 = 5",
+        "2+3",
+        r"\approx 5",
+        "1,000",
+        "1000",
+        "1e3",
+        "10^3",
+        "1 thousand",
+        "1.5 million",
+        "1500000",
+    ),
+    *(
+        "1500 thousand",
+        "-5",
+        "−5",
+        "- 5",
+        "--5",
+        "3 1/2",
+        r"3\frac12",
+        "7/2",
+        "3.5",
+        "1/3",
+        "0.333333",
+        "0.33",
+    ),
+    *(
+        r"\textbf{5}",
+        r"\displaystyle 5",
+        r"\text{5 m}",
+        r"\mathbf{50\%}",
+        r"\big 1/2",
+        "5°",
+        r"5^\circ",
+        "0",
+        "-0",
+    ),
+    *(
+        r"\text{Monday}",
+        "monday",
+        "Monday.",
+        "m",
+        "M",
+        "(C)",
+        "C",
+        "[0, 1)",
+        r"\left[0,1\right)",
+        "5 5",
+        "55",
+    ),
+    *(
+        r"\sqrt{8}",
+        r"2\sqrt{2}",
+        "x",
+        "5x",
+        "5 x",
+        "y < 5",
+        "1e-5",
+        "0.00001",
+        r"10^{-5}",
+        "12:30",
+        "5!",
+        "5,6",
+    ),
+]
+DRESS = [
+    "{}",
+    "${}$",
+    "**{}**",
+    " {} ",
+    "{}.",
+    r"\text{{{}}}",
+    r"\displaystyle {}",
+    r"\left({}\right)",
+    "{} \\,",
+]
+
+
+def agree(first: object, second: object) -> bool:
+    """Different verdicts only count where the first stage gave two."""
+    return not isinstance(first, Grade) or not isinstance(second, Grade) or first == second
+
+
+@pytest.mark.parametrize("grader", ["number", "math"])
+def test_equal_votes_are_never_judged_differently(grader: str) -> None:
+    """Every form in every dress, against every form as the reference."""
+    judge = {"number": grade_number, "math": grade_math}[grader]
+    ballots: dict[str, set[str]] = {}
+    for form, dress in product(FORMS, DRESS):
+        answer = f"Answer: {dress.format(form)}"
+        vote_ = voted_answer(answer, grader)
+        if vote_ is not None:
+            ballots.setdefault(vote_, set()).add(answer)
+    assert sum(len(answers) > 1 for answers in ballots.values()) > 15
+    for reference in FORMS:
+        problem = Problem("p", "?", reference, "s", grader)
+        for vote_, answers in ballots.items():
+            try:
+                verdicts = {answer: judge(problem, answer) for answer in answers}
+            except ValueError:  # no plain number: no reference for the grader `number`
+                break
+            for first, second in combinations(verdicts, 2):
+                assert agree(verdicts[first], verdicts[second]), (reference, vote_, first, second)
+
+
+def test_equal_countdown_votes_are_never_judged_differently() -> None:
+    """Every text of up to five of these characters, as an answer to "make 12 of 12" and to "make 3 of 1 and 2"."""
+    texts = ["".join(each) for length in range(1, 6) for each in product("12+ $.\n", repeat=length)]
+    for answer, numbers in (("12", "12"), ("3", "1 2")):
+        problem = Problem("p", "?", answer, "s", "countdown", {"numbers": numbers})
+        verdicts: dict[str | None, set[str]] = {}
+        for text in texts:
+            verdicts.setdefault(voted_answer(text, "countdown"), set()).add(
+                grade_countdown(problem, text).verdict
+            )
+        assert {vote for vote, given in verdicts.items() if len(given) > 1} == set()
+        assert {"correct"} in verdicts.values()
+
+
+def test_decimals_that_stand_for_a_quotient_are_the_exception() -> None:
+    """As the docstring admits; the verdict of such a vote is the mean."""
+    problem = Problem("p", "?", "1/3", "s", "math")
+    first, second = "Answer: 0.333333", "Answer: 0.3333330"
+    assert voted_answer(first, "math") == voted_answer(second, "math")
+    assert grade_math(problem, first) != grade_math(problem, second)
