@@ -35,6 +35,13 @@ def sweep(
         list[str] | None,
         typer.Option("--axis", metavar="KEY=V,V", help="Any other setting's values; repeatable."),
     ] = None,
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="For --delta match:clip: the run whose recorded tokens both are to clip equally.",
+        ),
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
     ] = None,
@@ -86,6 +93,8 @@ def sweep(
 
     [bold]bandpo sweep --method band,clip,clip-higher,none --seeds 0,1,2 --baseline clip[/bold]
 
+    [bold]bandpo sweep --divergence kl,tv --delta match:clip --recorded RUN[/bold]  at equal clipping
+
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
 
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named arms and exclusions from a file
@@ -104,7 +113,8 @@ def sweep(
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
             "--task": task, "--sampler": sampler, "--steps": steps, "--seeds": seeds, "--axis": axis,
-            "--baseline": baseline, "--name": name, "--config": config, "--set": set_, "--tracking-uri": tracking_uri,
+            "--baseline": baseline, "--recorded": recorded, "--name": name, "--config": config, "--set": set_,
+            "--tracking-uri": tracking_uri,
             "--mlflow": mlflow,
         }  # fmt: skip
         planning.refuse_beside_resume(given)
@@ -130,7 +140,9 @@ def sweep(
         "bounds.delta": delta,
         "model.path": model,
     }
-    request = planning.plan(file, axes, axis or [], seeds, baseline, layers)
+    request = planning.plan(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    for note in request.notes():
+        console.print(note, highlight=False, soft_wrap=True)
     if dry_run:
         return show_plan(request, jobs, console, runs_dir)
     folder = planning.create_sweep(request, runs_dir, name)

@@ -10,13 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bandpo_cli.bounds.match_recorded import RecordedTokens, match_recorded
 from bandpo_cli.cli.preflight import check_settings, choose_name
-from bandpo_cli.config.layers import Layer, read_layer
+from bandpo_cli.config.bounds import BandBounds
+from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.messages import explain
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.sweeps.plan import PlannedRun, axes_of, check_names, plan_runs
+from bandpo_cli.sweeps.plan import MATCH, Matcher, PlannedRun, axes_of, check_names, plan_runs
+from bandpo_cli.tracking.recorded import read_tokens
+from bandpo_cli.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,16 @@ class SweepRequest:
 
     runs: list[PlannedRun]
     baseline: str | None
+    about: Mapping[str, Any]
+    """What else the plan on disk says: which radii were matched on which run."""
+
+    def notes(self) -> list[str]:
+        """Say each radius that was matched, and how well."""
+        return [
+            f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
+            f"({arm.partition(MATCH)[2]}: {match['wanted']:.3%})"
+            for arm, match in self.about.get("matched", {}).items()
+        ]
 
 
 def plan(
@@ -34,6 +48,8 @@ def plan(
     seeds: str | None,
     baseline: str | None,
     layers: Sequence[Layer],
+    recorded: str | None,
+    runs_dir: Path,
 ) -> SweepRequest:
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
@@ -49,11 +65,14 @@ def plan(
             changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
         if baseline is not None:
             changes["baseline"] = baseline
+        if recorded is not None:
+            changes["recorded"] = recorded
         sweep = SweepConfig.model_validate({**sweep.model_dump(), **changes})
     except ValidationError as error:
         where = "" if file is None else f"{file}: "
         raise ConfigError(where + explain(error, SweepConfig)) from None
-    runs = plan_runs(sweep, layers)
+    matches: dict[str, Any] = {}
+    runs = plan_runs(sweep, layers, _matcher(sweep.recorded, runs_dir, matches))
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
@@ -61,13 +80,14 @@ def plan(
         if parts not in checked:
             checked.add(parts)
             check_settings(run.config)
-    return SweepRequest(runs, sweep.baseline)
+    about = {} if sweep.recorded is None else {"recorded": sweep.recorded, "matched": matches}
+    return SweepRequest(runs, sweep.baseline, about)
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
     """Write the plan. Raises UserError where nothing can be written, or the name is taken."""
     chosen = choose_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
-    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, {})
+    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
 def open_sweep(runs_dir: Path, text: str) -> SweepFolder:
@@ -80,6 +100,22 @@ def refuse_beside_resume(given: Mapping[str, Any]) -> None:
     extra = [name for name, value in given.items() if value not in (None, [])]
     if extra:
         raise UserError(f"--resume: the sweep goes on by its own plan; leave out {', '.join(extra)}")
+
+
+def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> Matcher | None:
+    """Return what finds a radius on the tokens of a run, and notes it in `matches`; None without a run."""
+    if recorded is None:
+        return None
+    columns = read_tokens(RunFolder.open(runs_dir, recorded).path)
+    tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
+
+    def match(band: BandBounds, method: str) -> float:
+        peer = resolve([{"bounds": {"method": method}}]).bounds
+        found = match_recorded(band, peer, tokens)
+        matches[f"{band.divergence} {MATCH}{method}"] = found._asdict()
+        return found.delta
+
+    return match
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -27,6 +27,9 @@ class SweepConfig(Section):
     exclude: list[Settings] = Field(default_factory=list)
     """Combinations to leave out: an arm that has all the values of one of these."""
     seeds: tuple[Seed, ...] = (0,)
+    recorded: str | None = None
+    """The run on whose recorded tokens `bounds.delta: match:clip` is matched: the δ at which the Band clips as many of
+    them as clip does."""
     baseline: str | None = None
     """The arm that the others are compared with in the report."""
 

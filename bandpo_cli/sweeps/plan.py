@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bandpo_cli.config.layers import Layer, resolve
+from bandpo_cli.config.bounds import BandBounds
+from bandpo_cli.config.layers import Layer, read_value, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
+MATCH = "match:"
+"""`match:clip` in place of a radius asks for the one at which the Band clips as many recorded tokens as clip does."""
+
+Matcher = Callable[[BandBounds, str], float]
+"""Returns the δ at which a Band matches the method of that name."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,19 @@ class PlannedRun:
     config: RunConfig
 
 
-def plan_runs(sweep: SweepConfig, layers: Sequence[Layer] = ()) -> list[PlannedRun]:
+def plan_runs(
+    sweep: SweepConfig, layers: Sequence[Layer] = (), match: Matcher | None = None
+) -> list[PlannedRun]:
     """Return the runs, all arms with the first seed, then all with the second: a sweep cut short still compares.
 
     Args:
         layers: settings below those of the sweep, as `resolve` takes them.
+        match: turns `match:METHOD` into a radius.
 
     Raises:
         ConfigError: a setting is unknown or refused, two arms are the same, or none is left; one line.
     """
-    arms = _arms(sweep, [*layers, sweep.fixed])
+    arms = _arms(sweep, [*layers, sweep.fixed], match)
     if sweep.baseline is not None and sweep.baseline not in arms:
         raise ConfigError(
             f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
@@ -50,7 +59,7 @@ def plan_runs(sweep: SweepConfig, layers: Sequence[Layer] = ()) -> list[PlannedR
     ]
 
 
-def _arms(sweep: SweepConfig, base: Sequence[Layer]) -> dict[str, list[Layer]]:
+def _arms(sweep: SweepConfig, base: Sequence[Layer], match: Matcher | None) -> dict[str, list[Layer]]:
     """Return the layers of settings of each arm, by its name."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     arms: dict[str, list[Layer]] = {}
@@ -64,7 +73,7 @@ def _arms(sweep: SweepConfig, base: Sequence[Layer]) -> dict[str, list[Layer]]:
             all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
         ):
             continue
-        layers: list[Layer] = [*map(nested, _method_first(kept))]
+        layers: list[Layer] = [*map(nested, _method_first(_matched(kept, base, match)))]
         config = resolve([*base, *layers])
         name = _arm_name(named, kept, varying, config)
         if config in seen and seen[config] == name:
@@ -80,6 +89,22 @@ def _arms(sweep: SweepConfig, base: Sequence[Layer]) -> dict[str, list[Layer]]:
     if not arms:
         raise ConfigError("no runs are left: every combination is excluded")
     return arms
+
+
+def _matched(settings: Settings, base: Sequence[Layer], match: Matcher | None) -> Settings:
+    """Return the settings with a radius in place of `match:METHOD`."""
+    asked = settings.get(_DELTA)
+    if not isinstance(asked, str) or not asked.startswith(MATCH):
+        return settings
+    if match is None:
+        raise ConfigError(
+            f"bounds.delta = {asked!r}: needs the tokens of a run to match on: --recorded RUN (recorded: in a file)"
+        )
+    others = {key: value for key, value in settings.items() if key != _DELTA}
+    band = resolve([*base, *map(nested, _method_first(others))]).bounds
+    if not isinstance(band, BandBounds):
+        raise ConfigError(f"bounds.delta = {asked!r}: only a Band has a radius, not '{band.method}'")
+    return {**settings, _DELTA: match(band, asked.removeprefix(MATCH))}
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
@@ -179,8 +204,6 @@ def axes_of(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     Raises:
         ConfigError: a list is empty or has an empty place.
     """
-    from bandpo_cli.config.layers import read_value
-
     axes = {}
     for key, text in flags.items():
         if text is None:

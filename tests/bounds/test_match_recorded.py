@@ -1,0 +1,79 @@
+"""The radius at which a Band clips as many recorded tokens as another method: checked by scanning radii."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bandpo_cli.bounds import ratio_bounds
+from bandpo_cli.bounds.match_recorded import RecordedTokens, active_fraction, match_recorded
+from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.objective.clip_figures import clip_counts, clip_fractions
+from bandpo_cli.tracking.recorded import read_tokens
+from bandpo_cli.tracking.run_folder import RunFolder
+
+
+def tokens(spread: float = 0.3, count: int = 5000) -> RecordedTokens:
+    rng = np.random.default_rng(0)
+    old = np.log(rng.beta(0.4, 0.4, count).clip(1e-6, 1 - 1e-6))
+    ratios = np.minimum(np.exp(rng.normal(0, spread, count)), np.exp(-old))
+    return RecordedTokens(old, ratios, rng.normal(size=count))
+
+
+def test_the_share_is_the_one_that_training_reports() -> None:
+    given = tokens()
+    for config in (ClipBounds(), BandBounds(delta=0.01), NoBounds()):
+        bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
+        counts = clip_counts(
+            torch.from_numpy(given.ratios),
+            bounds.lower,
+            bounds.upper,
+            torch.from_numpy(given.advantages),
+            torch.from_numpy(given.old_logprobs),
+        )
+        assert active_fraction(config, given) == pytest.approx(clip_fractions(counts)["clip/active_fraction"])
+
+
+@pytest.mark.parametrize("divergence", ["kl", "tv", "chi2", "js"])
+def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
+    given, band = tokens(), BandBounds(divergence=divergence)
+    found = match_recorded(band, ClipBounds(), given)
+    assert found.wanted == active_fraction(ClipBounds(), given)
+    assert found.reached == active_fraction(BandBounds(divergence=divergence, delta=found.delta), given)
+    grid = found.delta * np.geomspace(0.5, 2, 81)
+    gaps = [
+        abs(active_fraction(BandBounds(divergence=divergence, delta=float(each)), given) - found.wanted)
+        for each in grid
+    ]
+    assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
+
+
+def test_what_cannot_be_matched_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"clip clips none of the 5,000 recorded tokens"):
+        match_recorded(BandBounds(), ClipBounds(), tokens(spread=1e-3))
+    # A ratio a hair above 1: the narrow interval clips it, and no Band of a radius worth the name does.
+    free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))
+    with pytest.raises(ConfigError, match=r"no Band of kl clips .* it can clip between"):
+        match_recorded(BandBounds(), ClipBounds(eps_low=0.2, eps_high=1e-13), free)
+
+
+def test_tokens_come_back_from_the_run_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "a")
+    with pytest.raises(UserError, match="no recorded tokens there"):
+        read_tokens(folder.path)
+    columns = {
+        name: np.arange(3, dtype=np.float32)
+        for name in ("old_logprob", "ratio", "lower", "upper", "advantage")
+    }
+    folder.write_tokens(1, columns)
+    folder.write_tokens(2, columns)
+    read = read_tokens(folder.path)
+    assert read["ratio"].dtype == np.float64
+    assert read["ratio"].tolist() == [0, 1, 2, 0, 1, 2]
+    (folder.path / "tokens" / "step-000002.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"step-000002\.parquet: not readable"):
+        read_tokens(folder.path)
