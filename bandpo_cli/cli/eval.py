@@ -14,6 +14,7 @@ eval_app = typer.Typer(
 )
 
 FORMATS = ("table", "json")
+_DRAWING = {"--model", "--task", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed"}
 
 
 @eval_app.callback()
@@ -22,8 +23,9 @@ def evaluate(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER|HUB|RUN|RUN@STEP",
-            help="A Hugging Face folder or hub id, or a run of yours: its latest checkpoint, or that of a step.",
+            metavar="MODEL",
+            help="A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
+            "folder or hub id.",
             show_default="the embedded model",
         ),
     ] = None,
@@ -31,22 +33,24 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="countdown, a known data set (gsm8k, math500, aime24, ...), or a .jsonl, .json, .csv or .parquet "
-            "file; repeatable.",
-            show_default="the run's own evaluation sets",
+            help="countdown, a known data set (gsm8k, math500, ...), or a .jsonl, .json, .csv or .parquet file; "
+            "repeatable.",
+            show_default="the run's own sets",
         ),
     ] = None,
     samples: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Score stored completions instead of a model: .parquet, or .jsonl rows "
-            '{"question", "answer", "completions": [...]}.',
+            help="Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question, "
+            "answer and completions, or an earlier samples.parquet.",
         ),
     ] = None,
     n: Annotated[
         int | None,
-        typer.Option("--n", min=1, help="Completions a problem.", show_default="the run's, else 16 or 4"),
+        typer.Option(
+            "--n", metavar="N", min=1, help="Completions a problem.", show_default="the run's, else 16 or 4"
+        ),
     ] = None,
     k: Annotated[
         str | None,
@@ -55,20 +59,35 @@ def evaluate(
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy, with --n 1.", show_default="1")
+        float | None,
+        typer.Option(
+            metavar="T",
+            help="Sampling temperature; 0 is greedy, with --n 1.",
+            show_default="the run's, else 1",
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of a completion.", show_default="the run's, else 1024"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Most tokens of a completion.",
+            show_default="the run's, else 1024, 8 for countdown",
+        ),
     ] = None,
     sampler: Annotated[
-        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
+        str | None,
+        typer.Option(metavar="ENGINE", help="auto, transformers or vllm.", show_default="auto"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Most problems of each set: a fair sample, always the same one.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Most problems of each set: a fair sample, always the same one."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of what is drawn.", show_default="the run's, else 0")
+        int | None,
+        typer.Option(metavar="SEED", help="Seed of what is drawn.", show_default="the run's, else 0"),
     ] = None,
     grader: Annotated[
         str | None,
@@ -82,19 +101,23 @@ def evaluate(
         bool,
         typer.Option(
             "--legacy-best-at-k",
-            help="Add best@k as resampling with replacement has it (biased), to compare with such tables.",
+            help="Add best@k as resampling with replacement gives it (biased), to compare with such tables.",
         ),
     ] = False,
     format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="EVALUATION", help="Go on with an interrupted evaluation; it has its own settings."
+            metavar="NAME", help="Go on with an interrupted evaluation, which has its own settings."
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the evaluation's folder.", show_default="eval-model-task-n-seed-time"),
+        typer.Option(
+            metavar="NAME",
+            help="Name of the evaluation's folder.",
+            show_default="from model, tasks, n, seed and time",
+        ),
     ] = None,
     config: Annotated[
         list[Path] | None,
@@ -106,17 +129,22 @@ def evaluate(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where runs and evaluations are kept.")] = Path("runs"),
+    runs_dir: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where runs and evaluations are kept.")
+    ] = Path("runs"),
     tracking_uri: Annotated[
         str | None,
         typer.Option(
+            metavar="URI",
             help="MLflow server or store.",
-            show_default="the run's, else $MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db",
+            show_default="the run's, else $MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir",
         ),
     ] = None,
     mlflow: Annotated[
         bool | None,
-        typer.Option("--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="on"),
+        typer.Option(
+            "--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="the run's, else on"
+        ),
     ] = None,
 ) -> None:
     """Score a model on problem sets, with intervals, and keep every completion.
@@ -126,7 +154,7 @@ def evaluate(
     by bootstrap over problems. A checkpoint of a run is scored with the run's
     own tasks, template and seed, so that it scores what it scored in training.
 
-    [bold]bandpo eval --model runs/NAME[/bold]  a run's latest checkpoint
+    [bold]bandpo eval --model NAME[/bold]  a run's latest checkpoint
 
     [bold]bandpo eval --model NAME@40 --n 64 --k 1,8,64[/bold]  an earlier one, more samples
 
@@ -141,13 +169,13 @@ def evaluate(
     from rich.console import Console
 
     from bandpo_cli.cli import eval_request as planning
-    from bandpo_cli.cli.bounds_input import names
+    from bandpo_cli.cli.model_ref import user_path
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.errors import UserError
 
-    (style,) = names("--format", [format_], FORMATS)
+    style = one_of("--format", format_, FORMATS)
     console = Console(stderr=style == "json")
-    given = {
+    given: dict[str, Any] = {
         "--model": model,
         "--task": task,
         "--samples": samples,
@@ -164,6 +192,7 @@ def evaluate(
         "--set": set_,
         "--legacy-best-at-k": legacy_best_at_k or None,
     }
+    _check_texts({**given, "--resume": resume, "--runs-dir": runs_dir})
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
         _refuse("--resume", "it goes on with its own settings", given, set(given))
@@ -181,22 +210,12 @@ def evaluate(
     }
     layers = [*map(read_layer, config or []), flag_layer(flags), read_assignments(set_ or [])]
     if samples is not None:
-        drawing = {
-            "--model",
-            "--task",
-            "--n",
-            "--temperature",
-            "--max-tokens",
-            "--sampler",
-            "--limit",
-            "--seed",
-        }
-        _refuse("--samples", "nothing is sampled", given, drawing)
-        request = planning.samples_request(samples, grader, layers, legacy_best_at_k)
+        _refuse("--samples", "nothing is sampled", given, _DRAWING)
+        request = planning.samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
     else:
         judge = [] if grader is None else [{"task": {"grader": grader}}]
         request = planning.model_request(
-            model or "embedded", task or [], runs_dir, [*layers, *judge], legacy_best_at_k
+            "embedded" if model is None else model, task or [], runs_dir, [*layers, *judge], legacy_best_at_k
         )
     if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
@@ -211,9 +230,13 @@ def compare(
         str, typer.Argument(metavar="A", help="An evaluation, or RUN or RUN@STEP as evaluated in training.")
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    show: Annotated[int, typer.Option(min=0, help="How many of the most changed problems to list.")] = 5,
+    show: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How many of the most changed problems to list.")
+    ] = 5,
     format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
-    runs_dir: Annotated[Path, typer.Option(help="Where runs and evaluations are kept.")] = Path("runs"),
+    runs_dir: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where runs and evaluations are kept.")
+    ] = Path("runs"),
 ) -> None:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
 
@@ -226,11 +249,19 @@ def compare(
     """
     from rich.console import Console
 
-    from bandpo_cli.cli.bounds_input import names
     from bandpo_cli.cli.eval_compare import print_comparison
 
-    (style,) = names("--format", [format_], FORMATS)
+    style = one_of("--format", format_, FORMATS)
     print_comparison(Console(), a, b, runs_dir, show, style)
+
+
+def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `allowed`, else raise a UserError."""
+    from bandpo_cli.errors import UserError, nearest
+
+    if value not in allowed:
+        raise UserError(f"{flag} {value}: unknown{nearest(value, allowed)}; allowed: {', '.join(allowed)}")
+    return value
 
 
 def _refuse(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
@@ -240,3 +271,15 @@ def _refuse(flag: str, why: str, given: dict[str, Any], others: set[str]) -> Non
     extra = [name for name, value in given.items() if name in others and value not in (None, [])]
     if extra:
         raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
+
+
+def _check_texts(given: dict[str, Any]) -> None:
+    """Raise a UserError for bytes on the command line that are no UTF-8: no record could name them."""
+    from bandpo_cli.errors import UserError
+
+    for flag, value in given.items():
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise UserError(
+                    f"{flag} {text.encode(errors='replace').decode()}: not a text in UTF-8; rename it"
+                )

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text
-from bandpo_cli.cli.model_ref import find_run
+from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text, plural, say
+from bandpo_cli.cli.model_ref import find_run, user_path
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.evaluation.compare import Comparison, compare
-from bandpo_cli.tracking.eval_folder import RECORD, read_record
+from bandpo_cli.tracking.eval_folder import RECORD, is_there, read_record
 from bandpo_cli.tracking.files import finite
 from bandpo_cli.tracking.run_folder import step_of
 
@@ -30,7 +30,8 @@ def print_comparison(console: Console, a: str, b: str, runs_dir: Path, show: int
             )
         )
         return
-    console.print(f"A  {path_a}\nB  {path_b}", highlight=False, soft_wrap=True)
+    say(console, str(path_a), "A")
+    say(console, str(path_b), "B")
     for label, each in found.items():
         _print_set(console, label, each, show)
 
@@ -41,18 +42,18 @@ def find_record(text: str, runs_dir: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    for path in (runs_dir / text, Path(text).expanduser()):
-        if (path / RECORD).is_file():
+    for path in (runs_dir / text, user_path(text)):
+        if text and is_there(path / RECORD):
             return path / RECORD
     if Path(text).suffix == ".json":
-        return Path(text).expanduser()
+        return user_path(text)
     found = find_run(text, runs_dir)
     if found is None:
         names = sorted(
             path.parent.name for name in (RECORD, "config.yaml") for path in runs_dir.glob(f"*/{name}")
         )
         raise UserError(
-            f"no evaluation {text!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
+            f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
             f"{RECORD}, or RUN@STEP"
         )
     run, step = found
@@ -70,32 +71,32 @@ def find_record(text: str, runs_dir: Path) -> Path:
 
 
 def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
-    console.print(f"\n[bold]{label}[/bold]  {_problems(comparison)}", highlight=False, soft_wrap=True)
+    console.print()
+    say(console, _problems(comparison), label)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
     for heading in ("A", "B", "B − A", "95% interval"):
         table.add_column(heading, justify="right")
     for name, each in comparison.figures.items():
-        unit = " tokens" if name == "response_length" else ""
         table.add_row(
-            figure_name(name) + unit,
+            figure_name(name),
             figure_text(name, each.a),
             figure_text(name, each.b),
             _signed(name, each.change.value),
             interval_text(name, each.change),
         )
     console.print(table)
-    console.print(
-        f"B has more right completions on {comparison.wins:,} problems, fewer on {comparison.losses:,}, as many on "
-        f"{comparison.ties:,}",
-        highlight=False,
+    say(
+        console,
+        f"a higher share right in B on {plural(comparison.wins, 'problem')}, lower on {comparison.losses:,}, the same "
+        f"on {comparison.ties:,}",
     )
     for id_, before, after in comparison.moved[:show]:
-        console.print(f"  {before:.2f} → {after:.2f}  {id_}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"  {before:.2f} → {after:.2f}  {id_}")
 
 
 def _problems(comparison: Comparison) -> str:
-    words = f"{comparison.shared:,} problems in both"
+    words = f"{plural(comparison.shared, 'problem')} in both"
     extra: list[Any] = [
         f"{count:,} only in {which}"
         for which, count in (("A", comparison.only_a), ("B", comparison.only_b))

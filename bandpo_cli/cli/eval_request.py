@@ -5,30 +5,32 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.cli.model_ref import ModelRef, find_model
+from bandpo_cli.cli.eval_tasks import task_layer
+from bandpo_cli.cli.model_ref import ModelRef, find_model, user_path
 from bandpo_cli.cli.preflight import check_model_path
-from bandpo_cli.config.data import DATASETS, FILE_ENDINGS
 from bandpo_cli.config.engine import check_engine
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.task import CountdownTask
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.grading import check_grader
 from bandpo_cli.tasks import build_task
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
-from bandpo_cli.tasks.known import evaluation_sources
+from bandpo_cli.tracking.eval_folder import SAMPLES, is_there
 from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
 """The k of pass@k and maj@k where none is asked for: those of these within n, and n itself."""
 
-_TASKS = ("countdown", *DATASETS)
+_MOST_K = 10**6
+_STEM = 100  # characters of an evaluation's name that say what was evaluated
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class EvalRequest:
     def stem(self) -> str:
         """The evaluation's name, the time apart."""
         if isinstance(self.source, SamplesFile):
-            return _plain(f"eval-{self.source.path.stem}-rescored")
+            return _plain(f"eval-{_origin(self.source.path)}"[:_STEM] + "-rescored")
         model, task = self.source
         labels = "+".join(task.heldout_sets())
         return _plain(
-            f"eval-{model.stem}-{labels}"[:120] + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
+            f"eval-{model.stem}-{labels}"[:_STEM] + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
         )
 
     def default_name(self) -> str:
@@ -74,6 +76,8 @@ class EvalRequest:
         """Return what a later call needs to go on with the same evaluation."""
         sections = ("seed", "model", "task", "sampling", "grading", "evaluation", "tracking")
         dump = self.config.model_dump(mode="json")
+        for source in (*dump["task"].get("train", ()), *dump["task"].get("heldout", ())):
+            source["path"] = _from_anywhere(source["path"])
         common = {"config": {name: dump[name] for name in sections}, "legacy_best_at_k": self.legacy}
         if isinstance(self.source, SamplesFile):
             where = {
@@ -84,8 +88,15 @@ class EvalRequest:
             return {"model": None, "samples": where, **common}
         model, _ = self.source
         run = None if model.run is None else str(model.run.path.absolute())
-        path = model.path if not Path(model.path).exists() else str(Path(model.path).absolute())
-        return {"model": {"path": path, "run": run, "step": model.step}, "samples": None, **common}
+        made = {"path": _from_anywhere(model.path), "run": run, "step": model.step}
+        return {"model": made, "samples": None, **common}
+
+
+def _from_anywhere(path: str | None) -> str | None:
+    """Return the path of a local file or folder as it is seen from any folder; other texts as they are."""
+    if not path or path == EMBEDDED_MODEL or not is_there(user_path(path)):
+        return path
+    return str(user_path(path).absolute())
 
 
 def model_request(
@@ -103,7 +114,7 @@ def model_request(
     ref = find_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
     own = resolve(base) if base else None
-    config = resolve([*base, _task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
+    config = resolve([*base, task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
     check_engine(config.sampling.engine)
     if ref.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(
@@ -111,10 +122,7 @@ def model_request(
             "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
         )
     task = build_task(config.task)
-    for grader in sorted(
-        {problem.grader for problems in task.heldout_sets().values() for problem in problems}
-    ):
-        check_grader(grader)
+    _check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
     return EvalRequest(config, (ref, task), legacy)
 
 
@@ -125,21 +133,33 @@ def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], leg
         UserError: the file cannot be read, or holds something else.
     """
     sets = read_completions(path, grader)
-    for name in sorted({stored.problem.grader for stored_P in sets.values() for stored in stored_P}):
-        check_grader(name)
+    _check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
-    config = resolve([{"evaluation": samples_layer(fewest, None)}, *layers])
-    if max(config.evaluation.k) > fewest:
+    layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
+    # What the layers say of drawing means nothing here, and must not forbid a k.
+    k = _resolve_for(layers, max(fewest, _MOST_K)).evaluation.k
+    if max(k, default=1) > fewest:
         raise ConfigError(
-            f"--k {max(config.evaluation.k)}: {path} has a problem with only {fewest} completions; "
-            f"ask for k of at most {fewest}"
+            f"--k {max(k)}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
         )
-    return EvalRequest(config, SamplesFile(path, _digest(path), grader, sets), legacy)
+    return EvalRequest(_resolve_for(layers, fewest), SamplesFile(path, _digest(path), grader, sets), legacy)
+
+
+def _resolve_for(layers: Sequence[Layer], samples: int) -> RunConfig:
+    return resolve([*layers, {"evaluation": {"samples": samples, "temperature": 1.0}}])
 
 
 def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings of `--n` and `--k`; with n alone the k are those of `DEFAULT_K` within n, and n itself."""
+    """Return the settings of `--n` and `--k`; with n alone the k are those of `DEFAULT_K` within n, and n itself.
+
+    Raises:
+        ConfigError: a k is greater than n.
+    """
     layer: dict[str, Any] = {} if n is None else {"samples": n}
+    if n is not None and k and max(k) > n:
+        raise ConfigError(
+            f"--k {max(k)}: needs as many completions; make it --n {max(k)}, or --k of at most {n}"
+        )
     if k is None and n is not None:
         k = sorted({*(each for each in DEFAULT_K if each < n), n})
     return layer if k is None else {**layer, "k": list(k)}
@@ -148,36 +168,16 @@ def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
 def read_k(text: str) -> list[int]:
     """Read `--k 1,8,32`. Raises ConfigError for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
-        raise ConfigError(f"--k {text}: whole numbers from 1 on, apart by commas, as in --k 1,8,32")
+    if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MOST_K for part in parts):
+        raise ConfigError(
+            f"--k {text[:100]!r}: whole numbers from 1 to {_MOST_K:,}, apart by commas, as in --k 1,8,32"
+        )
     return sorted({int(part) for part in parts})
 
 
-def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
-    """Return the settings of the tasks that are asked for; the run's own template, system message and grader stay."""
-    if not tasks:
-        return {}
-    problems = {"evaluation": {"problems": None}}
-    if "countdown" in tasks:
-        if len(tasks) > 1:
-            raise ConfigError("--task countdown: it has a model and a form of its own; evaluate it by itself")
-        same = own is not None and isinstance(own.task, CountdownTask)
-        return problems | ({} if same else {"task": {"name": "countdown"}})
-    sources: list[Any] = []
-    for name in tasks:
-        if name in DATASETS:
-            sources += evaluation_sources(name)
-        elif Path(name).suffix.lower() in FILE_ENDINGS or Path(name).exists():
-            sources.append({"path": name})
-        else:
-            raise ConfigError(
-                f"--task {name}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
-                f"{', '.join(FILE_ENDINGS)} file"
-            )
-    task: dict[str, Any] = {"name": "data", "heldout": sources}
-    if own is not None and not isinstance(own.task, CountdownTask):
-        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
-    return problems | {"task": task}
+def _check_graders(problems: Iterable[Problem]) -> None:
+    for grader in sorted({problem.grader for problem in problems}):
+        check_grader(grader)
 
 
 def _digest(path: Path) -> str:
@@ -185,31 +185,46 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _origin(path: Path) -> str:
+    """Name a samples file: those that this package writes by the evaluation or run that they are of."""
+    path = path.absolute()
+    if path.name == SAMPLES:
+        return path.parent.name.removeprefix("eval-")
+    return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", name)
 
 
-def request_of(record: Mapping[str, Any], folder: Path, tracking: Layer) -> EvalRequest:
+def request_of(record: Mapping[str, Any], folder: Path, tracking: Layer, complete: bool) -> EvalRequest:
     """Return the request that the `eval.json` of `folder` was made from, with other settings of `tracking` only.
+
+    Args:
+        complete: all completions are there: neither the model nor the samples' file is asked for.
 
     Raises:
         UserError: the record is damaged, or its model or samples are no longer there as they were.
     """
     try:
-        config = resolve([record["config"], {"tracking": tracking}])
-        legacy, samples, model = bool(record["legacy_best_at_k"]), record["samples"], record["model"]
+        samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
         if samples is not None:
-            path, digest = Path(samples["path"]), str(samples["sha256"])
+            path, digest, grader = Path(samples["path"]), samples["sha256"], samples["grader"]
+            config = resolve([record["config"], {"tracking": tracking}])
         else:
             run = None if model["run"] is None else RunFolder(Path(model["run"]))
             ref = ModelRef(str(model["path"]), run, model["step"])
-    except (KeyError, TypeError) as error:
+            config = resolve([record["config"], {"tracking": tracking, "model": {"path": ref.path}}])
+    except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: its eval.json lacks what a resume needs ({error})") from None
     if samples is not None:
-        sets = read_completions(path, samples.get("grader"))
-        if _digest(path) != digest:
-            raise UserError(f"--resume {folder}: {path} has changed since; start a new evaluation")
-        return EvalRequest(config, SamplesFile(path, digest, samples.get("grader"), sets), legacy)
-    check_model_path(ref.path)
-    check_engine(config.sampling.engine)
+        if not complete and (not is_there(path) or _digest(path) != digest):
+            raise UserError(
+                f"--resume {folder}: {path} has changed since, or is gone; start a new evaluation"
+            )
+        sets = {} if complete else read_completions(path, grader)
+        return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
+    if not complete:
+        check_model_path(ref.path)
+        check_engine(config.sampling.engine)
     return EvalRequest(config, (ref, build_task(config.task)), legacy)

@@ -12,14 +12,27 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from bandpo_cli.evaluation.histogram import success_counts
 from bandpo_cli.evaluation.intervals import Interval
 from bandpo_cli.evaluation.scores import Scores
 
 PLAIN_LINES = 20
 """About this many progress lines in a log file, however many completions."""
 
-HISTOGRAM_BINS = 10
 _BAR_WIDTH = 40
+_LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
+
+
+def warn(console: Console, line: str) -> None:
+    """Print a warning."""
+    say(console, line, "warning:", "yellow")
+
+
+def say(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
+    """Print a line as it is, whatever brackets are in it."""
+    gap = " " if heading.endswith(":") else "  "
+    text = Text.assemble((heading, style), gap, line) if heading else Text(line)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 class EvalProgress(Protocol):
@@ -56,8 +69,17 @@ class Pace:
         if self.done == self._before:
             return words
         left = (self.total - self.done) / self.rate
-        rate = f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
-        return f"{words} · {rate}/s · {clock(left)} left"
+        return f"{words} · {self._rate_words()}/s · {clock(left)} left"
+
+    def summary(self) -> str:
+        """Return `2,048 completions in 0:00:07, 310 a second`, counting what came since the start."""
+        new = self.done - self._before
+        before = f" after {self._before:,} that were there" if self._before else ""
+        rate = f", {self._rate_words()} a second" if new else ""
+        return f"{new:,} completions{before} in {clock(self.seconds)}{rate}"
+
+    def _rate_words(self) -> str:
+        return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
 
 
 def clock(seconds: float) -> str:
@@ -75,9 +97,9 @@ class _Bar:
     def __init__(self, console: Console, pace: Pace) -> None:
         self._pace = pace
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[words]}", markup=False),
             console=console,
             transient=True,
         )
@@ -94,8 +116,9 @@ class _Bar:
 
     def advance(self, label: str, completions: int) -> None:
         self._pace.done += completions
+        name = label if len(label) <= _LABEL_WIDTH else label[: _LABEL_WIDTH - 1] + "…"
         self._progress.update(
-            self._task, description=label, completed=self._pace.done, words=self._pace.words()
+            self._task, description=name, completed=self._pace.done, words=self._pace.words()
         )
 
 
@@ -123,19 +146,21 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
     for label, each in scores.items():
         console.print()
         console.print(
-            Text.assemble((label, "bold"), f"  {_plural(len(each.by_problem), 'problem')} × {_n(each)}"
+            Text.assemble((label, "bold"), f"  {plural(len(each.by_problem), 'problem')} × {_n(each)}"
                           f" = {each.completions:,} completions"),
             highlight=False,
             soft_wrap=True,
         )  # fmt: skip
         console.print(_table(each))
+        console.print()
         for line in histogram(each):
             console.print(line, highlight=False)
 
 
 def figure_name(name: str) -> str:
     """Return a figure's name as the field writes it: `mean@16`, `pass@4`, `answer format`."""
-    return name.replace("_at_", "@").removesuffix("_rate").replace("_", " ")
+    words = name.replace("_at_", "@").removesuffix("_rate").replace("_", " ")
+    return f"{words}, tokens" if name == "response_length" else words
 
 
 def figure_text(name: str, value: float) -> str:
@@ -163,20 +188,6 @@ def histogram(scores: Scores) -> Iterable[Text]:
         yield Text.assemble(f"{words:>11}  ", ("█" * length, "cyan"), f" {count:,}" if count else " ·")
 
 
-def success_counts(shares: Iterable[float]) -> list[tuple[str, int]]:
-    """Count problems never solved, by tenths between, and always solved: the two ends are what pass@k turns on."""
-    shares = list(shares)
-    never, always = sum(share == 0 for share in shares), sum(share == 1 for share in shares)
-    between = [0] * HISTOGRAM_BINS
-    for share in shares:
-        if 0 < share < 1:
-            between[min(int(share * HISTOGRAM_BINS), HISTOGRAM_BINS - 1)] += 1
-    edges = [
-        f"{bin_ / HISTOGRAM_BINS:.1f} – {(bin_ + 1) / HISTOGRAM_BINS:.1f}" for bin_ in range(HISTOGRAM_BINS)
-    ]
-    return [("never", never), *zip(edges, between, strict=True), ("always", always)]
-
-
 def _table(scores: Scores) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
@@ -185,8 +196,7 @@ def _table(scores: Scores) -> Table:
     for name, figure in scores.figures.items():
         if name.endswith(("timeout_rate", "error_rate")) and figure.value == 0:
             continue
-        unit = " tokens" if name == "response_length" else ""
-        table.add_row(figure_name(name) + unit, figure_text(name, figure.value), interval_text(name, figure))
+        table.add_row(figure_name(name), figure_text(name, figure.value), interval_text(name, figure))
     return table
 
 
@@ -194,5 +204,6 @@ def _n(scores: Scores) -> str:
     return str(scores.fewest) if scores.fewest == scores.most else f"{scores.fewest} to {scores.most}"
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """Return `1 problem` or `1,024 problems`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -8,7 +8,10 @@ from pathlib import Path
 from bandpo_cli.cli.preflight import check_model_path
 from bandpo_cli.config.run import EMBEDDED_MODEL
 from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.tracking.eval_folder import is_there
 from bandpo_cli.tracking.run_folder import RunFolder, step_of
+
+_MOST_DIGITS = 12  # of a step: Python refuses to read thousands of them
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class ModelRef:
         """Its part of an evaluation's name."""
         if self.run is not None:
             return f"{self.run.name}@{self.step}"
-        return Path(self.path).name or "model"
+        return Path(self.path).absolute().name or "model"
 
 
 def find_model(text: str, runs_dir: Path) -> ModelRef:
@@ -41,20 +44,20 @@ def find_model(text: str, runs_dir: Path) -> ModelRef:
     if found is not None:
         run, step = found
         return _checkpoint(run, step)
-    folder = Path(text).expanduser()
-    run_path = folder.absolute().parent.parent
+    folder = user_path(text).absolute()
+    run_path = folder.parent.parent
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and _is_run(run_path):
-        check_model_path(text)
-        return ModelRef(text, RunFolder(run_path), step_of(folder))
-    if not folder.exists() and (text.count("/") != 1 or Path(text).parts[0] in (".", "..", runs_dir.name)):
+        return _checkpoint(RunFolder(run_path), step_of(folder))
+    if not text or (not is_there(folder) and not _may_be_hub_id(text, runs_dir)):
         names = sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(
-            f"--model {text}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging Face "
-            f"folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+            f"--model {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
+            f"Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
         )
-    check_model_path(text)
-    return ModelRef(text)
+    path = str(user_path(text)) if is_there(folder) else text
+    check_model_path(path)
+    return ModelRef(path)
 
 
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
@@ -64,15 +67,24 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
         UserError: the step is no number.
     """
     name, at, step = text.rpartition("@")
-    for run, suffix in ((text, ""), (name, step)):
-        for path in (runs_dir / run, Path(run).expanduser()):
+    for run, suffix in ((text, None), (name, step)) if at else ((text, None),):
+        for path in (runs_dir / run, user_path(run)):
             if run and _is_run(path):
-                if suffix and not suffix.isdecimal():
-                    raise UserError(f"{text}: after @ goes a step, as in {run}@100; not {suffix!r}")
-                return RunFolder(path), int(suffix) if suffix else None
-        if not at:
-            break
+                if suffix is not None and not (suffix.isdecimal() and len(suffix) <= _MOST_DIGITS):
+                    raise UserError(
+                        f"{text[:200]}: after @ goes a step, as in {run}@100; not {suffix[:20]!r}"
+                    )
+                named = path if path.name.strip(".") else path.resolve()  # "." and ".." are no names
+                return RunFolder(named), None if suffix is None else int(suffix)
     return None
+
+
+def user_path(text: str) -> Path:
+    """Return the path with ~ as the user's home; a ~name that is nobody's stays as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
@@ -87,6 +99,13 @@ def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
     return ModelRef(str(checkpoints[step]), run, step)
 
 
+def _may_be_hub_id(text: str, runs_dir: Path) -> bool:
+    """Tell `Qwen/Qwen2.5-0.5B` from the path of a run that is not there; the hub allows 96 characters."""
+    return (
+        text.count("/") == 1 and len(text) <= 96 and text.partition("/")[0] not in (".", "..", runs_dir.name)
+    )
+
+
 def _is_run(path: Path) -> bool:
     """A run's config.yaml tells it from a model's folder, which has config.json."""
-    return (path / "config.yaml").is_file() and not (path / "config.json").exists()
+    return is_there(path / "config.yaml") and not is_there(path / "config.json")

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from bandpo_cli.cli.eval_request import EvalRequest, SamplesFile, request_of
-from bandpo_cli.cli.eval_views import Pace, make_progress, print_scores
-from bandpo_cli.cli.memory import memory_advice
+from bandpo_cli.cli.eval_source import Source, open_source
+from bandpo_cli.cli.eval_views import Pace, make_progress, print_scores, say, warn
 from bandpo_cli.cli.preflight import choose_name
-from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.scores import metrics, score
-from bandpo_cli.tracking.environment import describe_environment
-from bandpo_cli.tracking.eval_folder import EvalFolder, PartKey
+from bandpo_cli.evaluation.scores import Scores, metrics, score
+from bandpo_cli.tracking.environment import describe_environment, redact
+from bandpo_cli.tracking.eval_folder import EvalFolder
 from bandpo_cli.tracking.files import finite, write_json
 from bandpo_cli.tracking.mlflow_names import run_tags
 from bandpo_cli.tracking.store import tracking_store, ui_command
 from bandpo_cli.tracking.tables import EvalRow, read_eval_table
 
-if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
-
 Rows = dict[str, list[EvalRow]]
 """Every completion by set."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where completions come from.
-
-    Attributes:
-        problems: how many each set has, by label.
-        completions: of all of them.
-        batches: draws or judges those that are not there yet.
-        errors: what went wrong in a grader, in a line each.
-    """
-
-    problems: Mapping[str, int]
-    completions: int
-    batches: Callable[[set[PartKey]], Iterator[Batch]]
-    errors: Callable[[], Mapping[str, str]]
 
 
 def run_evaluation(
@@ -62,11 +40,12 @@ def run_evaluation(
     """
     name = choose_name(runs_dir, asked_name, request.default_name())
     with ExitStack() as stack:
-        source = _open(request, console, stack)
+        source = open_source(request, console, stack)
         folder = EvalFolder.create(runs_dir, name)
         write_json(folder.path / "env.json", describe_environment())
-        rows = _collect(request, source, folder, console, runs_dir)
-    _finish(request, folder, rows, console, runs_dir, style)
+        with _kept(request, source, folder, console, runs_dir):
+            record, scores = _score(request, folder, _collect(source, folder, console), console)
+    _report(request, folder, record, scores, console, runs_dir, style)
 
 
 def resume_evaluation(text: str, runs_dir: Path, console: Console, style: str, tracking: Layer) -> None:
@@ -76,52 +55,63 @@ def resume_evaluation(text: str, runs_dir: Path, console: Console, style: str, t
         UserError: there is none of that name, or its model or data are not what they were.
     """
     folder = EvalFolder.open(runs_dir, text)
-    request = request_of(folder.read_record(), folder.path, tracking)
-    if folder.samples_path.exists():
-        console.print(
-            f"{folder.path} has all its completions: scoring them again", highlight=False, soft_wrap=True
-        )
-        rows: Rows = {}
-        for row in read_eval_table(folder.samples_path):
-            rows.setdefault(row["task"], []).append(row)
+    before = folder.read_record()
+    complete = folder.samples_path.exists()
+    request = request_of(before, folder.path, tracking, complete)
+    if complete:
+        say(console, f"{folder.path} has all its completions: scoring them again")
+        folder.drop_parts()  # a kill between the table and this leaves them
+        record, scores = _score(request, folder, _stored(folder), console)
     else:
         with ExitStack() as stack:
-            source = _open(request, console, stack)
-            rows = _collect(request, source, folder, console, runs_dir)
-    _finish(request, folder, rows, console, runs_dir, style)
+            source = open_source(request, console, stack)
+            if (folder.path / "parts").exists() and before["sets"] != source.planned():
+                raise UserError(
+                    f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a "
+                    "new evaluation"
+                )
+            with _kept(request, source, folder, console, runs_dir):
+                record, scores = _score(request, folder, _collect(source, folder, console), console)
+    _report(request, folder, record, scores, console, runs_dir, style)
 
 
-def _collect(
+@contextmanager
+def _kept(
     request: EvalRequest, source: Source, folder: EvalFolder, console: Console, runs_dir: Path
-) -> Rows:
-    """Get every completion that the folder lacks, storing each batch before the next; return all of them."""
-    parts = folder.read_parts()
-    _check_parts(parts, source, folder)
-    pace = Pace(source.completions, sum(map(len, parts.values())))
-    planned = {label: {"problems": count} for label, count in source.problems.items()}
-    folder.write_record({**_head(request, folder, "running"), "sets": planned})
-    console.print(f"[bold]evaluation[/bold]  {folder.path}", highlight=False, soft_wrap=True)
+) -> Iterator[None]:
+    """Say in the record that the evaluation is running, and when it ends early, how to go on with it."""
+    sets = source.planned()
+    folder.write_record({**_head(request, folder, "running"), "sets": sets})
     try:
-        with make_progress(console, pace) as progress:
-            for batch in source.batches(set(parts)):
-                folder.write_part(batch.key, batch.rows)
-                parts[batch.key] = batch.rows
-                progress.advance(batch.label, len(batch.rows))
+        yield
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.write_record({**_head(request, folder, status), "sets": planned})
-        elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
-        console.print(
-            f"{status}: {pace.done:,} of {pace.total:,} completions are kept; go on by: "
-            f"bandpo eval --resume {folder.name}{elsewhere}",
-            highlight=False,
-            soft_wrap=True,
+        folder.write_record({**_head(request, folder, status), "sets": sets})
+        words = ["bandpo", "eval", "--resume", folder.name]
+        if runs_dir != Path("runs"):
+            words += ["--runs-dir", str(runs_dir)]
+        there = folder.count_stored()
+        say(
+            console,
+            f"{status}: {there:,} of {source.completions:,} completions are kept; go on by: {shlex.join(words)}",
         )
         raise
+
+
+def _collect(source: Source, folder: EvalFolder, console: Console) -> Rows:
+    """Get every completion that the folder lacks, storing each batch before the next; return all of them."""
+    parts = folder.read_parts()
+    pace = Pace(source.completions, sum(map(len, parts.values())))
+    say(console, str(folder.path), "evaluation")
+    with make_progress(console, pace) as progress:
+        for batch in source.batches(set(parts)):
+            folder.write_part(batch.key, batch.rows)
+            parts[batch.key] = batch.rows
+            progress.advance(batch.label, len(batch.rows))
     for grader, line in source.errors().items():
-        _warn(console, f"grader '{grader}' failed on some answers; the first time: {line}")
-    console.print(f"{pace.done:,} completions, {pace.rate:,.0f} a second", highlight=False)
-    labels = [*source.problems]
+        warn(console, f"grader '{grader}' failed on some answers; the first time: {line}")
+    say(console, pace.summary())
+    labels = [*source.ids]
     rows: Rows = {label: [] for label in labels}
     for key in sorted(parts):
         rows[labels[key.set_index]] += parts[key]
@@ -129,10 +119,19 @@ def _collect(
     return rows
 
 
-def _finish(
-    request: EvalRequest, folder: EvalFolder, rows: Rows, console: Console, runs_dir: Path, style: str
-) -> None:
-    """Score every completion, write and show the figures, send them to MLflow, and say where everything is."""
+def _stored(folder: EvalFolder) -> Rows:
+    rows: Rows = {}
+    for row in read_eval_table(folder.samples_path):
+        rows.setdefault(row["task"], []).append(row)
+    if not rows:
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to draw them anew")
+    return rows
+
+
+def _score(
+    request: EvalRequest, folder: EvalFolder, rows: Rows, console: Console
+) -> tuple[dict[str, Any], dict[str, Scores]]:
+    """Score every completion, and write the figures; return the record and what it was made of."""
     from bandpo_cli.reports.eval_plot import plot_success
 
     with console.status("intervals by bootstrap …"):
@@ -147,6 +146,19 @@ def _finish(
         }
         folder.write_record(record)
         plot_success(folder.path)
+    return record, scores
+
+
+def _report(
+    request: EvalRequest,
+    folder: EvalFolder,
+    record: Mapping[str, Any],
+    scores: Mapping[str, Scores],
+    console: Console,
+    runs_dir: Path,
+    style: str,
+) -> None:
+    """Show the figures, send them to MLflow, and say where everything is."""
     if style == "json":
         print(json.dumps(finite(record), indent=2, ensure_ascii=False))
     else:
@@ -160,7 +172,7 @@ def _finish(
         ("MLflow", where),
     ):
         if text:
-            console.print(f"[bold]{heading:<10}[/bold] {text}", highlight=False, soft_wrap=True)
+            say(console, text, f"{heading:<9}")
 
 
 def _send(
@@ -174,8 +186,10 @@ def _send(
     model = None if isinstance(request.source, SamplesFile) else request.source[0]
     run = None if model is None else model.run
     store = tracking_store(request.config.tracking, runs_dir if run is None else run.path.parent)
-    env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+    config = record["config"]
+    made_from = {"model": {**config["model"], **(record["model"] or {})}, "samples": record["samples"]}
     try:
+        env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
         with console.status("sending the figures to MLflow …"):
             place = send_evaluation(
                 store,
@@ -183,119 +197,19 @@ def _send(
                 None if run is None else run.path,
                 None if model is None else model.step,
                 record["metrics"],
-                {"model": record["model"], "samples": record["samples"], **record["config"]},
+                {**config, **made_from},
                 run_tags(env),
                 [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
             )
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the figures are on the disk
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        _warn(console, f"MLflow at {store.uri} did not take the figures ({type(error).__name__}: {line})")
+        warn(
+            console,
+            redact(f"MLflow at {store.uri} did not take the figures ({type(error).__name__}: {line})"),
+        )
         return ""
-    return f"{ui_command(store.uri)}  (run {place})"
-
-
-def _open(request: EvalRequest, console: Console, stack: ExitStack) -> Source:
-    return (
-        _open_samples(request.config, request.source, console, stack)
-        if isinstance(request.source, SamplesFile)
-        else _open_model(request, console, stack)
-    )
-
-
-def _open_samples(config: RunConfig, file: SamplesFile, console: Console, stack: ExitStack) -> Source:
-    from bandpo_cli.evaluation.batches import regrade_batches
-    from bandpo_cli.grading import GraderPool
-
-    problems = {label: len(stored_P) for label, stored_P in file.sets.items()}
-    total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
-    rows = [("samples", f"{file.path}, {total:,} completions"), ("tasks", _counts(problems))]
-    print_statement(console, rows, [], [])
-    pool = stack.enter_context(GraderPool(config.grading))
-    return Source(
-        problems,
-        total,
-        lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
-        lambda: pool.errors,
-    )
-
-
-def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> Source:
-    assert not isinstance(request.source, SamplesFile)
-    config, (_, task) = request.config, request.source
-    settings = config.evaluation
-    sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
-    total = sum(map(len, sets.values())) * settings.samples
-    statement = [
-        ("model", describe_model(config)),
-        ("tasks", _counts({label: len(problems) for label, problems in sets.items()})),
-        (
-            "samples",
-            f"{settings.samples} a problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
-            f"T = {settings.temperature:g}, seed {config.seed}",
-        ),
-    ]
-    print_statement(console, statement, task.notes(), [])
-    with console.status("loading torch and the model …"), memory_advice(config):
-        from bandpo_cli.evaluation.evaluate import draw_batches
-        from bandpo_cli.evaluation.sets import check_context, fitting_sets
-        from bandpo_cli.grading import GraderPool
-        from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling import SamplingParams, build_sampler
-        from bandpo_cli.sampling.prompts import PromptEncoder
-
-        policy = load_policy(config.model, for_training=False)
-        check_context(policy, config)
-        encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
-        notes: list[str] = []
-        fitting = fitting_sets(encoder, sets, config, notes)
-        sampler = build_sampler(config, policy)
-    stack.callback(sampler.close)
-    pool = stack.enter_context(GraderPool(config.grading))
-    params = SamplingParams(
-        settings.samples, settings.temperature, config.sampling.max_tokens, policy.stop_ids
-    )
-    for note in notes:
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False, soft_wrap=True)
-
-    def batches(done: set[PartKey]) -> Iterator[Batch]:
-        with memory_advice(config):
-            yield from draw_batches(
-                sampler,
-                encoder,
-                pool.grade,
-                fitting,
-                params,
-                settings.batch,
-                config.seed,
-                version=0,
-                done=done,
-            )
-
-    problems = {label: len(each) for label, each in fitting.items()}
-    return Source(problems, sum(problems.values()) * settings.samples, batches, lambda: pool.errors)
-
-
-def _check_parts(parts: Mapping[PartKey, list[EvalRow]], source: Source, folder: EvalFolder) -> None:
-    """Refuse to go on with other problems than those that the parts were made for."""
-    labels = [*source.problems]
-    for key, rows in parts.items():
-        label = labels[key.set_index] if key.set_index < len(labels) else None
-        if label is None or key.start >= source.problems[label] or any(row["task"] != label for row in rows):
-            raise UserError(
-                f"--resume {folder.name}: its completions are of other problems than its tasks have now; "
-                "start a new evaluation"
-            )
+    return f"{redact(ui_command(store.uri))}  (run {place})"
 
 
 def _head(request: EvalRequest, folder: EvalFolder, status: str) -> dict[str, Any]:
     return {"name": folder.name, "status": status, **request.as_json()}
-
-
-def _counts(problems: Mapping[str, int]) -> str:
-    return ", ".join(
-        f"{label} ({count:,} problem{'' if count == 1 else 's'})" for label, count in problems.items()
-    )
-
-
-def _warn(console: Console, line: str) -> None:
-    console.print(f"[yellow]warning:[/yellow] {line}", highlight=False, soft_wrap=True)

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bandpo_cli.evaluation.histogram import BINS, success_counts
 from bandpo_cli.reports import style
 from bandpo_cli.tracking.eval_folder import RECORD, read_record
 
-BINS = 10
+_LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # what fits: four names beside each other, one line
 
 
 def plot_success(folder: Path) -> Path:
     """Draw `plots/success.png` from the `eval.json` in `folder`: the share of problems by their share of right answers.
 
-    Problems that were never or always solved have bars of their own at the two ends.
+    Problems that were never or always solved have bars of their own at the two ends. Of more sets than there are
+    colours the first ones are drawn.
     """
-    record = read_record(folder / RECORD)
-    sets = record["sets"]
+    every = read_record(folder / RECORD)["sets"]
+    sets = dict(islice(every.items(), len(style.CYCLE)))
     figure, (axes,) = style.new_figure(
-        "Problems by share of right completions", f"{folder.resolve().name} · {_about(sets)}"
+        "Problems by share of right completions",
+        _cut(f"{_about(every, len(sets))} · {folder.resolve().name}", _SUBTITLE_CHARS),
     )
     places = np.arange(BINS + 2)
     width = 0.8 / len(sets)
+    names: list[str] = []
     for index, (label, scores) in enumerate(sets.items()):
-        shares = np.array([next(iter(values.values())) for values in scores["by_problem"].values()])
-        inner = shares[(shares > 0) & (shares < 1)]
-        counts = [np.sum(shares == 0), *np.histogram(inner, bins=BINS, range=(0, 1))[0], np.sum(shares == 1)]
+        counts = success_counts(next(iter(values.values())) for values in scores["by_problem"].values())
+        names = [name.replace(" ", "") for name, _ in counts]
         axes.bar(
             places + (index - (len(sets) - 1) / 2) * width,
-            np.array(counts) / len(shares),
+            np.array([count for _, count in counts]) / len(scores["by_problem"]),
             width,
-            color=style.CYCLE[index % len(style.CYCLE)],
-            label=label,
+            color=style.CYCLE[index],
+            label=f"{_cut(label, _LABEL_CHARS)} ({scores['problems']:,})",
         )
-    names = ["never", *(f"{bin_ / BINS:.1f}–{(bin_ + 1) / BINS:.1f}" for bin_ in range(BINS)), "always"]
     axes.set_xticks(places, names)
+    axes.set_xlim(-0.6, BINS + 1.6)
     style.percent(axes)
     style.label(axes, "share of a problem's completions that is right", "share of the problems")
     if len(sets) > 1:
@@ -44,5 +50,12 @@ def plot_success(folder: Path) -> Path:
     return style.save(figure, folder / "plots" / "success.png")
 
 
-def _about(sets: dict[str, dict[str, object]]) -> str:
-    return ", ".join(f"{scores['problems']:,} problems of {label}" for label, scores in sets.items())
+def _about(sets: Mapping[str, Mapping[str, Any]], shown: int) -> str:
+    if len(sets) > 1:
+        return f"{len(sets)} sets" if shown == len(sets) else f"the first {shown} of {len(sets)} sets"
+    ((label, scores),) = sets.items()
+    return f"{scores['problems']:,} problem{'' if scores['problems'] == 1 else 's'} of {label}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

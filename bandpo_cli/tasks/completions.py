@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import Fields, Source
+from bandpo_cli.config.data import Fields, Source, is_function_path
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import as_answer, as_json, as_question, find_fields, value_at
 from bandpo_cli.tasks.files import read_file
@@ -30,7 +33,9 @@ COMPLETION_NAMES = (
 """The fields that completions are looked for in, unless the file is a table of ours."""
 
 _OURS = frozenset({"problem_id", "reference", "text"})
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _LOOKED_AT = 1000  # rows that the fields are chosen by
+_MOST_TOKENS = 2**31 - 1  # the table keeps lengths as 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,14 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     everything = chain(seen, rows)
     if set(seen[0]) >= _OURS:
         return _from_table(path, everything, grader)
-    return {label_of(Source(path=str(path))): _from_questions(path, seen, everything, grader or "math")}
+    return {_label_of(path): _from_questions(path, seen, everything, "math" if grader is None else grader)}
+
+
+def _label_of(path: Path) -> str:
+    try:
+        return label_of(Source(path=str(path)))
+    except ConfigError:  # nothing of the name may stand in a metric's name
+        return "samples"
 
 
 def _from_table(
@@ -80,31 +92,57 @@ def _from_table(
     sets: dict[str, dict[str, StoredProblem]] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        label = _text(row.get("task") or row.get("source"), "task", where)
-        id_ = _text(row["problem_id"], "problem_id", where)
-        problems = sets.setdefault(label, {})
-        if id_ not in problems:
-            problems[id_] = StoredProblem(
-                Problem(
-                    id=id_,
-                    prompt=_text(row.get("prompt", ""), "prompt", where),
-                    answer=_text(row["reference"], "reference", where),
-                    source=label,
-                    grader=grader or _text(row.get("grader", "math"), "grader", where),
-                    extra=_extra(row.get("extra"), where),
-                )
+        label = _label(row.get("task") or row.get("source"), where)
+        problem = _problem(row, label, grader, where)
+        stored = sets.setdefault(label, {}).setdefault(problem.id, StoredProblem(problem))
+        if stored.problem.answer != problem.answer or stored.problem.grader != problem.grader:
+            raise ConfigError(
+                f"{where}: problem {_brief(problem.id)} has another reference or grader than in a row before; give "
+                "problems that differ ids that differ"
             )
-        problems[id_].completions_G.append(
-            StoredCompletion(
-                _text(row["text"], "text", where),
-                _number(row.get("length"), "length", where, int),
-                None
-                if row.get("finish_reason") is None
-                else _text(row["finish_reason"], "finish_reason", where),
-                _number(row.get("logprob_sum"), "logprob_sum", where, float),
-            )
-        )
+        stored.completions_G.append(_completion(row, where))
     return {label: list(problems.values()) for label, problems in sets.items()}
+
+
+def _label(value: Any, where: str) -> str:
+    label = _text(value, "task", where)
+    if not _LABEL.fullmatch(label):
+        raise ConfigError(
+            f"{where}: 'task' = {_brief(label)} cannot stand in a metric's name; take letters, digits and _ . - alone, "
+            "60 at most"
+        )
+    return label
+
+
+def _problem(row: Mapping[str, Any], label: str, grader: str | None, where: str) -> Problem:
+    """Return the problem of a row of our own tables. A table never says which code is to run: the user does."""
+    own = _text(row.get("grader", "math"), "grader", where) if grader is None else grader
+    if grader is None and is_function_path(own):
+        raise ConfigError(
+            f"{where}: it names a function as its grader, which no file is let to run unasked; if you trust it, add "
+            f"--grader {own:.100}"
+        )
+    return Problem(
+        id=_text(row.get("problem_id"), "problem_id", where),
+        prompt=_text(row.get("prompt", ""), "prompt", where),
+        answer=_text(row.get("reference"), "reference", where),
+        source=label,
+        grader=own,
+        extra=_extra(row.get("extra"), where),
+    )
+
+
+def _completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
+    reason = row.get("finish_reason")
+    length = _number(row.get("length"), "length", where)
+    if length is not None and not (0 <= length <= _MOST_TOKENS and length == int(length)):
+        raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_brief(length)}")
+    return StoredCompletion(
+        text=_text(row.get("text"), "text", where),
+        length=None if length is None else int(length),
+        finish_reason=None if reason is None else _text(reason, "finish_reason", where),
+        logprob_sum=_number(row.get("logprob_sum"), "logprob_sum", where),
+    )
 
 
 def _from_questions(
@@ -124,7 +162,7 @@ def _from_questions(
     ]
     if missing:
         raise ConfigError(
-            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {', '.join(seen[0])}; expected "
+            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_names(seen[0])}; expected "
             '{"question": ..., "answer": ..., "completions": ["...", ...]} in each row, or the samples.parquet of an '
             "evaluation"
         )
@@ -137,10 +175,10 @@ def _from_questions(
             raise ConfigError(f"{where}: '{names.question}' holds no question: {_shown(row, names.question)}")
         if answer is None:
             raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_shown(row, names.answer)}")
-        text = _as_text(question)
+        text, answer = _as_text(question), _whole(answer)
         id_ = stable_hash(json.dumps([text, answer]))
-        extra = {key: as_json(row[key]) for key in ("data_source", "extra_info") if row.get(key) is not None}
-        problem = Problem(id_, text, answer, path.stem, grader, extra)
+        extra = {key: row[key] for key in ("data_source", "extra_info") if row.get(key) is not None}
+        problem = Problem(id_, text, answer, path.stem, grader, _plain(extra))
         stored = problems.setdefault(id_, StoredProblem(problem))
         stored.completions_G.extend(_completions(row, str(completions), where))
     return list(problems.values())
@@ -162,17 +200,28 @@ def _as_text(question: Prompt) -> str:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: '{name}' must hold text, not {value!r:.60}")
-    # JSON can say half a surrogate pair, and no file in UTF-8 can.
-    return value.encode("utf-8", "replace").decode("utf-8")
+        raise ConfigError(f"{where}: '{name}' must hold text, not {_brief(value)}")
+    return _whole(value)
 
 
-def _number(value: Any, name: str, where: str, kind: type) -> Any:
-    if value is None:
+def _whole(text: str) -> str:
+    """Return `text` with ? for half surrogate pairs: JSON can say them, and no file in UTF-8 can."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _number(value: Any, name: str, where: str) -> float | None:
+    """Read a number; None where there is none, for which pandas writes NaN and a CSV file nothing."""
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{where}: '{name}' must be a number, not {value!r:.60}")
-    return kind(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{where}: '{name}' must be a number, not {_brief(value)}")
+    try:
+        number = float(value)  # a CSV file has numbers as text
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{where}: '{name}' must be a finite number, not {_brief(value)}")
+    return number
 
 
 def _extra(value: Any, where: str) -> dict[str, Any]:
@@ -181,9 +230,31 @@ def _extra(value: Any, where: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         extra = None
     if not isinstance(extra, dict):
-        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {value!r:.60}")
-    return extra
+        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_brief(value)}")
+    return _plain(extra)
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a grader's process can be sent and a table can hold."""
+    found: dict[str, Any] = json.loads(_whole(json.dumps(as_json(extra), ensure_ascii=False)))
+    return found
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    most = 20
+    return ", ".join(map(_brief, islice(row, most))) + (", ..." if len(row) > most else "")
 
 
 def _shown(row: Mapping[str, Any], name: str | None) -> str:
-    return f"{value_at(row, str(name))!r:.60}"
+    return _brief(value_at(row, str(name)))
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+_short.maxlevel = 3
+
+
+def _brief(value: Any) -> str:
+    """Return a value as a line of a message can show it, however long or deep it is."""
+    text = _short.repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

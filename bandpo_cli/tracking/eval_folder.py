@@ -46,12 +46,13 @@ class EvalFolder:
 
         Raises UserError, with the nearest name, when there is none.
         """
-        for path in (runs_dir / name, Path(name), Path(name).parent):
-            if name and (path / RECORD).is_file():
-                return cls(path)
+        given = Path(name)
+        for path in (runs_dir / name, given, *([given.parent] if given.name == RECORD else [])):
+            if name and is_there(path / RECORD):
+                return cls(path if path.name.strip(".") else path.resolve())  # "." and ".." are no names
         names = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECORD}"))
         there = f"it has {', '.join(names[-5:])}" if names else "it has none"
-        raise UserError(f"no evaluation {name!r} in {runs_dir}{nearest(name, names)}; {there}")
+        raise UserError(f"no evaluation {name[:200]!r} in {runs_dir}{nearest(name, names)}; {there}")
 
     @property
     def name(self) -> str:
@@ -83,11 +84,30 @@ class EvalFolder:
                 found[PartKey(int(place[1]), int(place[2]))] = read_eval_table(path)
         return found
 
+    def count_stored(self) -> int:
+        """Return how many completions are there, from what their files say of themselves."""
+        import pyarrow.parquet as pq
+
+        files = [self.samples_path] if self.samples_path.exists() else (self.path / "parts").glob("*.parquet")
+        return sum(pq.read_metadata(path).num_rows for path in files)
+
     def write_samples(self, rows: Iterable[EvalRow]) -> Path:
         """Write every completion to `samples.parquet`, then drop the parts, which it replaces."""
         path = write_eval_table(self.samples_path, list(rows))
-        shutil.rmtree(self.path / "parts", ignore_errors=True)
+        self.drop_parts()
         return path
+
+    def drop_parts(self) -> None:
+        """Remove the parts, if there are any."""
+        shutil.rmtree(self.path / "parts", ignore_errors=True)
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether there is a file or folder that can be looked at; a name that no file can have is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def read_record(path: Path) -> dict[str, Any]:

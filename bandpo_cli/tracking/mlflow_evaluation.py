@@ -22,6 +22,8 @@ def send_evaluation(
 ) -> str:
     """Send metrics and files, and return the name of the MLflow run that has them.
 
+    An evaluation that is sent again, because it was scored again, adds to what was sent before.
+
     Args:
         folder: the evaluation's.
         run_folder: that of the run which made the model, if one did.
@@ -32,7 +34,9 @@ def send_evaluation(
         Exception: whatever MLflow and the network raise.
     """
     found = None if run_folder is None else MlflowMirror.find(store, run_folder)
-    mirror = found or MlflowMirror.connect(store, folder, folder.name, flat_params(params), tags)
+    mirror = found or MlflowMirror.find(store, folder)
+    if mirror is None:
+        mirror = MlflowMirror.connect(store, folder, folder.name, flat_params(params), tags)
     mirror.send([Record.of(step or 0, metrics)])
     for file in files:
         mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")

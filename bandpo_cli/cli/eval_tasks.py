@@ -1,0 +1,67 @@
+"""What `bandpo eval --task` names: evaluation sets, as settings of the task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bandpo_cli.cli.model_ref import user_path
+from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, Source
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.tasks.known import evaluation_sources
+from bandpo_cli.tasks.sources import label_of
+from bandpo_cli.tracking.eval_folder import is_there
+
+_TASKS = ("countdown", *DATASETS)
+
+
+def task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+    """Return the settings of the tasks that are asked for; the run's own template, system message and grader stay.
+
+    Raises:
+        ConfigError: there is no such task or file, or countdown is asked for with others.
+    """
+    if not tasks:
+        return {}
+    problems = {"evaluation": {"problems": None}}
+    if "countdown" in tasks:
+        if len(tasks) > 1:
+            raise ConfigError("--task countdown: it has a model and a form of its own; evaluate it by itself")
+        same = own is not None and isinstance(own.task, CountdownTask)
+        return problems | ({} if same else {"task": {"name": "countdown"}})
+    task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
+    if own is not None and not isinstance(own.task, CountdownTask):
+        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
+    return problems | {"task": task}
+
+
+def _sources(tasks: Sequence[str]) -> list[Any]:
+    files = [name for name in tasks if name not in DATASETS]
+    for name in files:
+        if not name or not (Path(name).suffix.lower() in FILE_ENDINGS or is_there(user_path(name))):
+            raise ConfigError(
+                f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
+                f"{', '.join(FILE_ENDINGS)} file"
+            )
+    labels = Counter(map(_label_of, files))
+    sources: list[Any] = []
+    for name in tasks:
+        if name in DATASETS:
+            sources += evaluation_sources(name)
+        elif labels[_label_of(name)] == 1:
+            sources.append({"path": name, "label": _label_of(name)})
+        else:  # a/test.jsonl and b/test.jsonl are a-test and b-test
+            path = user_path(name).absolute()
+            sources.append({"path": name, "label": _label_of(f"{path.parent.name}-{path.name}")})
+    return sources
+
+
+def _label_of(path: str) -> str:
+    try:
+        return label_of(Source(path=path))
+    except ConfigError:  # nothing of the name may stand in a metric's name
+        return "data"

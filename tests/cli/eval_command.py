@@ -1,0 +1,76 @@
+"""`bandpo` as a user types it, called in this process: the imports of torch are paid once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pandas as pd
+
+from bandpo_cli.__main__ import main
+
+SMALL = [
+    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--set", "evaluation.problems=6", "--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]",
+    "--set", "evaluation.batch=16",
+]  # fmt: skip
+"""Three batches of two problems, eight completions each."""
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def bandpo(*arguments: str | Path, cwd: Path) -> Done:
+    """Run a command line to its end and return what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    environ = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, {**environ, "COLUMNS": "100"}, clear=True),
+        mock.patch.object(sys, "argv", ["bandpo", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+            code: object = 0
+        except SystemExit as end:
+            code = end.code
+    return Done(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
+
+
+def good(*arguments: str | Path, cwd: Path) -> Done:
+    """Run a command line that must succeed."""
+    done = bandpo(*arguments, cwd=cwd)
+    assert done.code == 0, done.out + done.err
+    return done
+
+
+def refused(*arguments: str | Path, cwd: Path) -> str:
+    """Run a command line that must be refused in one line; return the line."""
+    done = bandpo(*arguments, cwd=cwd)
+    assert done.code == 2, (done.code, done.out, done.err)
+    assert done.err.startswith("error: "), done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    return done.err
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return the `eval.json` of an evaluation."""
+    return dict(json.loads((folder / "eval.json").read_text(encoding="utf-8")))
+
+
+def samples_of(folder: Path) -> pd.DataFrame:
+    """Return the completions of an evaluation."""
+    return pd.read_parquet(folder / "samples.parquet")

@@ -1,0 +1,344 @@
+"""`bandpo eval` of a run's checkpoints: what training measured, again, under whatever name the checkpoint goes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from bandpo_cli.config.layers import read_layer, resolve
+from tests.cli.eval_command import SMALL, bandpo, good, record_of, refused, samples_of
+
+RUN = "first@1"  # the name of a run may have an @ in it
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, mirrored at MLflow."""
+    folder = tmp_path_factory.mktemp("trained")
+    good(
+        "train", *SMALL, "--steps", "4", "--name", RUN, "--set", "evaluation.every=2", "--set", "optim.lr=1e-3",
+        "--set", "checkpoint.every=2", "--seed", "5", cwd=folder,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def latest(place: Path) -> Path:
+    """Return the evaluation of the latest checkpoint with the run's own settings, sent to MLflow."""
+    good("eval", "--model", RUN, "--name", "latest", cwd=place)
+    return place / "runs" / "latest"
+
+
+def trained(place: Path, step: int) -> dict:
+    return json.loads((place / "runs" / RUN / "evals" / f"step-{step:06d}.json").read_text())
+
+
+def test_a_checkpoint_scores_what_it_scored_in_training(place: Path, latest: Path) -> None:
+    """The same draws, so the same figures to the last bit, intervals and every problem's values included."""
+    record = record_of(latest)
+    assert record["status"] == "finished"
+    assert record["sets"] == trained(place, 4)["sets"]
+    assert record["sets"] != trained(place, 2)["sets"], "the policy has moved, or this shows nothing"
+    assert record["model"]["step"] == 4
+    assert sorted(path.name for path in latest.iterdir()) == [
+        "env.json", "eval.json", "plots", "samples.parquet",
+    ]  # fmt: skip
+    assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figures_follow_from_the_completions(latest: Path) -> None:
+    """Means recomputed by pandas from the table, by the definitions of docs/evaluation.md."""
+    table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["figures"]
+    assert len(table) == 6 * 8
+    by_problem = table.groupby("problem_id")
+    expected = {
+        "mean_at_8": by_problem["accuracy"].mean().mean(),
+        "pass_at_1": by_problem["accuracy"].mean().mean(),
+        "pass_at_4": by_problem["accuracy"]
+        .sum()
+        .map(lambda c: 1 - math.comb(8 - int(c), 4) / math.comb(8, 4))
+        .mean(),
+        "answer_format_rate": by_problem["verdict"].apply(lambda v: (v != "malformed").mean()).mean(),
+        "truncation_rate": by_problem["finish_reason"].apply(lambda r: (r == "length").mean()).mean(),
+        "response_length": by_problem["length"].mean().mean(),
+    }
+    for name, value in expected.items():
+        assert figures[name]["value"] == pytest.approx(value, abs=1e-12), name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        f"{RUN}@2",
+        f"runs/{RUN}@2",
+        f"runs/{RUN}/checkpoints/step-000002",
+        f"./runs/{RUN}/checkpoints/step-000002/",
+        f"{{place}}/runs/{RUN}@2",
+    ],
+)
+def test_an_earlier_checkpoint_by_every_name_it_has(place: Path, tmp_path: Path, model: str) -> None:
+    name = f"by-{abs(hash(model))}"
+    good("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
+    record = record_of(place / "runs" / name)
+    assert record["sets"] == trained(place, 2)["sets"]
+    assert record["model"] == {
+        "path": str(place / "runs" / RUN / "checkpoints" / "step-000002"),
+        "run": str(place / "runs" / RUN),
+        "step": 2,
+    }
+
+
+def test_the_run_is_found_from_within_its_own_folder(place: Path) -> None:
+    run = place / "runs" / RUN
+    checkpoint = run / "checkpoints" / "step-000004"
+    for model, cwd in ((".", run), (".", checkpoint), ("../..", checkpoint)):
+        name = f"here-{len(list((place / 'runs').iterdir()))}"
+        good("eval", "--model", model, "--runs-dir", place / "runs", "--name", name, "--no-mlflow", cwd=cwd)
+        record = record_of(place / "runs" / name)
+        assert record["sets"] == trained(place, 4)["sets"]
+        assert Path(record["model"]["run"]).resolve() == run
+
+
+def test_one_seed_gives_one_evaluation_and_another_seed_another(place: Path, latest: Path) -> None:
+    for name, seed in (("again", "5"), ("other", "6")):
+        good("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
+    again, other = place / "runs" / "again", place / "runs" / "other"
+    pd.testing.assert_frame_equal(samples_of(again), samples_of(latest), check_exact=True)
+    assert record_of(again)["sets"] == record_of(latest)["sets"]
+    assert list(samples_of(other)["problem_id"]) == list(samples_of(latest)["problem_id"])
+    assert list(samples_of(other)["text"]) != list(samples_of(latest)["text"])
+
+
+def test_flags_go_on_top_of_the_runs_own_settings(place: Path) -> None:
+    good(
+        "eval", "--model", RUN, "--n", "2", "--limit", "3", "--temperature", "0.5", "--name", "flags",
+        "--set", "evaluation.batch=2", "--no-mlflow", "--legacy-best-at-k", cwd=place,
+    )  # fmt: skip
+    record = record_of(place / "runs" / "flags")
+    own = resolve([read_layer(place / "runs" / RUN / "config.yaml")]).model_dump(mode="json")
+    assert record["config"]["seed"] == own["seed"] == 5
+    assert record["config"]["task"] == own["task"]
+    assert record["config"]["evaluation"] == own["evaluation"] | {
+        "samples": 2, "problems": 3, "temperature": 0.5, "k": [2], "batch": 2,
+    }  # fmt: skip
+    scores = record["sets"]["countdown"]
+    assert (scores["problems"], scores["completions"]) == (3, 6)
+    assert {"mean_at_2", "pass_at_2", "maj_at_2", "legacy_best_at_2"} <= set(scores["figures"])
+
+
+def test_greedy_decoding_needs_one_completion_and_gives_the_same_one(place: Path) -> None:
+    for name, seed in (("greedy", "1"), ("greedy2", "2")):
+        good(
+            "eval", "--model", RUN, "--n", "1", "--temperature", "0", "--seed", seed, "--name", name, "--no-mlflow",
+            cwd=place,
+        )  # fmt: skip
+    a, b = samples_of(place / "runs" / "greedy"), samples_of(place / "runs" / "greedy2")
+    assert list(a["text"]) == list(b["text"])
+
+
+def test_json_is_the_record_and_nothing_else(place: Path) -> None:
+    done = good(
+        "eval", "--model", RUN, "--name", "json", "--format", "json", "--no-mlflow", "--limit", "2", cwd=place
+    )
+    assert json.loads(done.out) == record_of(place / "runs" / "json")
+    assert "runs/json" in done.err
+
+
+def test_a_log_gets_plain_lines(place: Path) -> None:
+    done = good(
+        "eval", "--model", RUN, "--name", "plain", "--no-mlflow", "--set", "evaluation.batch=8", cwd=place
+    )
+    assert "\x1b" not in done.out
+    assert done.err == ""
+    for part in (
+        "countdown: 16/48 completions",
+        "6 problems × 8 = 48 completions",
+        "mean@8",
+        "maj@4",
+        "never",
+    ):
+        assert part in done.out
+    assert f"figures    {Path('runs/plain/eval.json')}" in done.out
+
+
+def test_the_name_says_what_was_evaluated(place: Path) -> None:
+    done = good("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
+    (folder,) = (place / "runs").glob("eval-*")
+    assert folder.name.startswith("eval-first@1@4-countdown-n1-s5-")
+    assert folder.name in done.out
+
+
+def test_a_resume_needs_neither_the_current_folder_nor_a_relative_path(place: Path, tmp_path: Path) -> None:
+    """The model and its files are known by their whole paths: an evaluation goes on from wherever one is."""
+    good("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)
+    folder = place / "runs" / "moved"
+    before = samples_of(folder)
+    (folder / "samples.parquet").unlink()
+    good("eval", "--resume", folder, "--no-mlflow", cwd=tmp_path)
+    pd.testing.assert_frame_equal(samples_of(folder), before, check_exact=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_steps_of_a_run_compare(place: Path, latest: Path) -> None:
+    done = good("eval", "compare", f"{RUN}@0", f"{RUN}@4", "--format", "json", cwd=place)
+    found = json.loads(done.out)["sets"]["countdown"]
+    a, b = (trained(place, step)["sets"]["countdown"] for step in (0, 4))
+    for ours, theirs in (("mean", "mean_at_8"), ("pass_at_4", "pass_at_4")):
+        assert found["figures"][ours]["a"] == pytest.approx(a["figures"][theirs]["value"])
+        assert found["figures"][ours]["b"] == pytest.approx(b["figures"][theirs]["value"])
+        assert found["figures"][ours]["value"] == pytest.approx(
+            b["figures"][theirs]["value"] - a["figures"][theirs]["value"]
+        )
+    shares = [
+        (a["by_problem"][id_]["mean_at_8"], b["by_problem"][id_]["mean_at_8"]) for id_ in a["by_problem"]
+    ]
+    assert found["wins"] == sum(y > x for x, y in shares)
+    assert found["losses"] == sum(y < x for x, y in shares)
+    assert found["problems"] == {"shared": 6, "only_a": 0, "only_b": 0}
+    assert done.err == ""
+
+
+def test_an_evaluation_compares_with_the_step_it_repeats(place: Path, latest: Path) -> None:
+    """By name, by folder, by file, and RUN for its latest step: no figure differs."""
+    for other in ("latest", "runs/latest", "runs/latest/eval.json"):
+        done = good("eval", "compare", RUN, other, "--format", "json", cwd=place)
+        found = json.loads(done.out)["sets"]["countdown"]
+        assert all(each["value"] == 0 for each in found["figures"].values())
+        assert (found["wins"], found["losses"], found["ties"]) == (0, 0, 6)
+    text = good("eval", "compare", RUN, "latest", cwd=place).out
+    assert "6 problems in both" in text
+    assert "the same on 6" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["compare", "latets", RUN], ["no evaluation 'latets'", "did you mean 'latest'"]),
+        (["compare", "latest", f"{RUN}@3"], ["not evaluated at that step", "0, 2, 4"]),
+        (["compare", "latest", f"{RUN}@x"], ["after @ goes a step"]),
+        (["compare", "latest", "nowhere.json"], ["nowhere.json", "No such file"]),
+        (["compare", "latest", f"runs/{RUN}/config.yaml"], ["no evaluation"]),
+        (["compare", "latest", f"runs/{RUN}/summary.json"], ["not the record of an evaluation"]),
+        (["compare", "latest", "x" * 400], ["no evaluation"]),
+        (["compare", "latest", ""], ["no evaluation ''"]),
+        (["compare", "latest", "latest", "--format", "jsno"], ["--format jsno", "did you mean 'json'"]),
+        (["--model", "frist@1"], ["no such run", "did you mean 'first@1'"]),
+        (["--model", "frist@1@2"], ["no such run", "did you mean 'first@1'"]),
+        (["--model", "runs/first"], ["no such run", "did you mean 'first@1'"]),
+        (["--model", f"{RUN}@3"], ["no checkpoint of that step", "2, 4"]),
+        (["--model", f"{RUN}@"], ["after @ goes a step"]),
+        (["--model", f"{RUN}@-2"], ["after @ goes a step"]),
+        (["--model", f"{RUN}@{'9' * 5000}"], ["after @ goes a step"]),
+        (["--model", f"runs/{RUN}/checkpoints/step-000003"], ["no checkpoint of that step", "2, 4"]),
+        (["--model", f"runs/{RUN}/plots"], ["plots", "config.json"]),
+        (["--model", RUN, "--task", "gsm8"], ["--task gsm8", "did you mean 'gsm8k'"]),
+        (["--model", RUN, "--n", "4", "--k", "8"], ["--k 8", "--n 8"]),
+        (["--model", RUN, "--k", "16"], ["k = 16", "samples is 8"]),
+        (["--model", RUN, "--temperature", "0"], ["temperature = 0", "samples = 1"]),
+        (["--model", RUN, "--name", "latest"], ["exists already", "--name latest-2"]),
+        (["--resume", "latets"], ["no evaluation 'latets'", "did you mean 'latest'"]),
+        (["--resume", "latest", "--n", "4", "--seed", "0"], ["--resume", "own settings", "--n, --seed"]),
+        (["--resume", RUN], [f"no evaluation '{RUN}'"]),
+        (["--resume", "x" * 400], ["no evaluation"]),
+    ],
+)
+def test_a_mistake_gets_one_line_and_writes_nothing(
+    place: Path, latest: Path, arguments: list[str], parts: list[str]
+) -> None:
+    before = sorted((place / "runs").rglob("*"))
+    line = refused("eval", *arguments, cwd=place)
+    for part in parts:
+        assert part in line
+    assert len(line) < 1000
+    assert sorted((place / "runs").rglob("*")) == before
+
+
+def test_a_run_without_a_checkpoint_says_so(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "young"
+    (run / "checkpoints" / ".step-000002.writing").mkdir(parents=True)
+    (run / "config.yaml").write_text((place / "runs" / RUN / "config.yaml").read_text())
+    assert "has no checkpoint yet" in refused("eval", "--model", "young", cwd=tmp_path)
+    assert "not evaluated in training" in refused("eval", "compare", "young", "young", cwd=tmp_path)
+
+
+def test_a_runs_settings_that_no_longer_hold_are_refused_by_their_name(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "old"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-000002").symlink_to(
+        place / "runs" / RUN / "checkpoints" / "step-000002", target_is_directory=True
+    )
+    config = yaml.safe_load((place / "runs" / RUN / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"evaluation": {"sample": 4}}))
+    assert "evaluation.sample: no such setting" in refused("eval", "--model", "old", cwd=tmp_path)
+
+
+def test_mlflow_gets_the_figures_with_the_run_that_made_the_model(place: Path, latest: Path) -> None:
+    """In the run's own MLflow run, at the checkpoint's step, with the intervals; its status and params as before."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    assert run.info.run_name == RUN
+    assert run.info.status == "FINISHED"
+    sent = record_of(latest)["metrics"]
+    assert "eval/countdown/mean_at_8_low" in sent
+    for name, value in sent.items():
+        points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
+        if value is None:
+            assert points == {}
+        else:
+            assert points[4] == value, name
+    steps = {p.step for p in client.get_metric_history(run.info.run_id, "eval/countdown/mean_at_8_low")}
+    assert steps == {4}
+    files = [item.path for item in client.list_artifacts(run.info.run_id, "evals/latest")]
+    assert files == ["evals/latest/eval.json", "evals/latest/plots", "evals/latest/samples.parquet"]
+    copy = Path(client.download_artifacts(run.info.run_id, "evals/latest/samples.parquet"))
+    assert copy.read_bytes() == (latest / "samples.parquet").read_bytes()
+
+
+def test_mlflow_gets_a_run_of_its_own_where_no_run_made_the_model(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    done = good("eval", "--n", "4", "--limit", "3", "--name", "embedded", cwd=tmp_path)
+    assert "run embedded" in done.out
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("embedded", "FINISHED")
+    assert run.data.params["evaluation.samples"] == "4"
+    assert run.data.params["model.path"] == "embedded"
+    record = record_of(tmp_path / "runs" / "embedded")
+    finite = {name: value for name, value in record["metrics"].items() if value is not None}
+    assert run.data.metrics == finite
+    assert [item.path for item in client.list_artifacts(run.info.run_id)] == [
+        "eval.json", "plots", "samples.parquet",
+    ]  # fmt: skip
+    good("eval", "--resume", "embedded", cwd=tmp_path)
+    assert len(client.search_runs([run.info.experiment_id])) == 1, "scored again, it is the same run"
+
+
+def test_a_server_that_is_away_costs_one_line(place: Path) -> None:
+    done = bandpo(
+        "eval",
+        "--model",
+        RUN,
+        "--limit",
+        "2",
+        "--name",
+        "away",
+        "--tracking-uri",
+        "http://127.0.0.1:9",
+        cwd=place,
+    )
+    assert done.code == 0
+    warnings = [line for line in (done.out + done.err).splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "did not take the figures" in warnings[0]
+    assert done.err == ""
+    assert record_of(place / "runs" / "away")["status"] == "finished"
+    assert (place / "runs" / "away" / "samples.parquet").is_file()
+    assert "MLflow  " not in done.out
