@@ -9,6 +9,7 @@ import typer
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
 from bandpo_cli.cli.eval import eval_app
+from bandpo_cli.cli.report import report
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.train import train
 
@@ -41,4 +42,5 @@ def root(
 app.command()(train)
 app.add_typer(eval_app, name="eval")
 app.command()(sweep)
+app.command()(report)
 app.command()(bounds)

@@ -1,0 +1,75 @@
+"""`bandpo report`: many runs compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+FORMATS = ("table", "json")
+
+
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="A sweep's folder; or run folders, or a folder of runs."),
+    ],
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="ARM", help="Compare the other arms with this one.", show_default="the sweep's"),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY,KEY",
+            help="Settings that make an arm, e.g. bounds,optim.lr; repeatable.",
+            show_default="all that differ, the seed apart",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where the report goes.", show_default="SWEEP/report, or report here"
+        ),
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    runs_dir: Annotated[Path, typer.Option(help="Where a PATH that is not here is looked for.")] = Path(
+        "runs"
+    ),
+) -> None:
+    """Compare training runs: a leaderboard, differences with intervals over seeds, pictures.
+
+    Runs that differ in their seed alone are one arm. Figures are means over
+    seeds with 95% intervals; arms are compared with the baseline seed by seed.
+    All of it is computed from the run folders, and written as one HTML page,
+    Markdown, CSV and PNG.
+
+    [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
+
+    [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
+
+    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  arms by these settings
+
+    [bold]bandpo report deltas --format json[/bold]  in scripts
+    """
+    from bandpo_cli.errors import UserError, nearest
+
+    if format_ not in FORMATS:
+        raise UserError(f"--format {format_}: allowed: {', '.join(FORMATS)}{nearest(format_, FORMATS)}")
+    import json
+
+    from rich.console import Console
+
+    from bandpo_cli.reports.sweep import select_runs, write_report
+    from bandpo_cli.reports.sweep.terminal import print_report
+    from bandpo_cli.tracking.files import finite
+
+    keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
+    chosen = select_runs(paths, runs_dir, baseline, keys)
+    folder = out or (chosen.sweep or Path()) / "report"
+    written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes)
+    if format_ == "json":
+        print(json.dumps(finite(written.as_json()), indent=2, ensure_ascii=False))
+    else:
+        print_report(Console(), written)

@@ -1,0 +1,128 @@
+"""`bandpo report`: what it prints, where it writes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from bandpo_cli.__main__ import main
+from tests.reports.sweep_folders import CLIP, KL, write_run, write_sweep
+
+FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 0.52}}
+
+
+@pytest.fixture
+def report(capsys, monkeypatch, tmp_path):
+    """Return a function that runs the command in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["bandpo", "report", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_a_sweep_is_reported_beside_its_runs(report, tmp_path):
+    write_sweep(tmp_path / "runs" / "deltas", FINALS)
+    code, out, err = report("deltas")
+    assert (code, err) == (0, "")
+    assert "Against clip, final accuracy is higher for kl 0.02" in out
+    rows = [line.split() for line in out.splitlines() if "±" in line]
+    assert rows[0][:4] == ["kl", "0.02", "3", "0.517"]
+    assert rows[1][:3] == ["clip", "3", "0.410"]
+    for name in ("report.html", "report.md", "leaderboard.csv", "accuracy.png"):
+        assert (tmp_path / "runs" / "deltas" / "report" / name).is_file()
+        assert name in out
+
+
+def test_json_is_all_that_is_printed(report, tmp_path):
+    write_sweep(tmp_path / "runs" / "deltas", FINALS)
+    code, out, err = report("runs/deltas", "--format", "json", "--out", "there")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [arm["name"] for arm in found["arms"]] == ["kl 0.02", "clip"]
+    assert found["arms"][1]["figures"]["accuracy"]["mean"] == pytest.approx(0.41)
+    assert found["files"]["report.html"] == "there/report.html"
+    assert (tmp_path / "there" / "report.html").is_file()
+    assert not (tmp_path / "runs" / "deltas" / "report").exists()
+
+
+def test_loose_runs_are_reported_here(report, tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / f"a{seed}", CLIP, seed, {4: 0.3 + 0.1 * seed})
+        write_run(tmp_path / "runs" / f"b{seed}", KL, seed, {4: 0.4 + 0.2 * seed})
+    code, out, _ = report("runs/a0", "runs/a1", "b0", "b1", "--baseline", "clip")
+    assert code == 0
+    assert "kl 0.05 and clip cannot be told apart" in out
+    assert (tmp_path / "report" / "report.html").is_file()
+    code, out, _ = report("runs", "--by", "bounds.method, optim.lr", "--out", "x")
+    assert code == 0
+    assert "band lr=5e-5" in out
+
+
+def test_left_out_runs_are_said(report, tmp_path):
+    write_run(tmp_path / "runs" / "a", CLIP)
+    write_run(tmp_path / "runs" / "b", CLIP, 1, status="FAILED")
+    (tmp_path / "runs" / "c").mkdir()
+    (tmp_path / "runs" / "c" / "config.yaml").write_text("[")
+    _, out, _ = report("runs")
+    words = " ".join(out.split())
+    assert "left out: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in words
+    assert "left out: c: config.yaml is not readable as YAML" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope"], "nope: no such folder"),
+        (["delats"], "did you mean 'deltas'?"),
+        (["deltas", "--baseline", "klip"], "--baseline klip: no arm of that name (did you mean 'clip'?)"),
+        (["deltas", "--by", "optim.lrr"], "--by optim.lrr: no such setting (did you mean 'optim.lr'?)"),
+        (["deltas", "--format", "csv"], "--format csv: allowed: table, json"),
+        (["deltas", "deltas"], "given twice"),
+        (["deltas", "--out", "file"], "file: cannot be written to"),
+        (["file"], "file: is a file"),
+        ([], "Missing argument 'PATH...'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(report, tmp_path, words, message):
+    write_sweep(tmp_path / "runs" / "deltas", FINALS)
+    (tmp_path / "file").touch()
+    code, out, err = report(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_runs_of_the_trainer_are_reported(report, tmp_path, monkeypatch, capsys):
+    small = ["sampling.prompts=4", "sampling.samples=4", "evaluation.problems=4", "evaluation.samples=4"]
+    small += ["evaluation.k=[2,4]", "optim.updates=2", "optim.lr=1e-3"]
+    for method in ("clip", "band"):
+        for seed in ("0", "1"):
+            words = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
+            words += ["--name", f"{method}-{seed}", *(word for each in small for word in ("--set", each))]
+            monkeypatch.setattr(sys, "argv", ["bandpo", *words])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert not ended.value.code
+    capsys.readouterr()
+    code, out, _ = report("runs", "--baseline", "clip", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert sorted(arm["name"] for arm in found["arms"]) == ["clip", "kl 0.05"]
+    for arm in found["arms"]:
+        evaluated = []
+        for seed in (0, 1):
+            name = {"clip": "clip", "kl 0.05": "band"}[arm["name"]]
+            summary = json.loads((tmp_path / "runs" / f"{name}-{seed}" / "summary.json").read_text())
+            evaluated.append(summary["last_eval"]["eval/countdown/mean_at_4"])
+        assert arm["figures"]["accuracy"]["mean"] == pytest.approx(sum(evaluated) / 2)
+    assert len(found["differences"]) == 4

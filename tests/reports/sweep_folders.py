@@ -1,0 +1,83 @@
+"""Small run folders and sweeps, written as `bandpo train` leaves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.tracking.run_folder import RunFolder
+
+CLIP, KL = ("bounds.method=clip",), ("bounds.divergence=kl", "bounds.delta=0.05")
+
+
+def write_run(
+    folder: Path,
+    settings: Iterable[str] = CLIP,
+    seed: int = 0,
+    accuracy: Mapping[int, float] | None = None,
+    steps: int = 4,
+    sets: Iterable[str] = ("countdown",),
+    status: str | None = "FINISHED",
+    **record: Any,
+) -> Path:
+    """Write a run with a figure at each step of `accuracy`; `record` is added to every step's line."""
+    accuracy = {0: 0.2, steps: 0.4} if accuracy is None else accuracy
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run = RunFolder.create(folder.parent, folder.name)
+    run.write_config(to_yaml(resolve([read_assignments([f"seed={seed}", f"steps={steps}", *settings])])))
+    for step in range(steps + 1):
+        line: dict[str, Any] = {"step": step}
+        if step:
+            line |= {
+                "train/entropy": 0.5 - 0.05 * step,
+                "clip/active_fraction": 0.02,
+                "clip/active_fraction/p_0.1_0.5": 0.1,
+                "clip/token_share/p_0.1_0.5": 0.2,
+                "clip/active_fraction/p_0.9_1": 0.0,
+                "clip/token_share/p_0.9_1": 0.8,
+                "time/step": 1.5,
+                "time/eval": 0.25,
+            }
+            line |= record
+        for label in sets if step in accuracy else ():
+            value = accuracy[step]
+            line |= {f"eval/{label}/mean_at_16": value, f"eval/{label}/pass_at_4": value + 0.1}
+            line |= {f"eval/{label}/pass_at_16": value + 0.3, f"eval/{label}/maj_at_16": value}
+        run.append_metrics(line)
+    if status is not None:
+        error = None if status == "FINISHED" else "NonFiniteError: the loss is nan"
+        run.write_summary({"status": status, "error": error, "steps": steps})
+    return folder
+
+
+def write_sweep(
+    folder: Path, finals: Mapping[str, Mapping[int, float]], baseline: str | None = "clip"
+) -> Path:
+    """Write a sweep: final accuracies by arm and seed. The arm `clip` is one, others are Bands of other radii."""
+    runs = []
+    for index, (arm, by_seed) in enumerate(finals.items()):
+        settings = CLIP if arm == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
+        for seed, final in by_seed.items():
+            name = f"{arm.replace(' ', '-')}-s{seed}"
+            write_run(folder / name, settings, seed, {0: 0.2, 4: final})
+            runs.append({"name": name, "arm": arm, "seed": seed})
+    write_plan(folder, {"name": folder.name, "baseline": baseline, "axes": "ignored", "runs": runs})
+    return folder
+
+
+def write_plan(folder: Path, plan: Any) -> None:
+    """Write `sweep.yaml`."""
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+
+
+def edit_line(folder: Path, number: int, **changes: Any) -> None:
+    """Change a line of a run's metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[number] = json.dumps(json.loads(lines[number]) | changes)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

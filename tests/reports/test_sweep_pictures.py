@@ -1,0 +1,130 @@
+"""The pictures show the means and bands of the runs, tell the arms apart, and cut nothing off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from bandpo_cli.reports import style
+from bandpo_cli.reports.sweep import read_sweep, write_report
+from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, common_curve, looks, short
+from bandpo_cli.reports.sweep.statistics import estimate
+from tests.reports.sweep_folders import write_sweep
+
+FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Return the figures that are saved from now on, by file name."""
+    saved = {}
+    save = style.save
+    monkeypatch.setattr(
+        style, "save", lambda figure, path: saved.update({path.name: figure}) or save(figure, path)
+    )
+    return saved
+
+
+def _draw(folder, baseline="clip"):
+    title, _, runs = read_sweep(folder)
+    return write_report(runs, title, baseline, folder / "report")
+
+
+def _lines(figure):
+    """Return the arms' lines, by colour and dash as the legend has them, under the names there."""
+    (axes,) = figure.axes
+    key = figure.legends[0]
+    found = {}
+    for handle, text in zip(key.get_lines(), key.get_texts(), strict=True):
+        found[text.get_text()] = next(
+            line
+            for line in axes.get_lines()
+            if (line.get_color(), line.get_linestyle(), line.get_linewidth())
+            == (handle.get_color(), handle.get_linestyle(), handle.get_linewidth())
+        )
+    return found
+
+
+def test_lines_are_means_and_bands_say_what_they_are(tmp_path, figures):
+    _draw(write_sweep(tmp_path / "s", FINALS))
+    figure = figures["accuracy.png"]
+    lines = _lines(figure)
+    assert list(lines) == ["kl 0.02", "clip (baseline)", "kl 0.03"]  # as they end, from the top
+    assert list(lines["clip (baseline)"].get_ydata()) == pytest.approx([0.2, 0.42])
+    assert list(lines["kl 0.02"].get_ydata()) == pytest.approx([0.2, 0.55])
+    assert lines["clip (baseline)"].get_color() == style.MUTED
+    bands = [each.get_paths()[0].vertices for each in figure.axes[0].collections]
+    ends = sorted((float(v[v[:, 0] == 4][:, 1].min()), float(v[v[:, 0] == 4][:, 1].max())) for v in bands)
+    interval = estimate(list(FINALS["clip"].values()))
+    assert ends == [pytest.approx((interval.low, interval.high)), pytest.approx((0.5, 0.6))]
+    assert figure.texts[1].get_text() == (
+        "s · band: 95% t-interval over seeds, range of two seeds, no band for one seed"
+    )
+
+
+def test_curves_are_over_the_steps_that_all_runs_have():
+    curve = common_curve([([0, 20, 40], [0.1, 0.2, 0.3]), ([0, 10, 20], [0.3, 0.5, 0.6])])
+    assert curve.steps.tolist() == [0, 20]
+    assert curve.mean.tolist() == pytest.approx([0.2, 0.4])
+    assert common_curve([([0], [0.1]), ([1], [0.1])]) is None
+    assert common_curve([]) is None
+
+
+def test_an_accuracy_goes_with_the_entropy_of_its_own_policy(tmp_path, figures):
+    _draw(write_sweep(tmp_path / "s", {"clip": {0: 0.4}}))
+    (axes,) = figures["accuracy_entropy.png"].axes
+    # entropy 0.5 − 0.05·step, recorded before the step's update; after the last one nothing is recorded
+    assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.30])
+    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.4])
+
+
+def test_every_arm_looks_different():
+    names = [f"arm {index}" for index in range(MOST_DRAWN)]
+    found = looks(names, "arm 3")
+    assert len({(look.color, str(look.dash)) for look in found.values()}) == MOST_DRAWN
+    assert found["arm 3"].color == style.MUTED
+    assert looks(names, None)["arm 0"].color != style.MUTED
+
+
+def test_many_arms_with_long_names_fit(tmp_path, figures):
+    finals = {"clip": {0: 0.3}}
+    finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
+    report = _draw(write_sweep(tmp_path / "s", finals))
+    assert any(f"the {MOST_DRAWN} most accurate arms and the baseline" in note for note in report.notes)
+    for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"):
+        figure = figures[name]
+        figure.canvas.draw()
+        (axes,) = figure.axes
+        box = axes.get_window_extent()
+        assert box.width > 0.4 * figure.bbox.width
+        shown = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+        for legend in figure.legends:
+            assert len(legend.get_texts()) == MOST_DRAWN + 1
+            assert "clip (baseline)" in [text.get_text() for text in legend.get_texts()]
+            assert legend.get_window_extent().x0 > box.x1
+            assert legend.get_window_extent().y0 > 0
+            shown.append(legend.get_window_extent())
+        for extent in shown:
+            assert extent.x0 >= 0
+            assert extent.x1 <= figure.bbox.width
+        assert imread(report.files[name]).shape == (1000, 1600, 4)
+
+
+def test_names_keep_both_ends():
+    assert short("kl 0.05") == "kl 0.05"
+    long = short("kl 0.05 optim.betas=0.9,0.999 arm=7")
+    assert len(long) <= 30
+    assert long.startswith("kl 0.05")
+    assert long.endswith("arm=7")
+
+
+def test_the_clip_table_has_a_number_in_each_cell(tmp_path, figures):
+    _draw(write_sweep(tmp_path / "s", FINALS))
+    (axes,) = figures["clip_by_probability.png"].axes
+    cells = np.array([text.get_text() for text in axes.texts]).reshape(3, 2)
+    assert cells.tolist() == [["10%", "0%"]] * 3
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "0.1 – 0.5\n20% of all",
+        "0.9 – 1\n80% of all",
+    ]
