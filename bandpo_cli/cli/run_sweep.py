@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from bandpo_cli.cli.eval_views import clock
 from bandpo_cli.cli.sweep_request import SweepRequest
+from bandpo_cli.cli.sweep_tracking import parent_run
 from bandpo_cli.cli.sweep_views import arms_table, make_view, plan_table
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.sweeps.estimate import known_seconds, trial_seconds, wall_seconds
-from bandpo_cli.sweeps.folder import PLAN, SweepFolder, SweepRun
-from bandpo_cli.sweeps.pool import LocalPool, local_slots, usable_cores, visible_gpus
+from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
+from bandpo_cli.sweeps.pool import LocalPool, Pool, local_slots, usable_cores, visible_gpus
 from bandpo_cli.sweeps.run import run_sweep
 from bandpo_cli.sweeps.states import RunState
-from bandpo_cli.tracking.environment import describe_environment
-from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, tracking_store, ui_command
-
-if TYPE_CHECKING:
-    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+from bandpo_cli.tracking.store import tracking_store, ui_command
 
 
-def show_plan(request: SweepRequest, jobs: int | None, console: Console, runs_dir: Path) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where runs are executed: `executor` by name, the cluster's address for Ray, and how many at a time."""
+
+    executor: str = "local"
+    address: str | None = None
+    jobs: int | None = None
+
+
+def show_plan(request: SweepRequest, place: Place, console: Console, runs_dir: Path) -> None:
     """Print the runs and how long they will take, and run none of them."""
     runs = [SweepRun(run.name, run.arm, run.seed) for run in request.runs]
-    _state(
-        console, runs, {run.name: run.config for run in request.runs}, runs, _slots(jobs, len(runs)), runs_dir
-    )
+    with closing(_local_pool(place, len(runs), {})) as pool:
+        _state(console, runs, {run.name: run.config for run in request.runs}, runs, pool, runs_dir)
 
 
-def execute(folder: SweepFolder, jobs: int | None, console: Console, runs_dir: Path, dry_run: bool) -> None:
+def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path) -> None:
     """Run what is not whole, and say what came of it.
 
     Raises:
@@ -46,38 +50,19 @@ def execute(folder: SweepFolder, jobs: int | None, console: Console, runs_dir: P
     """
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
     left = [run for run in folder.runs if not folder.is_whole(run.name)]
-    slots = _slots(jobs, len(left))
+    tracking = next(iter(configs.values())).tracking
+    store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
+    # Runs keep their record where the sweep has its own, not in a file of the sweep's folder.
+    variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
     console.print(f"[bold]sweep[/bold]  {folder.path}", highlight=False, soft_wrap=True)
-    _state(console, folder.runs, configs, left, slots, runs_dir)
-    if dry_run:
-        return
-    steps = {name: config.steps for name, config in configs.items()}
-    latest: dict[str, RunState] = {}
     start = time.perf_counter()
-    with _parent(folder, configs, runs_dir, console) as (parent, store):
-        # Children keep their record where the sweep has its own, not in a file of the sweep's folder.
-        pool = LocalPool(
-            [{**slot, **({"MLFLOW_TRACKING_URI": store.uri} if store else {})} for slot in slots]
-        )
-        with make_view(console, folder.runs, len(slots)) as view:
-
-            def watch(states: Mapping[str, RunState]) -> None:
-                latest.update(states)
-                view.show(states)
-
-            flags = [] if parent is None else ["--set", f"tracking.parent={parent}"]
-            try:
-                failures = run_sweep(folder, pool, steps, watch, flags)
-            except KeyboardInterrupt:
-                whole = sum(folder.is_whole(run.name) for run in folder.runs)
-                console.print(
-                    f"stopped, {whole} of {len(folder.runs)} runs are whole; go on by: "
-                    + resume_command(folder, runs_dir),
-                    highlight=False,
-                    soft_wrap=True,
-                )
-                raise
-    console.print(arms_table(folder.runs, latest) if latest else "every run is whole already")
+    failures: dict[str, str] = {}
+    with closing(_POOLS[place.executor](place, len(left), variables)) as pool:
+        _state(console, folder.runs, configs, left, pool, runs_dir)
+        if left:
+            with parent_run(folder, store, console) as parent:
+                flags = [] if parent is None else ["--set", f"tracking.parent={parent}"]
+                failures = _run(folder, configs, pool, flags, console, runs_dir)
     whole = sum(folder.is_whole(run.name) for run in folder.runs)
     took = f" in {clock(time.perf_counter() - start)}" if left else ""
     console.print(f"{whole} of {len(folder.runs)} runs whole{took}", highlight=False)
@@ -91,17 +76,59 @@ def execute(folder: SweepFolder, jobs: int | None, console: Console, runs_dir: P
         )
 
 
+def _run(
+    folder: SweepFolder,
+    configs: Mapping[str, RunConfig],
+    pool: Pool,
+    flags: Sequence[str],
+    console: Console,
+    runs_dir: Path,
+) -> dict[str, str]:
+    """Run the sweep under a view, and print its arms when it has ended; return why each failed run did."""
+    latest: dict[str, RunState] = {}
+    steps = {name: config.steps for name, config in configs.items()}
+    try:
+        with make_view(console, folder.runs, pool.slots) as view:
+
+            def watch(states: Mapping[str, RunState]) -> None:
+                latest.update(states)
+                view.show(states)
+
+            failures = run_sweep(folder, pool, steps, watch, flags)
+    except KeyboardInterrupt:
+        whole = sum(folder.is_whole(run.name) for run in folder.runs)
+        console.print(
+            f"stopped, {whole} of {len(folder.runs)} runs are whole; go on by: "
+            + resume_command(folder, runs_dir),
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise
+    console.print(arms_table(folder.runs, latest))
+    return failures
+
+
 def resume_command(folder: SweepFolder, runs_dir: Path) -> str:
     """Return what goes on with the sweep."""
     elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     return f"bandpo sweep --resume {folder.name}{elsewhere}"
 
 
-def _slots(jobs: int | None, runs: int) -> list[dict[str, str]]:
-    gpus = visible_gpus(os.environ)
-    cores = usable_cores()
-    count = jobs or (len(gpus) if gpus else cores)
-    return local_slots(max(1, min(count, runs)), cores, gpus, os.environ)
+def _local_pool(place: Place, runs: int, variables: Mapping[str, str]) -> Pool:
+    gpus, cores = visible_gpus(os.environ), usable_cores()
+    jobs = place.jobs or len(gpus) or cores
+    slots = local_slots(max(1, min(jobs, runs)), cores, gpus, os.environ)
+    return LocalPool([{**slot, **variables} for slot in slots])
+
+
+def _ray_pool(place: Place, runs: int, variables: Mapping[str, str]) -> Pool:
+    from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
+
+    return RayPool(place.address, place.jobs, variables)
+
+
+_POOLS: dict[str, Callable[[Place, int, Mapping[str, str]], Pool]] = {"local": _local_pool, "ray": _ray_pool}
+EXECUTORS = tuple(_POOLS)
 
 
 def _state(
@@ -109,15 +136,15 @@ def _state(
     runs: Sequence[SweepRun],
     configs: Mapping[str, RunConfig],
     left: Sequence[SweepRun],
-    slots: Sequence[Mapping[str, str]],
+    pool: Pool,
     runs_dir: Path,
 ) -> None:
     """Print the table of runs and the estimate of the time."""
     console.print(plan_table(runs, {name: config.steps for name, config in configs.items()}), highlight=False)
     whole = len(runs) - len(left)
     console.print(
-        f"{len(runs)} runs{f', {whole} of them whole' if whole else ''}, {len(slots)} at a time, "
-        f"{slots[0]['OMP_NUM_THREADS']} threads each",
+        f"{len(runs)} runs{f', {whole} of them whole' if whole else ''}, {pool.slots} at a time, "
+        f"{pool.threads} thread{'' if pool.threads == 1 else 's'} each",
         highlight=False,
     )
     if not left:
@@ -127,7 +154,7 @@ def _state(
     how = "by earlier runs"
     if seconds is None and first.model.path == EMBEDDED_MODEL:
         with console.status("a trial of three steps, for an estimate of the time …"):
-            seconds = trial_seconds(first, {**os.environ, **slots[0]})
+            seconds = trial_seconds(first, {**os.environ, "OMP_NUM_THREADS": str(pool.threads)})
         how = "by a trial of three steps alone on the machine"
     if seconds is None:
         console.print(
@@ -136,66 +163,6 @@ def _state(
         return
     each = [seconds / first.steps * configs[run.name].steps for run in left]
     console.print(
-        f"about {clock(wall_seconds(each, len(slots)))} in all, {clock(seconds)} a run ({how})",
+        f"about {clock(wall_seconds(each, pool.slots))} in all, {clock(seconds)} a run ({how})",
         highlight=False,
     )
-
-
-@contextmanager
-def _parent(
-    folder: SweepFolder, configs: Mapping[str, RunConfig], runs_dir: Path, console: Console
-) -> Iterator[tuple[str | None, Store | None]]:
-    """Open the sweep's own run at MLflow, which its runs are shown under, and close it with the way it ended."""
-    tracking = next(iter(configs.values())).tracking
-    if not tracking.mlflow:
-        yield None, None
-        return
-    store = tracking_store(tracking, runs_dir)
-    mirror = _connect(folder, store, console)
-    status = "FAILED"
-    try:
-        yield None if mirror is None else mirror.run_id, store
-        status = "FINISHED" if all(folder.is_whole(run.name) for run in folder.runs) else "FAILED"
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        if mirror is not None:
-            _close(mirror, folder, status, console)
-
-
-def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirror | None:
-    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
-
-    params = {
-        "arms": sorted({run.arm for run in folder.runs}),
-        "runs": len(folder.runs),
-        "baseline": folder.baseline,
-    }
-    try:
-        with console.status("opening the sweep at MLflow …"):
-            mirror = MlflowMirror.connect(
-                store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
-            )
-            mirror.reopen()
-            return mirror
-    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        console.print(
-            f"[yellow]warning:[/yellow] MLflow at {store.uri} did not take the sweep ({type(error).__name__}: {line}); "
-            "its runs are not shown under one",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return None
-
-
-def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, console: Console) -> None:
-    try:
-        mirror.send_file(folder.path, folder.path / PLAN)
-        mirror.close(status)
-    except Exception as error:  # noqa: BLE001 - as above
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        console.print(
-            f"[yellow]warning:[/yellow] MLflow did not take the sweep's end ({line})", highlight=False
-        )

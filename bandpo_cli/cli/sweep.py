@@ -48,6 +48,15 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a GPU, else one a core")
     ] = None,
+    executor: Annotated[
+        str, typer.Option(help="Where runs are executed: local, or ray for a cluster (the extra 'ray').")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="A running Ray cluster, or auto.", show_default="one of this machine"
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the sweep's folder.", show_default="sweep-time")
     ] = None,
@@ -104,22 +113,24 @@ def sweep(
     from rich.console import Console
 
     from bandpo_cli.cli import sweep_request as planning
-    from bandpo_cli.cli.run_sweep import execute, show_plan
+    from bandpo_cli.cli.run_sweep import EXECUTORS, Place, execute, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.config.task import task_layer
 
     console = Console()
+    planning.check_executor(executor, ray_address, EXECUTORS)
+    place = Place(executor, ray_address, jobs)
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
             "--task": task, "--sampler": sampler, "--steps": steps, "--seeds": seeds, "--axis": axis,
             "--baseline": baseline, "--recorded": recorded, "--name": name, "--config": config, "--set": set_,
             "--tracking-uri": tracking_uri,
-            "--mlflow": mlflow,
+            "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
         planning.refuse_beside_resume(given)
         folder = planning.open_sweep(runs_dir, resume)
-        return execute(folder, jobs, console, runs_dir, dry_run)
+        return execute(folder, place, console, runs_dir)
     fixed = flag_layer(
         {
             ("sampling", "engine"): sampler,
@@ -144,6 +155,6 @@ def sweep(
     for note in request.notes():
         console.print(note, highlight=False, soft_wrap=True)
     if dry_run:
-        return show_plan(request, jobs, console, runs_dir)
+        return show_plan(request, place, console, runs_dir)
     folder = planning.create_sweep(request, runs_dir, name)
-    return execute(folder, jobs, console, runs_dir, dry_run=False)
+    return execute(folder, place, console, runs_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bandpo_cli.config.bounds import BandBounds
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.messages import explain
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import MATCH, Matcher, PlannedRun, axes_of, check_names, plan_runs
 from bandpo_cli.tracking.recorded import read_tokens
@@ -131,3 +132,19 @@ def _seed(part: str, text: str) -> int:
     if not part.isdecimal():
         raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
     return int(part)
+
+
+def check_executor(executor: str, address: str | None, allowed: Sequence[str]) -> None:
+    """Refuse an executor that is unknown or not installed, and an address that nobody asks for.
+
+    Raises:
+        ConfigError: in a line.
+    """
+    if executor not in allowed:
+        raise ConfigError(
+            f"--executor {executor}: unknown{nearest(executor, allowed)}; allowed: {', '.join(allowed)}"
+        )
+    if address is not None and executor != "ray":
+        raise ConfigError(f"--ray-address {address}: goes with --executor ray")
+    if executor == "ray" and find_spec("ray") is None:
+        raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')

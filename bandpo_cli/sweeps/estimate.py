@@ -20,6 +20,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.tracking.run_folder import read_metrics
 
 TRIAL_STEPS = 3
+START_S = 8.0
+"""Seconds of a run that its record does not tell: imports and loading before it, plots and MLflow after it."""
 _LATEST = 5  # finished runs that an estimate is the median of
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
 
@@ -41,9 +43,8 @@ def known_seconds(config: RunConfig, runs_dir: Path) -> float | None:
             summary = json.loads(path.read_text(encoding="utf-8"))
             there = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))
             if summary["status"] == "FINISHED" and _shape(there) == shape:
-                found.append(
-                    (path.stat().st_mtime, summary["time/train_s"] / summary["steps"] * config.steps)
-                )
+                trained = summary["time/train_s"] / summary["steps"] * config.steps
+                found.append((path.stat().st_mtime, START_S + trained))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
             continue  # an estimate needs no damaged run
     latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]

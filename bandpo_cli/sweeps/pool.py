@@ -35,6 +35,10 @@ class Ended:
 class Pool(Protocol):
     """Executes jobs, as many at a time as it has slots."""
 
+    slots: int
+    threads: int
+    """Of each job, on a CPU."""
+
     @property
     def free(self) -> int:
         """How many jobs may be started now."""
@@ -47,6 +51,9 @@ class Pool(Protocol):
 
     def stop(self, name: str | None = None) -> None:
         """End one job, or all: ask first, and then make sure."""
+
+    def close(self) -> None:
+        """Give back what the pool holds, when no job is left."""
 
 
 @dataclass
@@ -67,19 +74,21 @@ class LocalPool:
             slots: variables for the child in each slot: its GPU, its threads.
             grace_s: how long a child may take to close its run after it was asked to end, seconds.
         """
-        self._slots = slots
+        self.slots = len(slots)
+        self.threads = int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1
+        self._variables = slots
         self._grace_s = grace_s
         self._children: dict[str, _Child] = {}
 
     @property
     def free(self) -> int:
         """How many jobs may be started now."""
-        return len(self._slots) - len(self._children)
+        return self.slots - len(self._children)
 
     def start(self, job: Job) -> None:
         """Start a job in a free slot. Raises OSError when the system refuses."""
         taken = {child.slot for child in self._children.values()}
-        slot = next(index for index in range(len(self._slots)) if index not in taken)
+        slot = next(index for index in range(self.slots) if index not in taken)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         log = job.log.open("ab")
         try:
@@ -88,7 +97,7 @@ class LocalPool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._slots[slot], PARENT: str(os.getpid())},
+                env={**os.environ, **self._variables[slot], PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C at the terminal reaches us alone, and we end them in order
             )
         except OSError:
@@ -119,6 +128,9 @@ class LocalPool:
             except subprocess.TimeoutExpired:
                 _signal(child.process, signal.SIGKILL)
                 child.process.wait()
+
+    def close(self) -> None:
+        """Nothing is held once the children have ended."""
 
 
 def local_slots(

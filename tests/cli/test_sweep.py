@@ -168,3 +168,16 @@ def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) ->
     assert "go on by: bandpo sweep --resume c" in out
     for name in ("band-s0", "band-s1"):
         assert json.loads((tmp_path / "runs/c" / name / "summary.json").read_text())["status"] == "KILLED"
+
+
+@pytest.mark.slow
+def test_on_a_local_ray_the_runs_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    arguments = ["--delta", "0.01,0.1", *SMALL, "--no-mlflow", "--jobs", "2"]
+    here = bandpo(*arguments, "--name", "here", cwd=tmp_path)
+    assert here.returncode == 0, here.stderr
+    there = bandpo(*arguments, "--name", "there", "--executor", "ray", cwd=tmp_path)
+    assert there.returncode == 0, there.stderr
+    assert "2 of 2 runs whole" in there.stdout
+    for name in ("0.01-s0", "0.1-s0"):
+        assert records(tmp_path / "runs/there" / name) == records(tmp_path / "runs/here" / name)

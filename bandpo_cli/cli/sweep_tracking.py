@@ -1,0 +1,70 @@
+"""A sweep at MLflow: a run of its own, which its runs are shown under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bandpo_cli.sweeps.folder import PLAN, SweepFolder
+from bandpo_cli.tracking.environment import describe_environment
+from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
+from bandpo_cli.tracking.store import Store
+
+if TYPE_CHECKING:
+    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+
+
+@contextmanager
+def parent_run(folder: SweepFolder, store: Store | None, console: Console) -> Iterator[str | None]:
+    """Open the sweep's run and close it with the way the body ended; its id, None where MLflow does not take it."""
+    mirror = None if store is None else _connect(folder, store, console)
+    status = "FAILED"
+    try:
+        yield None if mirror is None else mirror.run_id
+        status = "FINISHED" if all(folder.is_whole(run.name) for run in folder.runs) else "FAILED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if mirror is not None:
+            _close(mirror, folder, status, console)
+
+
+def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirror | None:
+    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+
+    params = {
+        "arms": sorted({run.arm for run in folder.runs}),
+        "runs": len(folder.runs),
+        "baseline": folder.baseline,
+    }
+    try:
+        with console.status("opening the sweep at MLflow …"):
+            mirror = MlflowMirror.connect(
+                store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
+            )
+            mirror.reopen()
+            return mirror
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        console.print(
+            f"[yellow]warning:[/yellow] MLflow at {store.uri} did not take the sweep ({type(error).__name__}: {line}); "
+            "its runs are not shown under one",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return None
+
+
+def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, console: Console) -> None:
+    try:
+        mirror.send_file(folder.path, folder.path / PLAN)
+        mirror.close(status)
+    except Exception as error:  # noqa: BLE001 - as above
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        console.print(
+            f"[yellow]warning:[/yellow] MLflow did not take the sweep's end ({line})", highlight=False
+        )

@@ -1,0 +1,128 @@
+"""Runs as tasks of a Ray cluster: an existing one by its address, or one that lives as long as the sweep.
+
+Every machine of the cluster needs this package, and the sweep's folder under the same path. What runs there is the
+very command that a local slot runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.sweeps.pool import PARENT, Ended, Job
+
+GRACE_S = 20.0
+"""Seconds that a run may take to close after it was asked to end."""
+
+
+def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], log: str) -> int:
+    """Run one command on whatever machine Ray chose and return its exit code; a cancelled task ends its child."""
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    with open(log, "ab") as file:
+        child = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables, PARENT: str(os.getpid())},
+            start_new_session=True,
+            preexec_fn=_heed_interrupts,
+        )
+        try:
+            while child.poll() is None:  # in steps: an interrupt of Ray's waits for the next line of Python
+                time.sleep(0.2)
+            return child.returncode
+        except BaseException:
+            os.killpg(child.pid, signal.SIGINT)
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            raise
+
+
+def _heed_interrupts() -> None:
+    """Ray's workers block SIGINT, and what they start would inherit it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+_TASK = ray.remote(max_retries=0)(_execute)
+
+
+class RayPool:
+    """A `Pool` on a Ray cluster; Ray gives every run its cores and GPUs."""
+
+    def __init__(self, address: str | None, jobs: int | None, variables: Mapping[str, str]) -> None:
+        """Connect, or start a cluster of this machine.
+
+        Args:
+            address: of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts one here.
+            jobs: runs at a time; None for one a GPU of the cluster, else one a core.
+            variables: for every run.
+
+        Raises:
+            UserError: no cluster answers at that address.
+        """
+        try:
+            ray.init(
+                address=address or "local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
+        resources = ray.cluster_resources()
+        gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+        self.slots = max(1, jobs or gpus or cores)
+        self.threads = max(1, cores // self.slots)
+        self._variables = {"OMP_NUM_THREADS": str(self.threads), **variables}
+        self._share = {"num_cpus": min(self.threads, cores), "num_gpus": 1 if gpus else 0}
+        self._tasks: dict[Any, str] = {}
+
+    @property
+    def free(self) -> int:
+        """How many jobs may be started now."""
+        return self.slots - len(self._tasks)
+
+    def start(self, job: Job) -> None:
+        """Hand a job to the cluster."""
+        task = _TASK.options(name=job.name, **self._share).remote(
+            list(job.command), os.getcwd(), self._variables, str(job.log.absolute())
+        )
+        self._tasks[task] = job.name
+
+    def ended(self) -> list[Ended]:
+        """Return the jobs that have ended since the last call; a task that Ray lost ends with code 1."""
+        if not self._tasks:
+            return []
+        done, _ = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)
+        found = []
+        for task in done:
+            try:
+                code = int(ray.get(task))
+            except ray.exceptions.RayError:
+                code = 1
+            found.append(Ended(self._tasks.pop(task), code))
+        return found
+
+    def stop(self, name: str | None = None) -> None:
+        """Cancel one job, or all, and wait until their runs are closed."""
+        chosen = [task for task, each in self._tasks.items() if name in (None, each)]
+        for task in chosen:
+            ray.cancel(task, force=False)
+        ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10) if chosen else None
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        ray.shutdown()

@@ -1,0 +1,54 @@
+"""Ray as the executor: exit codes come back, a run that is stopped may close itself, a wrong address is said."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.sweeps.pool import Ended, Job
+from bandpo_cli.sweeps.ray_pool import RayPool
+
+
+def job(tmp_path: Path, name: str, code: str) -> Job:
+    return Job(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
+
+
+@pytest.mark.slow
+def test_jobs_run_end_and_can_be_stopped(tmp_path: Path) -> None:
+    pool = RayPool(None, 2, {"PLACE": "ray"})
+    try:
+        pool.start(
+            job(tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['OMP_NUM_THREADS'])")
+        )
+        pool.start(job(tmp_path, "two", "raise SystemExit(3)"))
+        assert pool.free == 0
+        ended: list[Ended] = []
+        end = time.monotonic() + 60
+        while len(ended) < 2 and time.monotonic() < end:
+            ended += pool.ended()
+            time.sleep(0.1)
+        assert {each.name: each.code for each in ended} == {"one": 0, "two": 3}
+        log = tmp_path / "logs" / "one.log"
+        assert log.read_text() == f"ray {pool.threads}\n"
+        polite = "import time; print('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('shut')"
+        pool.start(job(tmp_path, "three", polite))
+        log = tmp_path / "logs" / "three.log"
+        while not (log.exists() and log.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
+        pool.stop()
+        assert log.read_text() == "open\nshut\n"
+        assert [each.name for each in pool.ended()] == ["three"]
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_an_address_where_no_cluster_is(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--executor ray: no cluster at auto"):
+        RayPool("auto", 1, {})
