@@ -30,7 +30,7 @@ def grade_number(problem: Problem, text: str) -> Grade:
             f"its answer {problem.answer!r:.60} is no plain number; take the grader 'math' for it"
         )
     answer = _answer(text)
-    number = None if answer is None else read_number(_EQUALS.split(answer)[-1].strip())
+    number = None if answer is None else read_number(right_side(answer))
     if number is None:
         return MALFORMED
     return CORRECT if equal(gold, number) else WRONG
@@ -47,6 +47,11 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
         right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
+
+
+def right_side(answer: str) -> str:
+    """Return what stands to the right of the last equals sign, all of it where there is none."""
+    return _EQUALS.split(answer)[-1].strip()
 
 
 def _answer(text: str) -> str | None:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable
 
 from bandpo_cli.extract import final_answer
-from bandpo_cli.grading.answers import MAX_ANSWER_CHARS
+from bandpo_cli.grading.answers import MAX_ANSWER_CHARS, right_side
 from bandpo_cli.grading.number import Number, read_number
 from bandpo_cli.grading.text import canonical_text
 
-_EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")  # where the grader `number` splits an equation
 _FREE_SPACES = re.compile(r"(?<![0-9 ]) +| +(?![0-9 ])")  # those in "1 2" stay: it is not 12
 
 
@@ -31,7 +30,7 @@ def voted_answer(text: str, grader: str) -> str | None:
 
 
 def _write_number(answer: str) -> str | None:
-    number = read_number(_EQUALS.split(answer)[-1].strip())
+    number = read_number(right_side(answer))
     return None if number is None else _written(number)
 
 
