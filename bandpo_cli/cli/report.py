@@ -13,7 +13,7 @@ FORMATS = ("table", "json")
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="A sweep's folder; or run folders, or a folder of runs."),
+        typer.Argument(metavar="PATH", help="A sweep's folder; or run folders, or a folder of runs."),
     ],
     baseline: Annotated[
         str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -34,9 +35,14 @@ def test_a_sweep_is_reported_beside_its_runs(report, tmp_path):
     code, out, err = report("deltas")
     assert (code, err) == (0, "")
     assert "Against clip, final accuracy is higher for kl 0.02" in out
-    rows = [line.split() for line in out.splitlines() if "±" in line]
-    assert rows[0][:4] == ["kl", "0.02", "3", "0.517"]
-    assert rows[1][:3] == ["clip", "3", "0.410"]
+    rows = [line.split() for line in out.splitlines()]
+    kl, clip = (
+        rows.index(["±0.038", "±0.019", "±0.038"]),
+        rows.index(["baseline", "±0.025", "±0.012", "±0.025"]),
+    )
+    assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.817", "2.00%", "1.25"]
+    assert rows[clip - 1][:4] == ["clip", "3", "0.410", "0.305"]
+    assert kl < clip
     for name in ("report.html", "report.md", "leaderboard.csv", "accuracy.png"):
         assert (tmp_path / "runs" / "deltas" / "report" / name).is_file()
         assert name in out
@@ -89,7 +95,7 @@ def test_left_out_runs_are_said(report, tmp_path):
         (["deltas", "deltas"], "given twice"),
         (["deltas", "--out", "file"], "file: cannot be written to"),
         (["file"], "file: is a file"),
-        ([], "Missing argument 'PATH...'"),
+        ([], "Missing argument 'PATH'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(report, tmp_path, words, message):
@@ -99,6 +105,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(report, tmp_path, words, message)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_nothing_is_cut_off_in_80_columns(report, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "Qwen2.5-0.5B-Instruct kl 0.05 sampling.temperature=0.7"
+    write_sweep(tmp_path / "s", {"clip": FINALS["clip"], name: FINALS["kl 0.02"]})
+    _, out, _ = report("s")
+    assert "…" not in out
+    assert "±0.038" in out
+
+
+def test_no_model_is_loaded_to_read_files(tmp_path):
+    write_sweep(tmp_path / "s", {"clip": {0: 0.4}})
+    code = (
+        "import sys; from pathlib import Path; from bandpo_cli.reports.sweep import read_sweep, write_report\n"
+        "folder = Path(sys.argv[1]); title, baseline, runs = read_sweep(folder)\n"
+        "assert write_report(runs, title, baseline, folder / 'report').arms\n"
+        "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow', 'pandas') if m in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "s")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

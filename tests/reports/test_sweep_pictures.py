@@ -7,10 +7,11 @@ import pytest
 from matplotlib.image import imread
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.sweep import read_sweep, write_report
-from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, common_curve, looks, short
+from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
+from bandpo_cli.reports.sweep.looks import looks, short
+from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, common_curve
 from bandpo_cli.reports.sweep.statistics import estimate
-from tests.reports.sweep_folders import write_sweep
+from tests.reports.sweep_folders import write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
 
@@ -117,6 +118,15 @@ def test_names_keep_both_ends():
     assert len(long) <= 30
     assert long.startswith("kl 0.05")
     assert long.endswith("arm=7")
+
+
+def test_dollars_in_names_are_dollars(tmp_path, figures):
+    runs = [ArmRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
+    report = write_report(runs, "cost $1 $2", None, tmp_path / "out")
+    assert len([name for name in report.files if name.endswith(".png")]) == 4
+    (legend,) = figures["accuracy.png"].legends
+    texts = [legend.get_texts()[0], figures["accuracy.png"].texts[1]]
+    assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)
 
 
 def test_the_clip_table_has_a_number_in_each_cell(tmp_path, figures):

@@ -1,15 +1,12 @@
-"""What came out, in a sentence that claims no more than the seeds allow, and what a reader must know beside it."""
+"""What came out, in a sentence that claims no more than the seeds allow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from bandpo_cli.reports.sweep.result import Arm, Difference, Figure
-from bandpo_cli.reports.sweep.runs import LeftOut, RunRecord
-from bandpo_cli.reports.sweep.settings import differing
 from bandpo_cli.reports.sweep.statistics import LEVEL
 
-_PROBLEMS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
 _MOST_NAMED = 3
 
 
@@ -21,7 +18,7 @@ def about(arms: Sequence[Arm], sets: Sequence[str]) -> str:
     listed = ", ".join(map(str, seeds)) if len(seeds) <= 8 else f"{len(seeds)} of them"
     steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
     return (
-        f"{_count(len(arms), 'arm')}, {_count(runs, 'run')} over {'seed' if len(seeds) == 1 else 'seeds'} {listed}; "
+        f"{count(len(arms), 'arm')}, {count(runs, 'run')} over {'seed' if len(seeds) == 1 else 'seeds'} {listed}; "
         f"{steps}; evaluated on {', '.join(sets)}"
     )
 
@@ -55,7 +52,7 @@ def _told(told: Sequence[Difference], figure: Figure) -> str:
         group = [each for each in told if sign * _mean(each) > 0]
         words = [f"{each.arm} ({figure.text(_mean(each), sign=True)})" for each in group[1:_MOST_NAMED]]
         if len(group) > _MOST_NAMED:
-            words.append(_count(len(group) - _MOST_NAMED, "more arm"))
+            words.append(count(len(group) - _MOST_NAMED, "more arm"))
         if group:
             groups.append(f"{word} for {_and([f'{group[0].arm} ({_evidence(group[0], figure)})', *words])}")
     return " and ".join(groups)
@@ -114,99 +111,10 @@ def _ranking(arms: Sequence[Arm], figure: Figure) -> str:
     return f"{best.name} ends with the highest accuracy, {figure.text(value.mean)} ({ends}){untested}."
 
 
-def notes(
-    arms: Mapping[str, Sequence[RunRecord]],
-    baseline: str | None,
-    differences: Sequence[Difference],
-    sets: Sequence[str],
-    passing: bool,
-    left_out: Sequence[LeftOut],
-) -> list[str]:
-    """Return what a reader must know, a sentence each."""
-    records = [record for runs in arms.values() for record in runs]
-    return [
-        *_about_seeds(arms, left_out),
-        *_about_baseline(arms, baseline, differences),
-        *_about_steps(arms),
-        *_about_settings(arms, records),
-        *_about_sets(records, sets, passing),
-    ]
-
-
-def _about_seeds(arms: Mapping[str, Sequence[RunRecord]], left_out: Sequence[LeftOut]) -> Iterable[str]:
-    gone = sorted({each.arm for each in left_out if each.arm and each.arm not in arms})
-    if gone:
-        yield f"No run is left of {_list(gone)}."
-    single = [name for name, runs in arms.items() if len(runs) == 1]
-    if single:
-        yield f"One seed, so no interval: {_list(single)}."
-    if len({tuple(record.run.seed for record in runs) for runs in arms.values()}) > 1:
-        yield "The arms do not have the same seeds; differences are over those that an arm shares with the baseline."
-
-
-def _about_baseline(
-    arms: Mapping[str, Sequence[RunRecord]], baseline: str | None, differences: Sequence[Difference]
-) -> Iterable[str]:
-    if len(arms) < 2:
-        return
-    if baseline is None:
-        yield "No baseline is named, so there are no differences; name one with --baseline ARM."
-    elif baseline not in arms:
-        yield f"No run of the baseline '{baseline}' is left, so there are no differences."
-    elif len(arms) > 2:
-        figures = len(dict.fromkeys(each.figure for each in differences))
-        yield (
-            f"{_count(len(differences), 'comparison')}: {len(arms) - 1} arms against {baseline} in {figures} figures. "
-            f"p-values are adjusted over the arms of a figure (Holm), not over the figures."
-        )
-
-
-def _about_steps(arms: Mapping[str, Sequence[RunRecord]]) -> Iterable[str]:
-    unequal = [name for name, runs in arms.items() if len({record.steps for record in runs}) > 1]
-    if unequal:
-        yield (
-            f"Runs of unequal length in {_list(unequal)}: their curves are over the common steps, "
-            "final figures are each run's own."
-        )
-    if len({record.steps for runs in arms.values() for record in runs}) > 1:
-        yield "The arms were not all trained for the same number of steps."
-
-
-def _about_settings(arms: Mapping[str, Sequence[RunRecord]], records: Sequence[RunRecord]) -> Iterable[str]:
-    for name, runs in arms.items():
-        inside = differing(record.settings for record in runs)
-        if inside:
-            yield f"The runs of {name} differ in more than their seed: {', '.join(inside[:6])}."
-    problems = [
-        key
-        for key in differing(record.settings for record in records)
-        if any(key == each or key.startswith(f"{each}.") for each in _PROBLEMS)
-    ]
-    if problems:
-        yield (
-            f"The runs differ in {', '.join(problems[:6])}: their accuracies are not of the same problems, "
-            "or not drawn alike."
-        )
-
-
-def _about_sets(records: Sequence[RunRecord], sets: Sequence[str], passing: bool) -> Iterable[str]:
-    others = sorted({label for record in records for label in record.sets} - set(sets))
-    if others:
-        yield f"Not evaluated in every run, and left out: {', '.join(others)}."
-    ns = sorted({record.sets[label].n for record in records for label in sets})
-    if len(ns) > 1:
-        yield f"mean@n is of different numbers of completions a problem: {', '.join(ns)}."
-    if not passing:
-        yield "No pass@k is common to all runs."
-
-
 def _and(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """Return `3 arms`, `1 arm`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

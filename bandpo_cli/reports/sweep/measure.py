@@ -188,7 +188,10 @@ def verdict(pair: Paired | None, p_holm: float | None) -> str:
         return "no seed in common"
     change = pair.change
     if change.low is None or change.high is None:
-        return "one seed: cannot tell" if change.n == 1 else "the same in every seed: no interval"
+        alike = (
+            "the same difference in every seed: no interval" if change.mean else "no difference in any seed"
+        )
+        return "one seed: cannot tell" if change.n == 1 else alike
     if change.low <= 0 <= change.high:
         return "cannot tell apart"
     word = "higher" if change.mean > 0 else "lower"

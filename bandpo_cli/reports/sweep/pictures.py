@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
+from bandpo_cli.reports.sweep.clip_table import draw_clip_table
+from bandpo_cli.reports.sweep.looks import Look, literal, looks, side_key
 from bandpo_cli.reports.sweep.runs import RunRecord
 from bandpo_cli.reports.sweep.statistics import band
 
@@ -26,39 +25,6 @@ Arms = Mapping[str, Sequence[RunRecord]]
 
 MOST_DRAWN = 12
 """More arms than this cannot be told apart in a picture; the first in accuracy are drawn, and the baseline."""
-
-_COLORS = (*style.CYCLE, "#7f4f24", style.INK)
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-_LONGEST_NAME = 30
-_TOP = 0.86  # of the axes: there is no legend between them and the heading
-_SMALLEST_SHARE = 1e-4  # below it a share of clipped tokens has the colour of none
-
-
-@dataclass(frozen=True)
-class Look:
-    """How an arm is drawn and named, in every picture alike."""
-
-    name: str
-    color: str
-    dash: Any
-    width: float
-
-
-def looks(names: Sequence[str], baseline: str | None) -> dict[str, Look]:
-    """Return a look for each arm: colours, then colours with another dash; the baseline muted."""
-    others = [name for name in names if name != baseline]
-    found = {
-        name: Look(
-            short(name),
-            _COLORS[index % len(_COLORS)],
-            _DASHES[(index + index // len(_COLORS)) % len(_DASHES)],
-            2.2,
-        )
-        for index, name in enumerate(others)
-    }
-    if baseline is not None:
-        found[baseline] = Look(f"{short(baseline)} (baseline)", style.MUTED, "-", 2.8)
-    return found
 
 
 @dataclass(frozen=True)
@@ -108,6 +74,7 @@ def draw_all(
     Args:
         order: arm names, the most accurate first; those that are drawn have their looks by the order in `arms`.
     """
+    about = literal(about)
     drawn = [name for name in order if name in order[:MOST_DRAWN] or name == baseline]
     look = looks([name for name in arms if name in drawn], baseline if baseline in arms else None)
     kept = {name: arms[name] for name in drawn}
@@ -115,7 +82,8 @@ def draw_all(
     def accuracy(record: RunRecord) -> Series:
         return accuracy_of(record, sets)
 
-    what = "mean@n" if len(sets) == 1 else f"mean@n, mean of {len(sets)} sets"
+    ns = {record.sets[label].n for runs in arms.values() for record in runs for label in sets}
+    what = f"mean@{ns.pop() if len(ns) == 1 else 'n'}{f', mean of {len(sets)} sets' if len(sets) > 1 else ''}"
     pictures: dict[str, Figure | None] = {
         "accuracy": _over_steps(
             kept, look, accuracy, ("Held-out accuracy", about, f"right answers, {what}"), percent=True
@@ -124,7 +92,7 @@ def draw_all(
             kept, look, entropy_of, ("Entropy of the policy", about, "entropy, nats a token"), percent=False
         ),
         "accuracy_entropy": _trajectories(kept, look, accuracy, about, f"right answers, {what}"),
-        "clip_by_probability": _clip_table(kept, look, about),
+        "clip_by_probability": draw_clip_table(kept, look, about),
     }
     return {
         name: style.save(figure, out / f"{name}.png")
@@ -163,7 +131,7 @@ def _over_steps(
             color=each.color,
             linestyle=each.dash,
             linewidth=each.width,
-            marker="o" if len(curve.steps) <= 30 else None,
+            marker="o" if len(curve.steps) <= 12 else None,
             markersize=5,
             zorder=3,
         )
@@ -172,7 +140,7 @@ def _over_steps(
     if percent:
         style.percent(axes)
     style.label(axes, "step", y)
-    _side_key(figure, axes, {name: float(curve.mean[-1]) for name, curve in curves.items()}, look)
+    side_key(figure, axes, {name: float(curve.mean[-1]) for name, curve in curves.items()}, look)
     return figure
 
 
@@ -192,7 +160,7 @@ def _fit(axes: Axes, curves: Sequence[Curve]) -> None:
     high = max(float(curve.values_RS.max()) for curve in curves)
     pad = 0.25 * (high - low) or 0.05 * max(abs(high), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
 
 
 def _trajectories(
@@ -235,96 +203,5 @@ def _trajectories(
     axes.grid(axis="x", color=style.GRID, linewidth=1)
     style.percent(axes)
     style.label(axes, "entropy, nats a token", y)
-    _side_key(figure, axes, {name: float(path[1][-1]) for name, path in paths.items()}, look)
+    side_key(figure, axes, {name: float(path[1][-1]) for name, path in paths.items()}, look)
     return figure
-
-
-def _side_key(figure: Figure, axes: Axes, ends: Mapping[str, float], look: Mapping[str, Look]) -> None:
-    """List the arms right of the axes, in the order in which their lines end."""
-    names = sorted(ends, key=lambda name: -ends[name])
-    handles = [
-        Line2D([], [], color=look[name].color, linestyle=look[name].dash, linewidth=look[name].width)
-        for name in names
-    ]
-    legend = figure.legend(
-        handles,
-        [look[name].name for name in names],
-        loc="upper right",
-        bbox_to_anchor=(0.985, _TOP + 0.02),
-        frameon=False,
-        fontsize=10.5,
-        labelcolor=style.INK,
-        handlelength=2.4,
-        labelspacing=0.75,
-    )
-    width = legend.get_window_extent().width / figure.bbox.width
-    box = axes.get_position()
-    axes.set_position((box.x0, box.y0, 0.985 - width - 0.02 - box.x0, _TOP - box.y0))
-
-
-def short(name: str) -> str:
-    """Return a name that fits beside the picture: a long one keeps both ends, where names differ."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    half = (_LONGEST_NAME - 1) // 2
-    return f"{name[:half]}…{name[-half:]}"
-
-
-def _clip_table(arms: Arms, look: Mapping[str, Look], about: str) -> Figure | None:
-    """Draw the clipped share of the tokens by arm and bin of π_old, a cell each, with its number."""
-    clipped = {
-        name: _mean_over_runs([record.clipped_by_bin for record in runs]) for name, runs in arms.items()
-    }
-    names = [name for name in arms if clipped[name]]
-    if not names:
-        return None
-    shares = _mean_over_runs([record.token_share for name in names for record in arms[name]])
-    bins = sorted(shares, key=lambda name: float(name.split("_")[1]))
-    values = np.array([[clipped[name].get(each, np.nan) for each in bins] for name in names])
-    figure, (axes,) = style.new_figure(
-        "Clipped tokens by their probability",
-        f"{about} · share of a bin's tokens that a bound stops, mean over steps and seeds",
-    )
-    shown = np.where(values >= _SMALLEST_SHARE, values, _SMALLEST_SHARE)
-    shade, norm = colormaps["Blues"], LogNorm(_SMALLEST_SHARE, 3.0)
-    axes.imshow(np.where(np.isnan(values), np.nan, shown), cmap=shade, norm=norm, aspect="auto")
-    for (row, column), value in np.ndenumerate(values):
-        words = "–" if np.isnan(value) else f"{100 * value:.2g}%" if value < 0.995 else "100%"
-        dark = not np.isnan(value) and float(np.mean(shade(norm(shown[row, column]))[:3])) < 0.5
-        ink = "white" if dark else style.INK
-        axes.text(column, row, words, ha="center", va="center", size=11, color=ink)
-    axes.grid(False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_yticks(range(len(names)), [look[name].name for name in names], color=style.INK)
-    ends = [each.split("_")[1:] for each in bins]
-    axes.set_xticks(
-        range(len(bins)),
-        [f"{low} – {high}\n{_share(shares[each])}" for each, (low, high) in zip(bins, ends, strict=True)],
-    )
-    axes.set_xlabel(
-        "probability of the token under the old policy, and the bin's share of all tokens",
-        size=11.5,
-        color=style.INK,
-        labelpad=8,
-    )
-    _fit_row_names(figure, axes, len(names))
-    return figure
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.2g}% of all" if value < 0.995 else "100% of all"
-
-
-def _fit_row_names(figure: Figure, axes: Axes, rows: int) -> None:
-    """Make room for the names on the left, and no row taller than it needs."""
-    figure.canvas.draw()
-    widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
-    left = 0.03 + widest + 0.012
-    height = min(_TOP - 0.15, 0.22 * rows)
-    axes.set_position((left, _TOP - height, 0.975 - left, height))
-
-
-def _mean_over_runs(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each key's mean over the runs that have it."""
-    keys = dict.fromkeys(key for each in values for key in each)
-    return {key: float(np.mean([each[key] for each in values if key in each])) for key in keys}

@@ -63,7 +63,7 @@ def estimate(values: ArrayLike) -> Estimate | None:
 def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
     """Compare two arms by their common seeds (values by seed); None when they have none in common.
 
-    Pairing takes out what a seed does to both alike: the same problems, the same order of prompts.
+    Pairing takes out what a seed does to both alike: the order of the problems, the evaluation before training.
     """
     changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
     change = estimate(changes)

@@ -10,6 +10,7 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.sweep import finding as words
 from bandpo_cli.reports.sweep.find import ArmRun
 from bandpo_cli.reports.sweep.measure import by_arm, common_sets, compare_arms, measure_arms, measures
+from bandpo_cli.reports.sweep.notes import notes as notes_on
 from bandpo_cli.reports.sweep.page import page
 from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, draw_all
 from bandpo_cli.reports.sweep.result import Report
@@ -44,7 +45,8 @@ def write_report(
     taken = measures(records, sets)
     measured = measure_arms(arms, taken)
     taken = [each for each in taken if any(each.figure.key in arm.figures for arm in measured)]
-    differences = compare_arms(arms, baseline, taken) if baseline in arms and len(arms) > 1 else []
+    ranked = {arm.name: arms[arm.name] for arm in measured}
+    differences = compare_arms(ranked, baseline, taken) if baseline in arms and len(arms) > 1 else []
     accuracy = taken[0].figure
     passing = any(each.figure.key.startswith("pass_at_") for each in taken)
     drawn_few = (
@@ -63,7 +65,7 @@ def write_report(
         figures=tuple(each.figure for each in taken),
         arms=tuple(measured),
         differences=tuple(differences),
-        notes=(*notes, *words.notes(arms, baseline, differences, sets, passing, left_out), *drawn_few),
+        notes=(*notes, *notes_on(arms, baseline, differences, sets, passing, left_out), *drawn_few),
         left_out=tuple(left_out),
         files={},
     )
