@@ -42,11 +42,14 @@ def task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
 def _sources(tasks: Sequence[str]) -> list[Any]:
     files = [name for name in tasks if name not in DATASETS]
     for name in files:
-        if not name or not (Path(name).suffix.lower() in FILE_ENDINGS or is_there(user_path(name))):
-            raise ConfigError(
-                f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
-                f"{', '.join(FILE_ENDINGS)} file"
-            )
+        if name and is_there(user_path(name)):
+            continue
+        if Path(name).suffix.lower() in FILE_ENDINGS:
+            raise ConfigError(f"--task {name[:200]}: no such file")
+        raise ConfigError(
+            f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
+            f"{', '.join(FILE_ENDINGS)} file"
+        )
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []
     for name in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.tracking.eval_folder import is_there
 from bandpo_cli.tracking.run_folder import RunFolder, step_of
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MOST_DIGITS = 12  # of a step: Python refuses to read thousands of them
 
 
@@ -101,9 +103,8 @@ def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
 
 def _may_be_hub_id(text: str, runs_dir: Path) -> bool:
     """Tell `Qwen/Qwen2.5-0.5B` from the path of a run that is not there; the hub allows 96 characters."""
-    return (
-        text.count("/") == 1 and len(text) <= 96 and text.partition("/")[0] not in (".", "..", runs_dir.name)
-    )
+    looks_like_one = len(text) <= 96 and _HUB_ID.fullmatch(text) is not None
+    return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)
 
 
 def _is_run(path: Path) -> bool:

@@ -23,6 +23,21 @@ SMALL = [
 """Three batches of two problems, eight completions each."""
 
 
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "mlflow"):
+            raise ImportError(f"{name} must not be imported")
+
+sys.meta_path.insert(0, Refuse())
+from bandpo_cli.__main__ import main
+main()
+"""
+"""For `python -c`: what a mistake or a file of completions costs must not include loading these."""
+
+
 class Done(NamedTuple):
     """How a command ended."""
 

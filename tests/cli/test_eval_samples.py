@@ -1,0 +1,327 @@
+"""`bandpo eval --samples`: stored completions judged again, the same verdicts from the same texts, without a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.tracking.tables import EvalRow, write_eval_table
+from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, good, record_of, refused, samples_of
+from tests.tasks.test_completions import FOREIGN, ROW, mutations, swaps
+
+
+def jsonl(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of two steps and an evaluation of its checkpoint."""
+    folder = tmp_path_factory.mktemp("rescored")
+    good("train", *SMALL, "--steps", "2", "--name", "run", "--no-mlflow", cwd=folder)
+    good("eval", "--model", "run", "--name", "first", cwd=folder)
+    return folder
+
+
+def test_an_evaluations_own_completions_score_the_same(place: Path) -> None:
+    good(
+        "eval",
+        "--samples",
+        "runs/first/samples.parquet",
+        "--k",
+        "1,4",
+        "--name",
+        "again",
+        "--no-mlflow",
+        cwd=place,
+    )
+    first, again = place / "runs" / "first", place / "runs" / "again"
+    pd.testing.assert_frame_equal(samples_of(again), samples_of(first), check_exact=True)
+    assert record_of(again)["sets"] == record_of(first)["sets"]
+    assert record_of(again)["model"] is None
+    assert record_of(again)["samples"]["path"] == str(first / "samples.parquet")
+
+
+def test_a_training_steps_completions_are_judged_as_they_were(place: Path) -> None:
+    path = place / "runs" / "run" / "samples" / "step-000002.parquet"
+    good("eval", "--samples", path, "--no-mlflow", cwd=place)
+    (folder,) = (place / "runs").glob("eval-run-step-000002-rescored-*")
+    before, after = pd.read_parquet(path), samples_of(folder)
+    for column in (
+        "problem_id",
+        "text",
+        "accuracy",
+        "verdict",
+        "length",
+        "finish_reason",
+        "logprob_sum",
+        "extra",
+    ):
+        assert list(after[column]) == list(before[column]), column
+    figures = record_of(folder)["sets"]["countdown"]["figures"]
+    by_problem = before.groupby("problem_id")["accuracy"]
+    assert by_problem.size().nunique() == 1
+    assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
+
+
+def test_no_model_is_loaded(tmp_path: Path) -> None:
+    """In an interpreter that cannot import torch, transformers or MLflow."""
+    jsonl(tmp_path / "a.jsonl", *FOREIGN)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            WITHOUT_TORCH,
+            "eval",
+            "--samples",
+            "a.jsonl",
+            "--no-mlflow",
+            "--format",
+            "json",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
+
+
+def test_uneven_numbers_of_completions(tmp_path: Path) -> None:
+    """By hand: 2 of 3 right, 0 of 1, 1 of 1; k goes up to the fewest, and there are no token counts."""
+    rows = [
+        {"question": "1+1?", "answer": "2", "completions": ["Answer: 2", "Answer: 3", "\\boxed{2.0}"]},
+        {"question": "2+2?", "answer": "4", "completions": ["no idea"]},
+        {"question": "3+3?", "answer": "6", "completions": "so #\n#### 6"},
+    ]
+    path = jsonl(tmp_path / "mine.jsonl", *rows)
+    done = good("eval", "--samples", path, "--name", "a", "--no-mlflow", cwd=tmp_path)
+    assert "3 problems × 1 to 3 = 5 completions" in done.out
+    scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
+    values = {name: figure["value"] for name, figure in scores["figures"].items()}
+    assert values == pytest.approx(
+        {
+            "mean_at_n": (2 / 3 + 0 + 1) / 3,
+            "pass_at_1": (2 / 3 + 0 + 1) / 3,
+            "maj_at_1": (2 / 3 + 0 + 1) / 3,
+            "answer_format_rate": 2 / 3,
+            "timeout_rate": 0,
+            "grader_error_rate": 0,
+        }
+    )
+    assert scores["completions_per_problem"] == [1, 3]
+    assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}
+    line = refused("eval", "--samples", path, "--k", "1,3", cwd=tmp_path)
+    assert "--k 3" in line
+    assert "at most 1" in line
+
+
+def test_one_completion_a_row_is_the_same_as_a_list(tmp_path: Path) -> None:
+    texts = ["Answer: 2", "Answer: 3", "x", "Answer: 2"]
+    jsonl(tmp_path / "list.jsonl", {"question": "1+1?", "answer": "2", "completions": texts})
+    jsonl(tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": each} for each in texts))
+    found = []
+    for name in ("list", "rows"):
+        good("eval", "--samples", f"{name}.jsonl", "--name", name, "--no-mlflow", cwd=tmp_path)
+        found.append(record_of(tmp_path / "runs" / name)["sets"][name])
+    assert found[0] == found[1]
+    assert found[0]["figures"]["mean_at_4"]["value"] == 0.5
+    assert found[0]["figures"]["maj_at_4"]["value"] == 1.0
+
+
+MINE = '''
+def long(text, answer, extra):
+    """Right when the text is as long as the answer says."""
+    print("a grader may print")
+    return len(text) == int(answer)
+'''
+
+
+@pytest.mark.parametrize(
+    ("grader", "right"),
+    [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1]), ("mine:long", [0, 0, 1, 0])],
+)
+def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
+    """The same four texts under three judges; the table says who it was."""
+    (tmp_path / "mine.py").write_text(MINE)
+    texts = ["Answer: 8", "Answer: 8.0", "eight...", "Answer: $2^3$"]
+    path = jsonl(tmp_path / "a.jsonl", {"question": "4+4?", "answer": "8", "completions": texts})
+    code = "import sys; sys.path.insert(0, '.'); from bandpo_cli.__main__ import main; main()"
+    arguments = [
+        "eval",
+        "--samples",
+        str(path),
+        "--grader",
+        grader,
+        "--name",
+        "a",
+        "--no-mlflow",
+        "--format",
+        "json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["samples"]["grader"] == grader, "nothing but JSON on standard output"
+    table = samples_of(tmp_path / "runs" / "a")
+    assert list(table["accuracy"]) == right
+    assert set(table["grader"]) == {grader}
+
+
+def test_a_table_of_a_function_of_ones_own_needs_the_users_word(tmp_path: Path) -> None:
+    write_eval_table(
+        tmp_path / "a.parquet", [{**ROW, "grader": "shutil:rmtree", "text": str(tmp_path / "x")}]
+    )
+    (tmp_path / "x").mkdir()
+    assert "--grader shutil:rmtree" in refused("eval", "--samples", "a.parquet", cwd=tmp_path)
+    assert (tmp_path / "x").is_dir()
+
+
+def test_several_sets_in_one_table(tmp_path: Path) -> None:
+    rows: list[EvalRow] = [
+        {**ROW, "task": task, "problem_id": f"{task}/{index}", "text": text}
+        for task, texts in (("aime24", ("Answer: 2", "x")), ("amc23", ("Answer: 2", "Answer: 2")))
+        for index, text in enumerate(texts)
+    ]
+    write_eval_table(tmp_path / "samples.parquet", rows)
+    good("eval", "--samples", "samples.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    sets = record_of(tmp_path / "runs" / "a")["sets"]
+    assert {label: each["figures"]["mean_at_1"]["value"] for label, each in sets.items()} == {
+        "aime24": 0.5, "amc23": 1.0,
+    }  # fmt: skip
+    assert list(samples_of(tmp_path / "runs" / "a")["task"]) == ["aime24", "aime24", "amc23", "amc23"]
+
+
+@pytest.mark.parametrize(
+    "name", ["my answers (1)=x.jsonl", "ответы.jsonl", "[bold]x[red].jsonl", "x" * 240 + ".jsonl"]
+)
+def test_odd_file_names(tmp_path: Path, name: str) -> None:
+    path = jsonl(tmp_path / name, *FOREIGN)
+    done = good("eval", "--samples", name, "--no-mlflow", cwd=tmp_path)
+    assert f"samples  {name}"[:60] in done.out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.isascii()
+    assert len(folder.name) < 150
+    assert record_of(folder)["samples"]["path"] == str(path)
+
+
+def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a\udcff.jsonl").write_text("{}")
+    assert "not a text in UTF-8" in refused("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--n", "4"], ["--samples", "nothing is sampled", "--n"]),
+        (["--seed", "0", "--model", "x", "--task", "y"], ["--model, --task, --seed"]),
+        (["--temperature", "0", "--limit", "3", "--sampler", "vllm"], ["--temperature, --sampler, --limit"]),
+        (["--grader", "mth"], ["'mth'", "did you mean 'math'"]),
+        (["--grader", ""], ["grader ''"]),
+        (["--grader", "nomodule:f"], ["nomodule"]),
+        (["--k", "3"], ["--k 3", "at most 1"]),
+        (["--k", "0"], ["--k '0'"]),
+        (["--set", "evaluation.k=[]"], ["evaluation.k", "at least one k"]),
+        (["--format", "table,json"], ["--format table,json"]),
+        (["--name", "../x"], ["../x"]),
+        (["--runs-dir", "a.jsonl"], ["--runs-dir", "is a file"]),
+        (["--resume", "x"], ["--resume", "leave out --samples"]),
+    ],
+)
+def test_flags_that_do_not_go_with_a_file(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+    jsonl(tmp_path / "a.jsonl", *FOREIGN)
+    line = refused("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path)
+    for part in parts:
+        assert part in line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "empty.jsonl", "rows.parquet", "cut.parquet", "folder.jsonl", "x.txt"]
+)
+def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder.jsonl").mkdir()
+    write_eval_table(tmp_path / "rows.parquet", [])
+    whole = write_eval_table(tmp_path / "whole.parquet", [ROW]).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    assert name in refused("eval", "--samples", name, cwd=tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_of_drawing_in_a_config_file_do_not_stand_in_the_way(tmp_path: Path) -> None:
+    """A file of settings made for sampling says n = 64 and greedy; here there are 2 completions, and k is for them."""
+    (tmp_path / "my.yaml").write_text("evaluation: {samples: 1, temperature: 0, k: [1]}\n")
+    jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]})
+    good(
+        "eval",
+        "--samples",
+        "a.jsonl",
+        "--config",
+        "my.yaml",
+        "--k",
+        "2",
+        "--name",
+        "a",
+        "--no-mlflow",
+        cwd=tmp_path,
+    )
+    record = record_of(tmp_path / "runs" / "a")
+    assert record["config"]["evaluation"]["samples"] == 2
+    assert record["sets"]["a"]["figures"]["pass_at_2"]["value"] == 1.0
+    good("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
+
+
+def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) -> None:
+    """What a Parquet file from elsewhere may hold beside the answer: times, bytes, nested rows."""
+    import datetime
+
+    extra = {"index": 1, "when": datetime.datetime(2025, 1, 2), "raw": b"\xff", "deep": [{"a": [None, 1.5]}]}
+    rows = [{"question": "q", "answer": "1", "completions": ["Answer: 1"], "extra_info": extra}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    good("eval", "--samples", "a.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    good("eval", "--samples", "runs/a/samples.parquet", "--name", "b", "--no-mlflow", cwd=tmp_path)
+    a, b = (samples_of(tmp_path / "runs" / name) for name in "ab")
+    assert list(a["extra"]) == list(b["extra"])
+    assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
+
+
+def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
+    """80 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
+    table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
+    text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
+    files = [(".parquet", each) for each in mutations(table, 21, 20)]
+    files += [(".jsonl", each) for each in mutations(text, 22, 20)]
+    for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
+        files += [
+            (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
+            for changed in swaps(rows, seed, 20)
+        ]
+    codes = []
+    for number, (ending, content) in enumerate(files):
+        path = tmp_path / f"m{ending}"
+        path.write_bytes(content)
+        done = bandpo(
+            "eval", "--samples", path, "--name", f"e{number}", "--no-mlflow", "--set", "grading.workers=1",
+            "--runs-dir", tmp_path / "runs", cwd=tmp_path,
+        )  # fmt: skip
+        codes.append(done.code)
+        folder = tmp_path / "runs" / f"e{number}"
+        if done.code == 0:
+            assert record_of(folder)["status"] == "finished"
+        else:
+            assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+            assert done.err.startswith("error: ")
+            assert not folder.exists()
+    assert len(codes) == 80
+    assert set(codes) == {0, 2}, "both ends must be met"

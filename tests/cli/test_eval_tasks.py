@@ -1,0 +1,147 @@
+"""`bandpo eval --task FILE` with a small random-weight language model: everything but the cleverness is real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.tracking.tables import read_eval_table
+from tests.cli.eval_command import good, record_of, refused, samples_of
+from tests.text_model import save_text_model
+
+SHORT = ["--n", "4", "--max-tokens", "12", "--set", "evaluation.batch=8", "--no-mlflow"]
+
+
+def questions(path: Path, count: int, first: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"question": f"How many are {i} and {i}?", "answer": str(2 * i)} for i in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and three files of questions, two of one name."""
+    folder = tmp_path_factory.mktemp("tasks")
+    questions(folder / "sums.jsonl", 5)
+    questions(folder / "a" / "test.jsonl", 3)
+    questions(folder / "b" / "test.jsonl", 3, first=50)
+    corpus = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    save_text_model(folder / "model", corpus, vocabulary=300, hidden=64)
+    return folder
+
+
+def test_several_files_are_several_sets(place: Path) -> None:
+    """Two files of one name are told apart by their folders."""
+    good(
+        "eval", "--model", "model", "--task", "sums.jsonl", "--task", "a/test.jsonl", "--task", "b/test.jsonl", *SHORT,
+        "--name", "three", cwd=place,
+    )  # fmt: skip
+    record = record_of(place / "runs" / "three")
+    counts = {label: (each["problems"], each["completions"]) for label, each in record["sets"].items()}
+    assert counts == {"sums": (5, 20), "a-test": (3, 12), "b-test": (3, 12)}
+    assert record["model"] == {"path": str(place / "model"), "run": None, "step": None}
+    assert [Path(source["path"]) for source in record["config"]["task"]["heldout"]] == [
+        place / "sums.jsonl", place / "a" / "test.jsonl", place / "b" / "test.jsonl",
+    ]  # fmt: skip
+    table = samples_of(place / "runs" / "three")
+    assert list(table["task"].drop_duplicates()) == ["sums", "a-test", "b-test"]
+    assert table["prompt"].str.startswith("<|im_start|>user\n").all(), "the chat template was applied"
+    assert (table["length"] <= 12).all()
+    assert (table["logprob_sum"] < 0).all()
+
+
+def test_a_sets_draws_do_not_depend_on_the_sets_beside_it(place: Path) -> None:
+    for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
+        good(
+            "eval",
+            "--model",
+            "model",
+            *(f"--task={each}" for each in tasks),
+            *SHORT,
+            "--name",
+            name,
+            cwd=place,
+        )
+    alone, second = (
+        read_eval_table(place / "runs" / name / "samples.parquet") for name in ("alone", "second")
+    )
+    assert alone == [row for row in second if row["task"] == "test"]
+
+
+def test_the_limit_takes_the_same_problems_every_time(place: Path) -> None:
+    for seed in ("1", "2"):
+        good(
+            "eval", "--model", "model", "--task", "sums.jsonl", "--limit", "2", *SHORT, "--seed", seed, "--name",
+            f"limit{seed}", cwd=place,
+        )  # fmt: skip
+    one, two = (set(samples_of(place / "runs" / f"limit{seed}")["problem_id"]) for seed in "12")
+    assert one == two
+    assert len(one) == 2
+
+
+def test_an_odd_name_gets_a_plain_label_and_every_line_is_printed_as_it_is(place: Path) -> None:
+    questions(place / "答え [x].jsonl", 2)
+    questions(place / "答え.jsonl", 2)
+    done = good(
+        "eval", "--model", "model", "--task", "答え [x].jsonl", "--task", "答え.jsonl", *SHORT,
+        "--runs-dir", "my runs [b]", "--name", "odd", cwd=place,
+    )  # fmt: skip
+    assert list(record_of(place / "my runs [b]" / "odd")["sets"]) == ["x", "data"]
+    assert "evaluation  my runs [b]/odd" in done.out
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(place: Path) -> None:
+    rows = [json.loads(line) for line in (place / "sums.jsonl").read_text().splitlines()]
+    rows.append({"question": "so many words " * 60, "answer": "1"})
+    path = place / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = good(
+        "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
+        "--set", "task.template=plain", "--set", "sampling.max_prompt_tokens=100", cwd=place,
+    )  # fmt: skip
+    assert "note: long: 1 of 6 problems left out" in done.out
+    assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
+    line = refused(
+        "eval",
+        "--model",
+        "model",
+        "--task",
+        "long.jsonl",
+        *SHORT,
+        "--set",
+        "sampling.max_prompt_tokens=1",
+        cwd=place,
+    )
+    assert "every one of the 6 prompts" in line
+
+
+def test_more_than_the_model_reads_is_refused_and_leaves_nothing(place: Path) -> None:
+    before = list((place / "runs").iterdir()) if (place / "runs").exists() else []
+    line = refused("eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000", cwd=place)
+    assert "the model reads at most 4,096" in line
+    (place / "folder.jsonl").mkdir(exist_ok=True)
+    refused("eval", "--model", "model", "--task", "folder.jsonl", cwd=place)
+    assert (list((place / "runs").iterdir()) if (place / "runs").exists() else []) == before
+
+
+def test_a_runs_own_template_and_system_message_go_with_another_file(place: Path) -> None:
+    """A text model's run of one step, on its own held-out file and then on another one."""
+    good(
+        "train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", "--name", "run", "--no-mlflow",
+        "--set", "task.heldout=a/test.jsonl", "--set", "task.template='Q {question} A'",
+        "--set", "task.system=Be brief.",
+        "--set", "sampling.prompts=2", "--set", "sampling.samples=2", "--set", "sampling.max_tokens=8",
+        "--set", "optim.updates=1", "--set", "evaluation.samples=2", "--set", "evaluation.k=[1,2]", cwd=place,
+    )  # fmt: skip
+    good("eval", "--model", "run", "--name", "own", "--no-mlflow", cwd=place)
+    trained = json.loads((place / "runs" / "run" / "evals" / "step-000001.json").read_text())
+    assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
+    good("eval", "--model", "run", "--task", "b/test.jsonl", "--name", "other", "--no-mlflow", cwd=place)
+    prompts = samples_of(place / "runs" / "other")["prompt"]
+    assert prompts.str.startswith("<|im_start|>system\nBe brief.").all()
+    assert prompts.str.contains("Q How many are 5").all()
