@@ -17,7 +17,7 @@ from bandpo_cli.cli.sweep_tracking import parent_run
 from bandpo_cli.cli.sweep_views import arms_table, make_view, plan_table
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.sweeps.estimate import known_seconds, trial_seconds, wall_seconds
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, local_slots, usable_cores, visible_gpus
@@ -63,6 +63,9 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
             with parent_run(folder, store, console) as parent:
                 flags = [] if parent is None else ["--set", f"tracking.parent={parent}"]
                 failures = _run(folder, configs, pool, flags, console, runs_dir)
+                _report(folder, console)
+        else:
+            _report(folder, console)
     whole = sum(folder.is_whole(run.name) for run in folder.runs)
     took = f" in {clock(time.perf_counter() - start)}" if left else ""
     console.print(f"{whole} of {len(folder.runs)} runs whole{took}", highlight=False)
@@ -106,6 +109,23 @@ def _run(
         raise
     console.print(arms_table(folder.runs, latest))
     return failures
+
+
+def _report(folder: SweepFolder, console: Console) -> None:
+    """Write and print the report of what is whole; a sweep that has nothing to report on says why."""
+    from bandpo_cli.reports.sweep import read_sweep, write_report
+    from bandpo_cli.reports.sweep.terminal import print_report
+
+    title, baseline, runs = read_sweep(folder.path)
+    console.print()
+    try:
+        with console.status("writing the report …"):
+            report = write_report(runs, title, baseline, folder.path / "report")
+    except UserError as error:
+        console.print(f"[yellow]no report:[/yellow] {error}", highlight=False, soft_wrap=True)
+        return
+    print_report(console, report)
+    console.print()
 
 
 def resume_command(folder: SweepFolder, runs_dir: Path) -> str:

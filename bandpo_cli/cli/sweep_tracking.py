@@ -61,8 +61,9 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
 
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, console: Console) -> None:
     try:
-        mirror.send_file(folder.path, folder.path / PLAN)
-        mirror.close(status)
+        mirror.close(status)  # first: a file that cannot be stored must not leave it running for ever
+        for file in [folder.path / PLAN, *sorted((folder.path / "report").glob("*"))]:
+            mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
         line = (str(error).strip().splitlines() or [""])[0][:200]
         console.print(

@@ -96,6 +96,8 @@ def test_killed_half_way_and_resumed_it_ends_with_whole_runs_and_redoes_none(tmp
     for name in names:
         assert json.loads((sweep / name / "summary.json").read_text())["status"] == "FINISHED"
         assert [record["step"] for record in records(sweep / name)] == [0, 1, 2, 3]
+    board = (sweep / "report" / "leaderboard.csv").read_text().splitlines()
+    assert sorted(line.partition(",")[0] for line in board[1:]) == ["0.01", "0.1"]
     for name, stamp in whole.items():
         assert (sweep / name / "summary.json").stat().st_mtime_ns == stamp
     assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == left_by_the_kill
@@ -147,6 +149,8 @@ def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) ->
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(runs) == {"b", "good-s0", "bad-s0"}
     assert {runs[name].info.status for name in ("b", "bad-s0")} == {"FAILED"}
+    stored = {file.path for file in client.list_artifacts(runs["b"].info.run_id)}
+    assert stored == {"sweep.yaml", "report"}
     for name in ("good-s0", "bad-s0"):
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 
