@@ -19,7 +19,7 @@ from bandpo_cli.config.layers import Layer
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import Scores, metrics, score
 from bandpo_cli.tracking.environment import describe_environment, redact
-from bandpo_cli.tracking.eval_folder import EvalFolder
+from bandpo_cli.tracking.eval_folder import EvalFolder, PartKey
 from bandpo_cli.tracking.files import finite, write_json
 from bandpo_cli.tracking.mlflow_names import run_tags
 from bandpo_cli.tracking.store import tracking_store, ui_command
@@ -44,7 +44,7 @@ def run_evaluation(
         folder = EvalFolder.create(runs_dir, name)
         write_json(folder.path / "env.json", describe_environment())
         with _kept(request, source, folder, console, runs_dir):
-            record, scores = _score(request, folder, _collect(source, folder, console), console)
+            record, scores = _score(request, folder, _collect(source, folder, {}, console), console)
     _report(request, folder, record, scores, console, runs_dir, style)
 
 
@@ -65,13 +65,14 @@ def resume_evaluation(text: str, runs_dir: Path, console: Console, style: str, t
     else:
         with ExitStack() as stack:
             source = open_source(request, console, stack)
-            if (folder.path / "parts").exists() and before["sets"] != source.planned():
+            parts = folder.read_parts()
+            if parts and before["sets"] != source.planned():
                 raise UserError(
                     f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a "
                     "new evaluation"
                 )
             with _kept(request, source, folder, console, runs_dir):
-                record, scores = _score(request, folder, _collect(source, folder, console), console)
+                record, scores = _score(request, folder, _collect(source, folder, parts, console), console)
     _report(request, folder, record, scores, console, runs_dir, style)
 
 
@@ -98,9 +99,10 @@ def _kept(
         raise
 
 
-def _collect(source: Source, folder: EvalFolder, console: Console) -> Rows:
-    """Get every completion that the folder lacks, storing each batch before the next; return all of them."""
-    parts = folder.read_parts()
+def _collect(
+    source: Source, folder: EvalFolder, parts: dict[PartKey, list[EvalRow]], console: Console
+) -> Rows:
+    """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     pace = Pace(source.completions, sum(map(len, parts.values())))
     say(console, str(folder.path), "evaluation")
     with make_progress(console, pace) as progress:

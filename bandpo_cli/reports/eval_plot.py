@@ -13,7 +13,7 @@ from bandpo_cli.evaluation.histogram import BINS, success_counts
 from bandpo_cli.reports import style
 from bandpo_cli.tracking.eval_folder import RECORD, read_record
 
-_LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # what fits: four names beside each other, one line
+_LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # what fits: three names beside each other, one line
 
 
 def plot_success(folder: Path) -> Path:
@@ -46,7 +46,7 @@ def plot_success(folder: Path) -> Path:
     style.percent(axes)
     style.label(axes, "share of a problem's completions that is right", "share of the problems")
     if len(sets) > 1:
-        style.key(axes)
+        style.key(axes, columns=3)
     return style.save(figure, folder / "plots" / "success.png")
 
 

@@ -77,18 +77,22 @@ class EvalFolder:
         return write_eval_table(self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows)
 
     def read_parts(self) -> dict[PartKey, list[EvalRow]]:
-        """Return the parts that are there."""
+        """Return the parts that are there. Raises UserError for one that is damaged."""
         found = {}
         for path in sorted((self.path / "parts").glob("*.parquet")):
             if place := _PART.fullmatch(path.name):
-                found[PartKey(int(place[1]), int(place[2]))] = read_eval_table(path)
+                try:
+                    found[PartKey(int(place[1]), int(place[2]))] = read_eval_table(path)
+                except UserError as error:
+                    raise UserError(f"{error}; remove that file to have its completions made anew") from None
         return found
 
     def count_stored(self) -> int:
         """Return how many completions are there, from what their files say of themselves."""
         import pyarrow.parquet as pq
 
-        files = [self.samples_path] if self.samples_path.exists() else (self.path / "parts").glob("*.parquet")
+        parts = (path for path in (self.path / "parts").glob("*.parquet") if _PART.fullmatch(path.name))
+        files = [self.samples_path] if self.samples_path.exists() else parts
         return sum(pq.read_metadata(path).num_rows for path in files)
 
     def write_samples(self, rows: Iterable[EvalRow]) -> Path:

@@ -146,22 +146,30 @@ def long(text, answer, extra):
 '''
 
 
-@pytest.mark.parametrize(
-    ("grader", "right"),
-    [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1]), ("mine:long", [0, 0, 1, 0])],
-)
+FOUR = {
+    "question": "4+4?", "answer": "8", "completions": ["Answer: 8", "Answer: 8.0", "eight...", "Answer: $2^3$"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("grader", "right"), [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1])])
 def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
-    """The same four texts under three judges; the table says who it was."""
+    """The same four texts under other judges; the table says who it was."""
+    path = jsonl(tmp_path / "a.jsonl", FOUR)
+    good("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
+    table = samples_of(tmp_path / "runs" / "a")
+    assert list(table["accuracy"]) == right
+    assert set(table["grader"]) == {grader}
+
+
+def test_a_grader_of_ones_own(tmp_path: Path) -> None:
+    """In the current folder, and one that prints: nothing but JSON comes on standard output."""
     (tmp_path / "mine.py").write_text(MINE)
-    texts = ["Answer: 8", "Answer: 8.0", "eight...", "Answer: $2^3$"]
-    path = jsonl(tmp_path / "a.jsonl", {"question": "4+4?", "answer": "8", "completions": texts})
-    code = "import sys; sys.path.insert(0, '.'); from bandpo_cli.__main__ import main; main()"
+    jsonl(tmp_path / "a.jsonl", FOUR)
     arguments = [
-        "eval",
         "--samples",
-        str(path),
+        "a.jsonl",
         "--grader",
-        grader,
+        "mine:long",
         "--name",
         "a",
         "--no-mlflow",
@@ -169,13 +177,15 @@ def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
         "json",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, "-m", "bandpo_cli", "eval", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["samples"]["grader"] == grader, "nothing but JSON on standard output"
-    table = samples_of(tmp_path / "runs" / "a")
-    assert list(table["accuracy"]) == right
-    assert set(table["grader"]) == {grader}
+    assert json.loads(done.stdout)["samples"]["grader"] == "mine:long"
+    assert list(samples_of(tmp_path / "runs" / "a")["accuracy"]) == [0, 0, 1, 0]
 
 
 def test_a_table_of_a_function_of_ones_own_needs_the_users_word(tmp_path: Path) -> None:
@@ -297,15 +307,15 @@ def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) ->
 
 
 def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
-    """80 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
+    """48 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    files = [(".parquet", each) for each in mutations(table, 21, 20)]
-    files += [(".jsonl", each) for each in mutations(text, 22, 20)]
+    files = [(".parquet", each) for each in mutations(table, 21, 12)]
+    files += [(".jsonl", each) for each in mutations(text, 22, 12)]
     for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
         files += [
             (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
-            for changed in swaps(rows, seed, 20)
+            for changed in swaps(rows, seed, 12)
         ]
     codes = []
     for number, (ending, content) in enumerate(files):
@@ -323,5 +333,5 @@ def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
             assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
             assert done.err.startswith("error: ")
             assert not folder.exists()
-    assert len(codes) == 80
+    assert len(codes) == 48
     assert set(codes) == {0, 2}, "both ends must be met"

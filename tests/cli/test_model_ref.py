@@ -1,0 +1,126 @@
+"""What `--model` means: each kind of name, and which one wins where a text could be two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.cli.model_ref import ModelRef, find_model, find_run
+from bandpo_cli.errors import UserError
+
+
+def make_run(runs: Path, name: str, *steps: int) -> Path:
+    folder = runs / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a runs folder with `a`, which has steps 2 and 10, and `a@2`, which has step 5."""
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs"), "a", 2, 10)
+    make_run(Path("runs"), "a@2", 5)
+    return Path("runs")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "step"),
+    [
+        ("a", "a", 10),
+        ("runs/a", "a", 10),
+        ("./runs/a/", "a", 10),
+        ("a@10", "a", 10),
+        ("a@010", "a", 10),
+        ("runs/a@10", "a", 10),
+        ("a@2", "a@2", 5),  # a run of that whole name wins over a step of another
+        ("a@2@5", "a@2", 5),
+        ("runs/a/checkpoints/step-000002", "a", 2),
+        ("runs/../runs/a/checkpoints/step-000002", "a", 2),
+    ],
+)
+def test_runs_and_their_steps(runs: Path, text: str, name: str, step: int) -> None:
+    ref = find_model(text, runs)
+    assert ref.run is not None
+    assert (ref.run.name, ref.step) == (name, step)
+    assert Path(ref.path).resolve() == (runs / name / "checkpoints" / f"step-{step:06d}").resolve()
+    assert ref.stem == f"{name}@{step}"
+
+
+def test_models_that_no_run_made(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert find_model("embedded", runs) == ModelRef("embedded")
+    assert find_model("Qwen/Qwen2.5-0.5B-Instruct", runs) == ModelRef("Qwen/Qwen2.5-0.5B-Instruct")
+    assert find_model("Qwen/Qwen2.5-0.5B-Instruct", runs).stem == "Qwen2.5-0.5B-Instruct"
+    for text in ("model", "./model", "model/", str(tmp_path / "model")):
+        ref = find_model(text, runs)
+        assert (Path(ref.path).resolve(), ref.run, ref.stem) == (tmp_path / "model", None, "model")
+
+
+def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert find_model("~/model", runs).path == str(tmp_path / "model")
+    assert find_model("~/runs/a@2", Path("elsewhere")).stem == "a@2@5"
+    assert find_model("~/runs/a@10", Path("elsewhere")).stem == "a@10"
+
+
+def test_a_folder_with_both_files_is_a_model(runs: Path) -> None:
+    """A model's folder may have a config.yaml of its own beside config.json."""
+    (runs / "a" / "config.json").write_text("{}")
+    assert find_model("runs/a", runs).run is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a@3", "no checkpoint of that step; there are: 2, 10"),
+        ("runs/a/checkpoints/step-000003", "no checkpoint of that step; there are: 2, 10"),
+        ("a@", "after @ goes a step"),
+        ("a@last", "after @ goes a step, as in a@100; not 'last'"),
+        ("a@²", "after @ goes a step"),
+        ("a@" + "1" * 5000, "after @ goes a step"),
+        ("b", "no such run"),
+        ("runs/b", "no such run"),
+        ("./b", "no such run"),
+        ("a/b/c", "no such run"),
+        ("../x", "no such run"),
+        ("x y/z", "no such run"),
+        ("a/" + "b" * 200, "no such run"),
+        ("x" * 5000, "no such run"),
+        ("a\0b", "no such run"),
+        ("~of-nobody/x", "no such run"),
+        ("", "no such run"),
+        ("runs", "no config.json there"),
+    ],
+)
+def test_what_names_nothing(runs: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        find_model(text, runs)
+    assert len(str(caught.value)) < 600
+
+
+def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
+    """One that was being written when the run was killed has another name, or no config.json yet."""
+    (runs / "a" / "checkpoints" / ".step-000020.writing").mkdir()
+    (runs / "a" / "checkpoints" / "step-000030").mkdir()
+    assert find_model("a", runs).step == 10
+    make_run(runs, "young")
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        find_model("young", runs)
+
+
+def test_a_run_is_told_apart_from_its_step(runs: Path) -> None:
+    assert find_run("nothing", runs) is None
+    for text, name, step in (("a", "a", None), ("a@7", "a", 7), ("a@2", "a@2", None), ("a@2@7", "a@2", 7)):
+        found = find_run(text, runs)
+        assert found is not None
+        assert (found[0].name, found[1]) == (name, step)

@@ -1,0 +1,122 @@
+"""An evaluation at a real MLflow store: beside the run that made the model, whose own state it never touches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.tracking.eval_folder import EvalFolder
+from bandpo_cli.tracking.mlflow_evaluation import send_evaluation
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.store import Store, tracking_store
+
+METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
+
+
+@pytest.fixture
+def evaluation(run: RunFolder) -> EvalFolder:
+    folder = EvalFolder.create(run.path.parent, "an-evaluation")
+    folder.write_record({"sets": {}})
+    return folder
+
+
+def store_of(run: RunFolder) -> Store:
+    return tracking_store(TrackingConfig(), run.path.parent, {})
+
+
+def mirror(run: RunFolder, status: Any) -> None:
+    """Track the three steps of `run`, the last of which was evaluated, and end it so."""
+    tracker = MlflowTracker(store_of(run), run.path, pytest.fail)
+    tracker.start(run.name, {"seed": 3}, {})
+    for record in run.read_metrics():
+        tracker.log_metrics(record["step"], {**record, "eval/a/mean_at_4": record["step"] / 10})
+    tracker.finish(status, [])
+
+
+def send(run: RunFolder, evaluation: EvalFolder, step: int | None = 3, run_folder: Path | None = None) -> str:
+    return send_evaluation(
+        store_of(run), evaluation.path, run_folder, step, METRICS, {"seed": 7, "model": {"path": "x"}}, {"tag": "t"},
+        [evaluation.path / "eval.json"],
+    )  # fmt: skip
+
+
+def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
+    from mlflow.tracking import MlflowClient
+
+    uri = store_of(run).uri
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    found = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    return client, {each.info.run_name: each for each in found}
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+def test_the_run_that_made_the_model_gets_it_and_stays_as_it_is(
+    run: RunFolder, evaluation: EvalFolder, status: str
+) -> None:
+    mirror(run, status)
+    client, before = runs_of(run)
+    assert send(run, evaluation, run_folder=run.path) == "first"
+    _, after = runs_of(run)
+    assert set(after) == {"first"}
+    info, earlier = after["first"].info, before["first"].info
+    assert (info.status, info.end_time, info.start_time) == (status, earlier.end_time, earlier.start_time)
+    assert after["first"].data.params == before["first"].data.params
+    assert after["first"].data.tags == before["first"].data.tags
+    points = [(p.step, p.value) for p in client.get_metric_history(info.run_id, "eval/a/mean_at_4")]
+    assert sorted(points) == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.5)], (
+        "added to what training sent of that step"
+    )
+    assert [(p.step, p.value) for p in client.get_metric_history(info.run_id, "eval/a/mean_at_4_low")] == [
+        (3, 0.25)
+    ]
+    assert client.get_metric_history(info.run_id, "eval/a/mean_at_4_high") == [], "no interval, no number"
+    files = client.list_artifacts(info.run_id, "evals/an-evaluation")
+    assert [file.path for file in files] == ["evals/an-evaluation/eval.json"]
+
+
+def test_it_has_a_run_of_its_own_where_no_run_made_the_model(run: RunFolder, evaluation: EvalFolder) -> None:
+    assert send(run, evaluation, step=None) == "an-evaluation"
+    client, runs = runs_of(run)
+    there = runs["an-evaluation"]
+    assert there.info.status == "FINISHED"
+    assert there.data.params == {"seed": "7", "model.path": "x"}
+    assert there.data.tags["tag"] == "t"
+    assert there.data.metrics == {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25}
+    assert [file.path for file in client.list_artifacts(there.info.run_id)] == ["eval.json"]
+
+
+def test_a_run_that_mlflow_does_not_know_is_no_obstacle(run: RunFolder, evaluation: EvalFolder) -> None:
+    """Trained without MLflow, or deleted there since: the evaluation stands by itself."""
+    assert send(run, evaluation, run_folder=run.path) == "an-evaluation"
+    mirror(run, "FINISHED")
+    client, runs = runs_of(run)
+    client.delete_run(runs["first"].info.run_id)
+    assert send(run, evaluation, run_folder=run.path) == "an-evaluation"
+    assert set(runs_of(run)[1]) == {"an-evaluation"}
+
+
+def test_sent_again_it_is_the_same_run_with_the_latest_figures(
+    run: RunFolder, evaluation: EvalFolder
+) -> None:
+    send(run, evaluation, step=None)
+    METRICS_LATER = {**METRICS, "eval/a/mean_at_4": 0.75}
+    send_evaluation(store_of(run), evaluation.path, None, None, METRICS_LATER, {"seed": 7}, {}, [])
+    client, runs = runs_of(run)
+    assert set(runs) == {"an-evaluation"}
+    assert runs["an-evaluation"].data.metrics["eval/a/mean_at_4"] == 0.75
+    assert runs["an-evaluation"].info.status == "FINISHED"
+    assert len(client.get_metric_history(runs["an-evaluation"].info.run_id, "eval/a/mean_at_4")) == 2
+
+
+def test_a_store_that_is_away_raises(run: RunFolder, evaluation: EvalFolder) -> None:
+    from mlflow.exceptions import MlflowException
+
+    with pytest.raises(MlflowException):
+        send_evaluation(
+            Store("http://127.0.0.1:9", "bandpo", None), evaluation.path, None, None, METRICS, {}, {}, []
+        )
