@@ -40,7 +40,8 @@ def write_run(
                 "clip/token_share/p_0.1_0.5": 0.2,
                 "clip/active_fraction/p_0.9_1": 0.0,
                 "clip/token_share/p_0.9_1": 0.8,
-                "time/step": 1.5,
+                "time/step": 1.75,
+                "time/checkpoint": 0.25,
                 "time/eval": 0.25,
             }
             line |= record

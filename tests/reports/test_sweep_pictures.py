@@ -73,11 +73,12 @@ def test_curves_are_over_the_steps_that_all_runs_have():
 
 
 def test_an_accuracy_goes_with_the_entropy_of_its_own_policy(tmp_path, figures):
-    _draw(write_sweep(tmp_path / "s", {"clip": {0: 0.4}}))
+    folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
+    write_report([ArmRun("clip", 0, folder)], "t", None, tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
     # entropy 0.5 − 0.05·step, recorded before the step's update; after the last one nothing is recorded
-    assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.30])
-    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.4])
+    assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
+    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
 
 
 def test_every_arm_looks_different():

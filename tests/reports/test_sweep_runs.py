@@ -46,6 +46,7 @@ def test_clipping_by_bin_weighs_steps_by_their_tokens(tmp_path):
 def test_values_that_are_no_numbers_do_not_count(tmp_path):
     folder = write_run(tmp_path / "a")
     edit_line(folder, 4, **{"train/entropy": None, "clip/active_fraction": float("nan"), "time/step": "x"})
+    edit_line(folder, 3, **{"clip/active_fraction": 10**400, "time/step": 1e308})
     record = _read(folder)
     assert record.final_entropy is None
     assert record.clipped == pytest.approx(0.02)
@@ -89,7 +90,9 @@ def _torn(folder):
         (lambda folder: _without(folder, "metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
         (_torn, "metrics.jsonl ends at step 3 of 4"),
         (lambda folder: (folder / "metrics.jsonl").write_text("{\n"), "damaged: metrics.jsonl, line 1"),
-        (lambda folder: edit_line(folder, 2, step="two"), "damaged: metrics.jsonl has a step 'two'"),
+        (lambda folder: edit_line(folder, 2, step="two"), 'damaged: metrics.jsonl has a step "two"'),
+        (lambda folder: edit_line(folder, 2, step=-1), "damaged: metrics.jsonl has a step -1"),
+        (lambda folder: edit_line(folder, 2, step=10**400), "damaged: metrics.jsonl has a step 1000"),
         (
             lambda folder: edit_line(folder, 4, **{"eval/countdown/mean_at_16": None}),
             "no evaluation at its last step, 4",

@@ -51,6 +51,14 @@ def test_seed_and_tracking_make_no_arm(settings):
     assert arm_names(runs) == ["kl 0.05", "kl 0.05"]
 
 
+def test_a_task_is_told_by_its_name_alone():
+    runs = [
+        {"bounds.method": "clip", "task.name": "countdown", "task.numbers": 4},
+        {"bounds.method": "clip", "task.name": "gsm8k", "task.grader": "math"},
+    ]
+    assert arm_names(runs) == ["clip task=countdown", "clip task=gsm8k"]
+
+
 def test_two_settings_of_one_name_are_told_by_their_section(settings):
     runs = [settings(), settings("sampling.temperature=0.7"), settings("evaluation.temperature=0.7")]
     names = arm_names(runs)

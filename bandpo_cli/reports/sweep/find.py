@@ -136,9 +136,7 @@ def _locate(path: Path, runs_dir: Path) -> Path:
         if os.path.exists(folder):
             raise UserError(f"{folder}: is a file; give a sweep's folder, run folders, or a folder of runs")
     here = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
-    names = [
-        each.name for parent in here if os.path.isdir(parent) for each in parent.iterdir() if each.is_dir()
-    ]
+    names = [each.name for parent in here for each in parent.glob("*/")]
     raise UserError(
         f"{str(path)[:200]}: no such folder{nearest(path.name, names)}; give a sweep's folder, run folders, "
         "or a folder of runs"

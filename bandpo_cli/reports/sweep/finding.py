@@ -37,7 +37,8 @@ def finding(
         return f"Against {baseline}, final accuracy is {_told(told, figure)}{_rest(len(differences) - len(told))}."
     if len(differences) == 1:
         (only,) = tested
-        return f"{only.arm} and {baseline} cannot be told apart by final accuracy: {_evidence(only, figure)}."
+        apart = f"{only.arm} and {baseline} cannot be told apart by final accuracy"
+        return f"{apart}: the difference is {_evidence(only, figure)}."
     largest = max(tested, key=lambda each: abs(_mean(each)))
     return (
         f"No arm can be told apart from {baseline} by final accuracy; the largest difference is that of "

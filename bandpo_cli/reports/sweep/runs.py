@@ -20,6 +20,9 @@ from bandpo_cli.tracking.run_folder import read_metrics
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 _BIN = re.compile(r"clip/active_fraction/(p_[\d.e-]+_[\d.e-]+)")
 
+_MOST_STEPS = 10**12
+_HUGE = 1e100  # nothing that is measured is as large
+
 Record = Mapping[str, Any]
 
 
@@ -108,7 +111,7 @@ def _read(run: ArmRun) -> RunRecord:
     records = _records(run.folder)
     last = records[-1]["step"] if records else 0
     _refuse_unfinished(run.folder, last, settings.get("steps"))
-    sets = _evaluations(records, last)
+    sets = _evaluations(records)
     if not sets:
         raise UserError(f"no evaluation at its last step, {last}")
     training = [record for record in records if record["step"] > 0]
@@ -137,14 +140,16 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"metrics.jsonl: {error.strerror or error}") from None
     records: dict[int, dict[str, Any]] = {}
     for line in lines:
-        if not isinstance(line["step"], int) or isinstance(line["step"], bool):
-            raise UserError(f"damaged: metrics.jsonl has a step {line['step']!r}")
-        records[line["step"]] = {
-            key: value
-            for key, value in line.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
+        step = line["step"]
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST_STEPS:
+            raise UserError(f"damaged: metrics.jsonl has a step {json.dumps(step)[:40]}")
+        records[step] = {key: value for key, value in line.items() if _is_number(value)}
     return [records[step] for step in sorted(records)]
+
+
+def _is_number(value: Any) -> bool:
+    """Tell what can be counted with from NaN, infinities and numbers whose squares no float can hold."""
+    return isinstance(value, int | float) and abs(value) < _HUGE
 
 
 def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
@@ -163,7 +168,7 @@ def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 
 
-def _evaluations(records: Sequence[Record], last: int) -> dict[str, Evaluations]:
+def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
     """Return the sets that were evaluated at the last step, in the order in which a record has them."""
     final = {match[0]: match for name in (records[-1] if records else {}) if (match := _EVAL.fullmatch(name))}
     means = {match[1]: match for match in final.values() if match[2] == "mean"}
@@ -175,8 +180,7 @@ def _evaluations(records: Sequence[Record], last: int) -> dict[str, Evaluations]
             for each in final.values()
             if each[1] == label and each[2] == "pass" and each[3].isdecimal()
         }
-        if steps[-1] == last:
-            found[label] = Evaluations(match[3], steps, values, passes)
+        found[label] = Evaluations(match[3], steps, values, passes)
     return found
 
 

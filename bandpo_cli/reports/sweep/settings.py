@@ -18,6 +18,7 @@ Settings = Mapping[str, Any]
 ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "task": "task.name"}  # what the rest of the section depends on
+_WORDS = {"task.name": "task", "model.path": "model"}  # what says more than the last part of the key
 _ASIDE = ("seed", "tracking")  # what repeats an arm, and what does not touch it
 
 
@@ -127,7 +128,8 @@ def _name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
     for key in rest:
         if key in run and not (key == "bounds.relax" and run[key] is None):
             last = key.split(".")[-1]
-            words.append(f"{last if lasts[last] == 1 else key}={text(run[key])}")
+            word = _WORDS.get(key, last if lasts[last] == 1 else key)
+            words.append(f"{word}={text(run[key])}")
     return " ".join(words) or "other"
 
 
