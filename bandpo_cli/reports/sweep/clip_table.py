@@ -39,7 +39,7 @@ def draw_clip_table(
     axes.imshow(np.where(np.isnan(values), np.nan, shown), cmap=shade, norm=norm, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         words = "–" if np.isnan(value) else f"{100 * value:.2g}%" if value < 0.995 else "100%"
-        dark = not np.isnan(value) and float(np.mean(shade(norm(shown[row, column]))[:3])) < 0.5
+        dark = not np.isnan(value) and float(np.mean(shade(norm(shown[row, column]))[:3])) < 0.57
         ink = "white" if dark else style.INK
         axes.text(column, row, words, ha="center", va="center", size=11, color=ink)
     axes.grid(False)
