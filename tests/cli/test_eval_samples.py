@@ -26,7 +26,9 @@ def jsonl(path: Path, *rows: dict) -> Path:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of two steps and an evaluation of its checkpoint."""
     folder = tmp_path_factory.mktemp("rescored")
-    good("train", *SMALL, "--steps", "2", "--name", "run", "--no-mlflow", cwd=folder)
+    good(
+        "train", *SMALL, "--set", "task.numbers=3", "--steps", "2", "--name", "run", "--no-mlflow", cwd=folder
+    )
     good("eval", "--model", "run", "--name", "first", cwd=folder)
     return folder
 
@@ -306,16 +308,17 @@ def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) ->
     assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
 
 
+@pytest.mark.slow
 def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
-    """48 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
+    """120 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    files = [(".parquet", each) for each in mutations(table, 21, 12)]
-    files += [(".jsonl", each) for each in mutations(text, 22, 12)]
+    files = [(".parquet", each) for each in mutations(table, 21, 30)]
+    files += [(".jsonl", each) for each in mutations(text, 22, 30)]
     for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
         files += [
             (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
-            for changed in swaps(rows, seed, 12)
+            for changed in swaps(rows, seed, 30)
         ]
     codes = []
     for number, (ending, content) in enumerate(files):
@@ -333,5 +336,5 @@ def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
             assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
             assert done.err.startswith("error: ")
             assert not folder.exists()
-    assert len(codes) == 48
+    assert len(codes) == 120
     assert set(codes) == {0, 2}, "both ends must be met"

@@ -54,7 +54,7 @@ def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
     return client, {each.info.run_name: each for each in found}
 
 
-@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
 def test_the_run_that_made_the_model_gets_it_and_stays_as_it_is(
     run: RunFolder, evaluation: EvalFolder, status: str
 ) -> None:
