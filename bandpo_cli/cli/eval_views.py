@@ -171,10 +171,10 @@ def figure_text(name: str, value: float) -> str:
 
 
 def interval_text(name: str, figure: Interval) -> str:
-    """Return `0.412 – 0.478`, or a dash where there is no interval."""
+    """Return `0.412 to 0.478`, or a dash where there is no interval; a difference may have minus signs."""
     if math.isnan(figure.low):
         return "–"
-    return f"{figure_text(name, figure.low)} – {figure_text(name, figure.high)}"
+    return f"{figure_text(name, figure.low)} to {figure_text(name, figure.high)}"
 
 
 def histogram(scores: Scores) -> Iterable[Text]:

@@ -88,7 +88,8 @@ def _kept(
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         folder.write_record({**_head(request, folder, status), "sets": sets})
-        words = ["bandpo", "eval", "--resume", folder.name]
+        in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
+        words = ["bandpo", "eval", "--resume", folder.name if in_runs_dir else str(folder.path)]
         if runs_dir != Path("runs"):
             words += ["--runs-dir", str(runs_dir)]
         there = folder.count_stored()
