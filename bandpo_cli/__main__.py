@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _complain(line: str) -> int:
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {' '.join(line.split(chr(10)))}", file=sys.stderr)
     return 2
 
 

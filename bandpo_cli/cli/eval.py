@@ -169,9 +169,9 @@ def evaluate(
     from rich.console import Console
 
     from bandpo_cli.cli import eval_request as planning
-    from bandpo_cli.cli.model_ref import user_path
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.errors import UserError
+    from bandpo_cli.paths import user_path
 
     style = one_of("--format", format_, FORMATS)
     console = Console(stderr=style == "json")

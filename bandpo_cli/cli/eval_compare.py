@@ -9,11 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text, plural, say
-from bandpo_cli.cli.model_ref import find_run, user_path
+from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text, plural
+from bandpo_cli.cli.lines import say
+from bandpo_cli.cli.model_ref import find_run
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.evaluation.compare import Comparison, compare
-from bandpo_cli.tracking.eval_folder import RECORD, is_there, read_record
+from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.tracking.eval_folder import RECORD, read_record
 from bandpo_cli.tracking.files import finite
 from bandpo_cli.tracking.run_folder import step_of
 

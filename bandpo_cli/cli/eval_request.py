@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.cli.eval_tasks import task_layer
-from bandpo_cli.cli.model_ref import ModelRef, find_model, user_path
+from bandpo_cli.cli.model_ref import ModelRef, find_model
 from bandpo_cli.cli.preflight import check_model_path
 from bandpo_cli.config.engine import check_engine
 from bandpo_cli.config.layers import Layer, read_layer, resolve
@@ -19,10 +19,11 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.grading import check_grader
+from bandpo_cli.paths import is_there, user_path
 from bandpo_cli.tasks import build_task
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
-from bandpo_cli.tracking.eval_folder import SAMPLES, is_there
+from bandpo_cli.tracking.eval_folder import SAMPLES
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.types import Problem
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bandpo_cli.cli.eval_request import EvalRequest, SamplesFile
-from bandpo_cli.cli.eval_views import say
+from bandpo_cli.cli.lines import say
 from bandpo_cli.cli.memory import memory_advice
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.config.run import RunConfig

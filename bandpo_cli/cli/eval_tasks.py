@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.cli.model_ref import user_path
 from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, Source
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import is_there, user_path
 from bandpo_cli.tasks.known import evaluation_sources
 from bandpo_cli.tasks.sources import label_of
-from bandpo_cli.tracking.eval_folder import is_there
 
 _TASKS = ("countdown", *DATASETS)
 

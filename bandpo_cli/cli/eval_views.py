@@ -23,18 +23,6 @@ _BAR_WIDTH = 40
 _LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
 
 
-def warn(console: Console, line: str) -> None:
-    """Print a warning."""
-    say(console, line, "warning:", "yellow")
-
-
-def say(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
-    """Print a line as it is, whatever brackets are in it."""
-    gap = " " if heading.endswith(":") else "  "
-    text = Text.assemble((heading, style), gap, line) if heading else Text(line)
-    console.print(text, highlight=False, soft_wrap=True)
-
-
 class EvalProgress(Protocol):
     """Something that shows how far an evaluation has come."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from bandpo_cli.cli.preflight import check_model_path
 from bandpo_cli.config.run import EMBEDDED_MODEL
 from bandpo_cli.errors import ConfigError, UserError, nearest
-from bandpo_cli.tracking.eval_folder import is_there
+from bandpo_cli.paths import is_there, user_path
 from bandpo_cli.tracking.run_folder import RunFolder, step_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -79,14 +79,6 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
                 named = path if path.name.strip(".") else path.resolve()  # "." and ".." are no names
                 return RunFolder(named), None if suffix is None else int(suffix)
     return None
-
-
-def user_path(text: str) -> Path:
-    """Return the path with ~ as the user's home; a ~name that is nobody's stays as it is."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        return Path(text)
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:

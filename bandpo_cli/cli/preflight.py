@@ -16,6 +16,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading import check_grader
+from bandpo_cli.paths import is_there, user_path
 from bandpo_cli.tasks import build_task
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.run_names import check_name, fresh_name
@@ -79,8 +80,8 @@ def check_model_path(path: str) -> None:
     """
     if path == EMBEDDED_MODEL:
         return
-    folder = Path(path).expanduser()
-    if folder.exists():
+    folder = user_path(path)
+    if is_there(folder):
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from bandpo_cli.cli.eval_request import EvalRequest, SamplesFile, request_of
 from bandpo_cli.cli.eval_source import Source, open_source
-from bandpo_cli.cli.eval_views import Pace, make_progress, print_scores, say, warn
+from bandpo_cli.cli.eval_views import Pace, make_progress, print_scores
+from bandpo_cli.cli.lines import say, warn
 from bandpo_cli.cli.preflight import choose_name
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.errors import UserError

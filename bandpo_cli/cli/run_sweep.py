@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bandpo_cli.cli.eval_views import clock
+from bandpo_cli.cli.lines import say
 from bandpo_cli.cli.sweep_request import SweepRequest
 from bandpo_cli.cli.sweep_tracking import parent_run
 from bandpo_cli.cli.sweep_views import arms_table, make_view, plan_table
@@ -54,7 +55,7 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs keep their record where the sweep has its own, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
-    console.print(f"[bold]sweep[/bold]  {folder.path}", highlight=False, soft_wrap=True)
+    say(console, str(folder.path), "sweep")
     start = time.perf_counter()
     failures: dict[str, str] = {}
     with closing(_POOLS[place.executor](place, len(left), variables)) as pool:
@@ -70,9 +71,9 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
     took = f" in {clock(time.perf_counter() - start)}" if left else ""
     console.print(f"{whole} of {len(folder.runs)} runs whole{took}", highlight=False)
     if store is not None:
-        console.print(f"[bold]MLflow[/bold]  {ui_command(store.uri)}", highlight=False, soft_wrap=True)
+        say(console, ui_command(store.uri), "MLflow")
     for name, why in failures.items():
-        console.print(f"[red]failed[/red]  {name}: {why}", highlight=False, soft_wrap=True)
+        say(console, f"{name}: {why}", "failed", "red")
     if failures:
         raise RunError(
             f"{len(failures)} of {len(folder.runs)} runs failed; try them again: {resume_command(folder, runs_dir)}"
@@ -100,11 +101,10 @@ def _run(
             failures = run_sweep(folder, pool, steps, watch, flags)
     except KeyboardInterrupt:
         whole = sum(folder.is_whole(run.name) for run in folder.runs)
-        console.print(
+        say(
+            console,
             f"stopped, {whole} of {len(folder.runs)} runs are whole; go on by: "
             + resume_command(folder, runs_dir),
-            highlight=False,
-            soft_wrap=True,
         )
         raise
     console.print(arms_table(folder.runs, latest))
@@ -122,7 +122,7 @@ def _report(folder: SweepFolder, console: Console) -> None:
         with console.status("writing the report …"):
             report = write_report(runs, title, baseline, folder.path / "report")
     except UserError as error:
-        console.print(f"[yellow]no report:[/yellow] {error}", highlight=False, soft_wrap=True)
+        say(console, str(error), "no report:", "yellow")
         return
     print_report(console, report)
     console.print()

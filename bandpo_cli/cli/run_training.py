@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bandpo_cli.cli.lines import say, warn
 from bandpo_cli.cli.memory import memory_advice
 from bandpo_cli.cli.views import eval_figures, make_view
 from bandpo_cli.config.layers import to_yaml
@@ -38,17 +40,14 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
 
         parts = build(config, task)
     for note in parts.notes:
-        console.print(f"[yellow]note:[/yellow] {note}", highlight=False, soft_wrap=True)
+        say(console, note, "note:", "yellow")
     folder = RunFolder.create(runs_dir, name)
     folder.write_config(to_yaml(config))
     env = describe_environment()
     folder.write_env(env)
-    console.print(f"[bold]run folder[/bold]  {folder.path}", highlight=False, soft_wrap=True)
+    say(console, str(folder.path), "run folder")
 
-    def warn(line: str) -> None:
-        console.print(f"[yellow]warning:[/yellow] {line}", highlight=False, soft_wrap=True)
-
-    tracker = open_tracker(config.tracking, folder.path, warn)
+    tracker = open_tracker(config.tracking, folder.path, partial(warn, console))
     tracker.start(name, config.model_dump(mode="json"), run_tags(env, config.tracking.parent))
     start = time.perf_counter()
     error: BaseException | None = None
@@ -60,7 +59,7 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
         raise
     finally:
         for grader, line in parts.grader.errors.items():
-            warn(f"grader '{grader}' failed on some answers; the first time: {line}")
+            warn(console, f"grader '{grader}' failed on some answers; the first time: {line}")
         parts.close()
         _close(config, folder, tracker, console, status_of(error), time.perf_counter() - start, error)
     _say_where(config, folder, console, runs_dir)
@@ -105,9 +104,7 @@ def _close(
             plot_run(folder.path)
         tracker.finish(status, run_artifacts(folder.path))
     if status != "FINISHED":
-        console.print(
-            f"{status.lower()}; what the run did is in {folder.path}", highlight=False, soft_wrap=True
-        )
+        say(console, f"{status.lower()}; what the run did is in {folder.path}")
 
 
 def _eval_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir:
     seconds = sum(record["time/step"] for record in records)
 
     def line(heading: str, text: str) -> None:
-        console.print(f"[bold]{heading:<11}[/bold] {text}", highlight=False, soft_wrap=True)
+        say(console, text, f"{heading:<10}")
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
     for heading, record in (

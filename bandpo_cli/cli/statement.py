@@ -118,7 +118,7 @@ def print_statement(
     """Print the statement, and the notes and cautions below it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for heading, text in rows:
         grid.add_row(heading, text)
     for index, note in enumerate(notes):

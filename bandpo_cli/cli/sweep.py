@@ -113,6 +113,7 @@ def sweep(
     from rich.console import Console
 
     from bandpo_cli.cli import sweep_request as planning
+    from bandpo_cli.cli.lines import say
     from bandpo_cli.cli.run_sweep import EXECUTORS, Place, execute, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.config.task import task_layer
@@ -153,7 +154,7 @@ def sweep(
     }
     request = planning.plan(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
     for note in request.notes():
-        console.print(note, highlight=False, soft_wrap=True)
+        say(console, note, "matched:", "cyan")
     if dry_run:
         return show_plan(request, place, console, runs_dir)
     folder = planning.create_sweep(request, runs_dir, name)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from bandpo_cli.cli.lines import warn
 from bandpo_cli.sweeps.folder import PLAN, SweepFolder
-from bandpo_cli.tracking.environment import describe_environment
+from bandpo_cli.tracking.environment import describe_environment, redact
 from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store
 
@@ -50,11 +51,10 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
             return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        console.print(
-            f"[yellow]warning:[/yellow] MLflow at {store.uri} did not take the sweep ({type(error).__name__}: {line}); "
+        warn(
+            console,
+            f"MLflow at {redact(store.uri)} did not take the sweep ({type(error).__name__}: {line}); "
             "its runs are not shown under one",
-            highlight=False,
-            soft_wrap=True,
         )
         return None
 
@@ -66,6 +66,4 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, console: Cons
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        console.print(
-            f"[yellow]warning:[/yellow] MLflow did not take the sweep's end ({line})", highlight=False
-        )
+        warn(console, f"MLflow did not take the sweep's end ({line})")

@@ -16,6 +16,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.embedded_default import embedded_model_path
 from bandpo_cli.models.forward_check import check_forward, check_plain_head
+from bandpo_cli.paths import is_there, user_path
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def model_location(config: ModelConfig) -> str:
     """Return what the loader is given: the shipped folder for `embedded`, else the user's folder or the hub id."""
     if config.path == EMBEDDED_MODEL:
         return str(embedded_model_path())
-    folder = Path(config.path).expanduser()
-    return str(folder) if folder.exists() else config.path
+    folder = user_path(config.path)
+    return str(folder) if is_there(folder) else config.path
 
 
 def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:

@@ -168,4 +168,6 @@ def as_json(value: Any, depth: int = 0) -> Any:
         return [as_json(inner, depth + 1) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+    if isinstance(value, str):  # JSON can say half a surrogate pair, and no file in UTF-8 can
+        return value.encode("utf-8", "replace").decode("utf-8")
+    return value if value is None or isinstance(value, (int, bool)) else str(value)

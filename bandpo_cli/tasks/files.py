@@ -29,7 +29,7 @@ def read_file(path: Path) -> Iterator[Row]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: {error.strerror or _first_line(error)}") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

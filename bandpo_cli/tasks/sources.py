@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, Fields, Source
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import is_there, user_path
 from bandpo_cli.tasks.files import read_file
 from bandpo_cli.tasks.hub import read_hub
 from bandpo_cli.tasks.known import KNOWN
@@ -50,10 +51,11 @@ def rows_of(source: Source, part: Part) -> Iterator[dict[str, Any]]:
     """
     if source.path is None:
         return _hub_rows(source, part, KNOWN[source.name].hub_id)  # type: ignore[index]  # a name or a path
-    path = Path(source.path).expanduser()
-    if path.is_dir():
+    path = user_path(source.path)
+    there = is_there(path)
+    if there and path.is_dir():
         return _hub_rows(source, part, str(path))
-    if path.is_file() or path.suffix.lower() in FILE_ENDINGS:
+    if (there and path.is_file()) or path.suffix.lower() in FILE_ENDINGS:
         for name in ("subset", "split"):
             if getattr(source, name) is not None:
                 raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import is_there
 from bandpo_cli.tracking.files import write_json
 from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import EvalRow, read_eval_table, write_eval_table
@@ -104,14 +105,6 @@ class EvalFolder:
     def drop_parts(self) -> None:
         """Remove the parts, if there are any."""
         shutil.rmtree(self.path / "parts", ignore_errors=True)
-
-
-def is_there(path: Path) -> bool:
-    """Tell whether there is a file or folder that can be looked at; a name that no file can have is none."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.tracking.eval_folder import EvalFolder, PartKey, is_there, read_record
+from bandpo_cli.paths import is_there
+from bandpo_cli.tracking.eval_folder import EvalFolder, PartKey, read_record
 from bandpo_cli.tracking.tables import EvalRow
 
 ROW = EvalRow(
