@@ -17,7 +17,7 @@ from bandpo_cli.tracking.recorded import read_tokens
 from bandpo_cli.tracking.run_folder import RunFolder
 
 
-def tokens(spread: float = 0.3, count: int = 5000) -> RecordedTokens:
+def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
     rng = np.random.default_rng(0)
     old = np.log(rng.beta(0.4, 0.4, count).clip(1e-6, 1 - 1e-6))
     ratios = np.minimum(np.exp(rng.normal(0, spread, count)), np.exp(-old))
@@ -44,7 +44,7 @@ def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
     found = match_recorded(band, ClipBounds(), given)
     assert found.wanted == active_fraction(ClipBounds(), given)
     assert found.reached == active_fraction(BandBounds(divergence=divergence, delta=found.delta), given)
-    grid = found.delta * np.geomspace(0.5, 2, 81)
+    grid = found.delta * np.geomspace(0.5, 2, 41)
     gaps = [
         abs(active_fraction(BandBounds(divergence=divergence, delta=float(each)), given) - found.wanted)
         for each in grid
@@ -53,7 +53,7 @@ def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
 
 
 def test_what_cannot_be_matched_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"clip clips none of the 5,000 recorded tokens"):
+    with pytest.raises(ConfigError, match=r"clip clips none of the 2,000 recorded tokens"):
         match_recorded(BandBounds(), ClipBounds(), tokens(spread=1e-3))
     # A ratio a hair above 1: the narrow interval clips it, and no Band of a radius worth the name does.
     free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))

@@ -66,6 +66,7 @@ def test_a_run_from_an_empty_folder(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["first"]
 
 
+@pytest.mark.slow
 def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
     first = bandpo(
         "train", *SMALL, "--seed", "3", "--delta", "0.2", "--name", "a", "--no-mlflow", cwd=tmp_path
