@@ -34,6 +34,8 @@ class Place:
     executor: str = "local"
     address: str | None = None
     jobs: int | None = None
+    margin: float | None = None
+    """Stop runs that lie this far behind another arm; None stops none."""
 
 
 def show_plan(request: SweepRequest, place: Place, console: Console, runs_dir: Path) -> None:
@@ -50,7 +52,8 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
         RunError: some runs failed; the line says how to try them again.
     """
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
-    left = [run for run in folder.runs if not folder.is_whole(run.name)]
+    given_up = folder.stopped()
+    left = [run for run in folder.runs if not folder.is_whole(run.name) and run.name not in given_up]
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs keep their record where the sweep has its own, not in a file of the sweep's folder.
@@ -63,7 +66,7 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
         if left:
             with parent_run(folder, store, console) as parent:
                 flags = [] if parent is None else ["--set", f"tracking.parent={parent}"]
-                failures = _run(folder, configs, pool, flags, console, runs_dir)
+                failures = _run(folder, configs, pool, flags, place.margin, console, runs_dir)
                 _report(folder, console)
         else:
             _report(folder, console)
@@ -72,6 +75,8 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
     console.print(f"{whole} of {len(folder.runs)} runs whole{took}", highlight=False)
     if store is not None:
         say(console, ui_command(store.uri), "MLflow")
+    for name, why in folder.stopped().items():
+        say(console, f"{name}: {why}", "stopped early", "yellow")
     for name, why in failures.items():
         say(console, f"{name}: {why}", "failed", "red")
     if failures:
@@ -85,6 +90,7 @@ def _run(
     configs: Mapping[str, RunConfig],
     pool: Pool,
     flags: Sequence[str],
+    margin: float | None,
     console: Console,
     runs_dir: Path,
 ) -> dict[str, str]:
@@ -98,7 +104,7 @@ def _run(
                 latest.update(states)
                 view.show(states)
 
-            failures = run_sweep(folder, pool, steps, watch, flags)
+            failures = run_sweep(folder, pool, steps, watch, flags, margin)
     except KeyboardInterrupt:
         whole = sum(folder.is_whole(run.name) for run in folder.runs)
         say(

@@ -48,6 +48,14 @@ def sweep(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a GPU, else one a core")
     ] = None,
+    stop_behind: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MARGIN",
+            help="End a run half-way or later whose held-out accuracy is this far below another arm's.",
+            show_default="no run is ended",
+        ),
+    ] = None,
     executor: Annotated[
         str, typer.Option(help="Where runs are executed: local, or ray for a cluster (the extra 'ray').")
     ] = "local",
@@ -120,7 +128,7 @@ def sweep(
 
     console = Console()
     planning.check_executor(executor, ray_address, EXECUTORS)
-    place = Place(executor, ray_address, jobs)
+    place = Place(executor, ray_address, jobs, planning.check_margin(stop_behind))
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,

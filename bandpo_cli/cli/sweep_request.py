@@ -148,3 +148,10 @@ def check_executor(executor: str, address: str | None, allowed: Sequence[str]) -
         raise ConfigError(f"--ray-address {address}: goes with --executor ray")
     if executor == "ray" and find_spec("ray") is None:
         raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
+
+
+def check_margin(margin: float | None) -> float | None:
+    """Return the margin of `--stop-behind`. Raises ConfigError unless it lies between 0 and 1."""
+    if margin is not None and not 0 < margin < 1:
+        raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
+    return margin

@@ -67,10 +67,14 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
         own = [states[run.name] for run in members]
         running = [state for state in own if state.status == "running"]
         whole = sum(state.status == "whole" for state in own)
-        failed = sum(state.status == "failed" for state in own)
+        ended = [
+            (f" {count} {status}", style)
+            for status, style in (("failed", "red"), ("stopped", "yellow"))
+            if (count := sum(state.status == status for state in own))
+        ]
         table.add_row(
             arm,
-            Text.assemble(f"{whole}/{len(own)}", (f" {failed} failed" if failed else "", "red")),
+            Text.assemble(f"{whole}/{len(own)}", *ended),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
             _mean([state.accuracy for state in own]),
             _mean([state.entropy for state in own]),
@@ -109,7 +113,9 @@ def _progress(states: States, jobs: int) -> str:
     failed = sum(state.status == "failed" for state in states.values())
     left = seconds_left(states, jobs)
     parts = [f"{whole}/{len(states)} runs whole"]
+    stopped = sum(state.status == "stopped" for state in states.values())
     parts += [f"{failed} failed"] if failed else []
+    parts += [f"{stopped} stopped early"] if stopped else []
     parts += [f"{clock(left)} left"] if left is not None else []
     return " · ".join(parts)
 
@@ -146,7 +152,7 @@ class _Lines:
         return None
 
     def show(self, states: States) -> None:
-        ended = sum(state.status in ("whole", "failed") for state in states.values())
+        ended = sum(state.status in ("whole", "failed", "stopped") for state in states.values())
         if ended == self._ended and time.monotonic() < self._next:
             return
         self._ended, self._next = ended, time.monotonic() + LINES_EVERY_S

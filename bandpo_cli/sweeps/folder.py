@@ -13,10 +13,10 @@ import yaml
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.sweeps.plan import PlannedRun
-from bandpo_cli.tracking.files import sync_folder, write_text
+from bandpo_cli.tracking.files import sync_folder, write_json, write_text
 from bandpo_cli.tracking.run_names import make_folder
 
-PLAN = "sweep.yaml"
+PLAN, STOPPED = "sweep.yaml", "stopped.json"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,20 @@ class SweepFolder:
         except (OSError, ValueError):
             return False
         return isinstance(summary, dict) and summary.get("status") == "FINISHED"
+
+    def stopped(self) -> dict[str, str]:
+        """Return the runs that were ended early for want of hope, with the reason."""
+        try:
+            found = json.loads((self.path / STOPPED).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path / STOPPED}: not readable: {error}") from None
+        return {str(name): str(why) for name, why in found.items()} if isinstance(found, dict) else {}
+
+    def note_stopped(self, name: str, why: str) -> None:
+        """Keep in mind that a run was ended early, so that a resume does not start it again."""
+        write_json(self.path / STOPPED, {**self.stopped(), name: why})
 
     def set_aside(self, name: str) -> None:
         """Move what an earlier attempt at a run left to `attempts/`, so that the run can begin anew."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.pool import Job, Pool
-from bandpo_cli.sweeps.states import RunState, read_state
+from bandpo_cli.sweeps.states import RunState, Status, read_state
+from bandpo_cli.sweeps.stopping import hopeless
 
 POLL_S = 0.5
 """Seconds between looks at the children: the most that a free slot waits."""
@@ -22,6 +23,7 @@ def run_sweep(
     steps: Mapping[str, int],
     watch: Callable[[Mapping[str, RunState]], None],
     flags: Sequence[str] = (),
+    margin: float | None = None,
 ) -> dict[str, str]:
     """Execute the runs that are not whole, and return why each failed one did, by name.
 
@@ -31,12 +33,16 @@ def run_sweep(
         steps: of each run, by name.
         watch: hears how far all runs are, every `POLL_S`.
         flags: further flags of every run's command.
+        margin: stop runs that lie this far behind another arm; None stops none. See `hopeless`.
     """
-    waiting = deque(run.name for run in folder.runs if not folder.is_whole(run.name))
+    stopped = folder.stopped()
+    waiting = deque(
+        run.name for run in folder.runs if not folder.is_whole(run.name) and run.name not in stopped
+    )
     states = {
-        run.name: read_state(folder, run.name, steps[run.name], "whole")
-        if run.name not in waiting
-        else RunState("waiting", 0, steps[run.name])
+        run.name: RunState("waiting", 0, steps[run.name])
+        if run.name in waiting
+        else read_state(folder, run.name, steps[run.name], "stopped" if run.name in stopped else "whole")
         for run in folder.runs
     }
     running: set[str] = set()
@@ -50,14 +56,18 @@ def run_sweep(
                 running.add(name)
             for ended in pool.ended():
                 running.discard(ended.name)
-                whole = ended.code == 0 and folder.is_whole(ended.name)
-                if not whole:
+                status: Status = "whole" if ended.code == 0 and folder.is_whole(ended.name) else "failed"
+                if status == "failed" and ended.name in stopped:
+                    status = "stopped"
+                if status == "failed":
                     failures[ended.name] = _why(folder, ended.name, ended.code)
-                states[ended.name] = read_state(
-                    folder, ended.name, steps[ended.name], "whole" if whole else "failed"
-                )
+                states[ended.name] = read_state(folder, ended.name, steps[ended.name], status)
             for name in running:
                 states[name] = read_state(folder, name, steps[name], "running")
+            for name, why in (hopeless(folder.runs, states, margin) if margin is not None else {}).items():
+                stopped[name] = why
+                folder.note_stopped(name, why)
+                pool.stop(name)
             watch(states)
             if running:
                 time.sleep(POLL_S)
