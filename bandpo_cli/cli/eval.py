@@ -7,6 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TableOrJson,
+    TrackingUri,
+)
+
 eval_app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode="rich",
@@ -75,10 +86,7 @@ def evaluate(
             show_default="the run's, else 1024, 8 for countdown",
         ),
     ] = None,
-    sampler: Annotated[
-        str | None,
-        typer.Option(metavar="ENGINE", help="auto, transformers or vllm.", show_default="auto"),
-    ] = None,
+    sampler: SamplerName = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -104,7 +112,7 @@ def evaluate(
             help="Add best@k as resampling with replacement gives it (biased), to compare with such tables.",
         ),
     ] = False,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    format_: TableOrJson = "table",
     resume: Annotated[
         str | None,
         typer.Option(
@@ -119,33 +127,11 @@ def evaluate(
             show_default="from model, tasks, n, seed and time",
         ),
     ] = None,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
-    ] = None,
-    runs_dir: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs and evaluations are kept.")
-    ] = Path("runs"),
-    tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URI",
-            help="MLflow server or store.",
-            show_default="the run's, else $MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir",
-        ),
-    ] = None,
-    mlflow: Annotated[
-        bool | None,
-        typer.Option(
-            "--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="the run's, else on"
-        ),
-    ] = None,
+    config: ConfigFiles = None,
+    set_: Assignments = None,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+    mlflow: Mlflow = None,
 ) -> None:
     """Score a model on problem sets, with intervals, and keep every completion.
 
@@ -233,10 +219,8 @@ def compare(
     show: Annotated[
         int, typer.Option(metavar="N", min=0, help="How many of the most changed problems to list.")
     ] = 5,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
-    runs_dir: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where runs and evaluations are kept.")
-    ] = Path("runs"),
+    format_: TableOrJson = "table",
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson
+
 FORMATS = ("table", "json")
 
 
@@ -33,10 +35,8 @@ def report(
             metavar="DIR", help="Where the report goes.", show_default="SWEEP/report, or report here"
         ),
     ] = None,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
-    runs_dir: Annotated[Path, typer.Option(help="Where a PATH that is not here is looked for.")] = Path(
-        "runs"
-    ),
+    format_: TableOrJson = "table",
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Compare training runs: a leaderboard, differences with intervals over seeds, pictures.
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+
 
 def sweep(
     file: Annotated[
@@ -24,9 +26,7 @@ def sweep(
     task: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="What is learnt, the same for all runs.")
     ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
-    ] = None,
+    sampler: SamplerName = None,
     steps: Annotated[int | None, typer.Option(help="Batches of rollouts a run.", show_default="100")] = None,
     seeds: Annotated[
         str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
@@ -68,28 +68,11 @@ def sweep(
     name: Annotated[
         str | None, typer.Option(help="Name of the sweep's folder.", show_default="sweep-time")
     ] = None,
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="YAML file of settings for all runs; repeatable."
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, for all runs; repeatable."),
-    ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where sweeps, runs and the MLflow store are kept.")] = Path(
-        "runs"
-    ),
-    tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"
-        ),
-    ] = None,
-    mlflow: Annotated[
-        bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the runs to MLflow.", show_default="on")
-    ] = None,
+    config: ConfigFiles = None,
+    set_: Assignments = None,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+    mlflow: Mlflow = None,
     dry_run: Annotated[
         bool, typer.Option(help="Print the runs and the estimate of the time, and stop.")
     ] = False,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+
 
 def train(
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."
-        ),
-    ] = None,
+    config: ConfigFiles = None,
     method: Annotated[
         str | None,
         typer.Option(help="Ratio bounds: band, clip, clip-higher, dcpo or none.", show_default="band"),
@@ -42,30 +38,16 @@ def train(
             show_default="countdown",
         ),
     ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(help="Sampling engine: auto, transformers or vllm.", show_default="auto")
-    ] = None,
+    sampler: SamplerName = None,
     steps: Annotated[int | None, typer.Option(help="Batches of rollouts.", show_default="100")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random choice.", show_default="0")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the run's folder.", show_default="method-task-seed-time")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
-    ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where run folders and the MLflow store are kept.")] = Path(
-        "runs"
-    ),
-    tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            help="MLflow server or store.", show_default="$MLFLOW_TRACKING_URI, else <runs-dir>/mlflow.db"
-        ),
-    ] = None,
-    mlflow: Annotated[
-        bool | None, typer.Option("--mlflow/--no-mlflow", help="Send the run to MLflow.", show_default="on")
-    ] = None,
+    set_: Assignments = None,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+    mlflow: Mlflow = None,
     dry_run: Annotated[
         bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
     ] = False,
