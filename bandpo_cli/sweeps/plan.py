@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
-from bandpo_cli.config.bounds import BandBounds
+from bandpo_cli.config.bounds import BandBounds, BoundsConfig
 from bandpo_cli.config.layers import Layer, read_value, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
@@ -126,7 +126,8 @@ def _has(config: RunConfig, key: str) -> bool:
     return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
 
 
-_BOUNDS_FIELDS = ("divergence", "delta", "max_ratio", "relax", "eps_low", "eps_high")
+_BOUNDS_FIELDS = frozenset(name for kind in get_args(get_args(BoundsConfig)[0]) for name in kind.model_fields)
+"""The settings that some method has."""
 
 
 def _method_first(settings: Settings) -> list[Settings]:
