@@ -11,7 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.text_model import save_text_model
+
 pytestmark = pytest.mark.vllm
+
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def train(runs: Path, name: str, *arguments: str) -> list[dict[str, float]]:
@@ -43,3 +47,25 @@ def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = next((tmp_path / "first" / "checkpoints").iterdir())
     second = train(tmp_path, "second", "--model", str(checkpoint))
     assert all(line["sampler/logprob_gap_max"] <= 1e-4 for line in second if line["step"] > 0)
+
+
+@pytest.mark.skipif(not (DATA / "gsm8k_train.jsonl").is_file(), reason="needs the GSM8K files")
+def test_five_steps_on_gsm8k(tmp_path: Path) -> None:
+    """A model of random weights cannot be right; what is shown is that nothing between prompt and update is off."""
+    lines = (DATA / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:500]
+    model = save_text_model(tmp_path / "model", (json.loads(line)["question"] for line in lines))
+    settings = [
+        f"task.train={{name: gsm8k, path: {DATA / 'gsm8k_train.jsonl'}}}",
+        f"task.heldout={{name: gsm8k, path: {DATA / 'gsm8k_test.jsonl'}}}",
+        "sampling.samples=4",
+        "sampling.max_tokens=32",
+        "sampling.max_prompt_tokens=300",
+        "optim.lr=1e-3",
+    ]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    records = train(tmp_path, "gsm8k", "--model", str(model), "--task", "gsm8k", "--steps", "5", *flags)
+    steps = [line for line in records if line["step"] > 0]
+    assert len(steps) == 5
+    assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in steps)
+    assert all(line["grade/error_fraction"] == line["grade/timeout_fraction"] == 0 for line in steps)
+    assert all(line["train/response_length"] > 1 for line in steps)
