@@ -176,7 +176,7 @@ def _state(
     if not left:
         return
     first = configs[left[0].name]
-    seconds = known_seconds(first, runs_dir)
+    seconds = known_seconds(first, runs_dir, pool.threads)
     how = "by earlier runs"
     if seconds is None and first.model.path == EMBEDDED_MODEL:
         with console.status("a trial of three steps, for an estimate of the time …"):

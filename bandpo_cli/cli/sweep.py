@@ -108,6 +108,7 @@ def sweep(
     from bandpo_cli.cli.run_sweep import EXECUTORS, Place, execute, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.config.task import task_layer
+    from bandpo_cli.sweeps.folder import SweepFolder
 
     console = Console()
     planning.check_executor(executor, ray_address, EXECUTORS)
@@ -121,7 +122,7 @@ def sweep(
             "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
         planning.refuse_beside_resume(given)
-        folder = planning.open_sweep(runs_dir, resume)
+        folder = SweepFolder.open(runs_dir, resume)
         return execute(folder, place, console, runs_dir)
     fixed = flag_layer(
         {

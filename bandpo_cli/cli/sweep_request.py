@@ -91,11 +91,6 @@ def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> Swe
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
-def open_sweep(runs_dir: Path, text: str) -> SweepFolder:
-    """Return the sweep to go on with. Raises UserError when there is none."""
-    return SweepFolder.open(runs_dir, text)
-
-
 def refuse_beside_resume(given: Mapping[str, Any]) -> None:
     """Raise a UserError where a flag is given that a sweep has its own plan for."""
     extra = [name for name, value in given.items() if value not in (None, [])]

@@ -34,15 +34,20 @@ def wall_seconds(seconds: Sequence[float], jobs: int) -> float:
     return max(slots)
 
 
-def known_seconds(config: RunConfig, runs_dir: Path) -> float | None:
-    """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none."""
+def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
+    """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none.
+
+    On a CPU a run with another number of threads says nothing of one with `threads`.
+    """
     shape = _shape(config.model_dump(mode="json"))
     found = []
     for path in [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]:
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             there = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))
-            if summary["status"] == "FINISHED" and _shape(there) == shape:
+            hardware = json.loads((path.parent / "env.json").read_text(encoding="utf-8"))["hardware"]
+            alike = hardware["gpus"] or hardware["torch_threads"] == threads
+            if alike and summary["status"] == "FINISHED" and _shape(there) == shape:
                 trained = summary["time/train_s"] / summary["steps"] * config.steps
                 found.append((path.stat().st_mtime, START_S + trained))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):

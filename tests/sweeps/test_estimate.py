@@ -1,0 +1,49 @@
+"""An estimate is told by finished runs of the same shape on as many threads, and by no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bandpo_cli.config.layers import resolve, to_yaml
+from bandpo_cli.sweeps.estimate import START_S, known_seconds
+from bandpo_cli.tracking.run_folder import RunFolder
+
+CONFIG = resolve([{"steps": 50}])
+
+
+def write(
+    place: Path,
+    name: str,
+    seconds: float,
+    threads: int = 1,
+    gpus: tuple[str, ...] = (),
+    status: str = "FINISHED",
+    **settings: Any,
+) -> None:
+    folder = RunFolder.create(place, name)
+    folder.write_config(to_yaml(resolve([{"steps": 10}, settings])))
+    folder.write_env({"hardware": {"torch_threads": threads, "gpus": list(gpus)}})
+    folder.write_summary({"status": status, "steps": 10, "time/train_s": seconds})
+
+
+def test_by_the_median_of_runs_alike_scaled_to_the_steps(tmp_path: Path) -> None:
+    assert known_seconds(CONFIG, tmp_path, 1) is None
+    write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # another radius and seed take as long
+    write(tmp_path / "sweep", "b", 40.0)
+    write(tmp_path, "c", 30.0)
+    assert known_seconds(CONFIG, tmp_path, 1) == START_S + 150.0
+
+
+def test_runs_that_say_nothing_of_this_one_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "threads", 1.0, threads=2)
+    write(tmp_path, "larger", 1.0, sampling={"samples": 4}, evaluation={"samples": 4, "k": [4]})
+    write(tmp_path, "failed", 1.0, status="FAILED")
+    write(tmp_path, "damaged", 1.0)
+    (tmp_path / "damaged" / "env.json").write_text("{")
+    write(tmp_path, "old", 1.0)
+    (tmp_path / "old" / "env.json").write_text(json.dumps({"hardware": {}}))
+    assert known_seconds(CONFIG, tmp_path, 1) is None
+    write(tmp_path, "gpu", 10.0, threads=16, gpus=("a card",))
+    assert known_seconds(CONFIG, tmp_path, 1) == START_S + 50.0
