@@ -34,7 +34,8 @@ class CountdownTask(Section):
     name: Literal["countdown"] = "countdown"
     numbers: int = Field(4, ge=2, le=5, description="how many numbers a problem gives")
     max_number: int = Field(9, ge=2, le=10, description="numbers are drawn from 1 to this")
-    max_target: int = Field(99, ge=0, le=999, description="targets run from 0 to this")
+    min_target: int = Field(0, ge=0, le=999, description="targets run from this")
+    max_target: int = Field(99, ge=0, le=999, description="to this; 4 numbers up to 9 reach 36 without a *")
     heldout_fraction: float = Field(
         0.1,
         gt=0,

@@ -14,7 +14,7 @@ import itertools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,25 @@ def solved_problems(problems: Sequence[Problem]) -> list[tuple[str, list[str]]]:
     return solved
 
 
+Answer = Callable[[random.Random, str, Sequence[str]], str]
+"""Draws an answer to imitate: from a source of chance, the prompt and all its right answers."""
+
+
+def any_expression(rng: random.Random, prompt: str, operators: str) -> str:
+    """The prompt's numbers in any order with any of these operators."""
+    first, *others = rng.sample(numbers := prompt.partition("=")[0].split(), len(numbers))
+    return first + "".join(rng.choice(operators) + number for number in others)
+
+
+def partly_wrong(wrong_share: float) -> Answer:
+    """One of the right answers, or, in a `wrong_share` of draws, any expression."""
+
+    def draw(rng: random.Random, prompt: str, right: Sequence[str]) -> str:
+        return rng.choice(right) if rng.random() >= wrong_share else any_expression(rng, prompt, "+-*")
+
+    return draw
+
+
 class Demonstrations:
     """Endless batches of problems with answers to imitate; what is drawn depends on the seed alone."""
 
@@ -67,38 +86,28 @@ class Demonstrations:
         self._solved = solved_problems(problems)
         self._rng = random.Random(seed)
 
-    def rows(self, wrong_share: float) -> list[Row]:
-        """Return `PROBLEMS` prompts with `ANSWERS` answers each, a `wrong_share` of them wrong."""
+    def rows(self, answer: Answer) -> list[Row]:
+        """Return `PROBLEMS` prompts with `ANSWERS` answers each."""
         drawn = self._rng.choices(self._solved, k=PROBLEMS)
         prompts = self._tokenizer([prompt for prompt, _ in drawn])["input_ids"]
         answers = self._tokenizer(
-            [self._answer(prompt, right, wrong_share) for prompt, right in drawn for _ in range(ANSWERS)]
+            [answer(self._rng, prompt, right) for prompt, right in drawn for _ in range(ANSWERS)]
         )["input_ids"]
-        ended = [[*answer, self._tokenizer.eos_token_id] for answer in answers]
+        ended = [[*tokens, self._tokenizer.eos_token_id] for tokens in answers]
         return [Row(prompt, ended[i * ANSWERS : (i + 1) * ANSWERS]) for i, prompt in enumerate(prompts)]
 
-    def _answer(self, prompt: str, right: Sequence[str], wrong_share: float) -> str:
-        """Return one of the right answers, or the prompt's numbers in any order with any operators."""
-        if self._rng.random() >= wrong_share:
-            return self._rng.choice(right)
-        first, *others = self._rng.sample(numbers := prompt.partition("=")[0].split(), len(numbers))
-        return first + "".join(self._rng.choice("+-*") + number for number in others)
 
+def imitate(model: Any, batches: Iterable[Sequence[Row]], steps: int, learning_rate: float) -> None:
+    """Train in place on one batch a step, and print a line each 50 steps.
 
-def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: int, seed: int) -> None:
-    """Train in place, and print a line each 50 steps.
-
-    The learning rate rises for `WARMUP_STEPS` and falls in a line to zero at the last step. The last sixth of the
-    steps mixes wrong answers in: the model then knows more than it shows, as pretrained models do.
+    The learning rate rises for `WARMUP_STEPS` and falls in a line to zero at the last step.
     """
-    demonstrations = Demonstrations(tokenizer, problems, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARMUP_STEPS, (steps - step) / max(steps - WARMUP_STEPS, 1))
     )
     started = time.perf_counter()
-    for step in range(1, steps + 1):
-        rows = demonstrations.rows(WRONG_SHARE if step > steps * CLEAN_SHARE else 0.0)
+    for step, rows in enumerate(itertools.islice(batches, steps), start=1):
         batch = collate(rows, model.device)
         loss = -token_logprobs(model, batch).logprobs.mean()
         optimizer.zero_grad()
@@ -109,6 +118,19 @@ def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: i
         if step % 50 == 0 or step == steps:
             seconds = time.perf_counter() - started
             print(f"step {step}/{steps}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
+
+
+def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: int, seed: int) -> None:
+    """Teach a new model to solve problems, and in the last sixth of the steps to be wrong now and then.
+
+    The model then knows more than it shows, as pretrained models do.
+    """
+    demonstrations = Demonstrations(tokenizer, problems, seed)
+    clean, mixed = partly_wrong(0.0), partly_wrong(WRONG_SHARE)
+    batches = (
+        demonstrations.rows(mixed if step > steps * CLEAN_SHARE else clean) for step in itertools.count(1)
+    )
+    imitate(model, batches, steps, LEARNING_RATE)
 
 
 def model_card(steps: int, seed: int, figures: Figures) -> str:

@@ -34,7 +34,8 @@ class Countdown:
         if not self._heldout or not self._train:
             raise ConfigError(
                 f"task: numbers={config.numbers}, max_number={config.max_number}, "
-                f"max_target={config.max_target} allow {len(problems)} problems, of which "
+                f"min_target={config.min_target}, max_target={config.max_target} "
+                f"allow {len(problems)} problems, of which "
                 f"heldout_fraction={config.heldout_fraction} holds out {split}; "
                 "neither training nor evaluation may be left without any"
             )
@@ -78,7 +79,7 @@ def _solvable(config: CountdownTask) -> Iterator[tuple[str, Numbers, int]]:
     """All problems with an answer that needs no parentheses, which keeps answers to 2·numbers − 1 symbols."""
     for numbers in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         for target in sorted({value for value, has_plus in _signed_sums(numbers) if has_plus}):
-            if 0 <= target <= config.max_target:
+            if config.min_target <= target <= config.max_target:
                 yield _key(numbers, target), numbers, target
 
 

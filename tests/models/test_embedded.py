@@ -14,13 +14,15 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.embedded_build import ALPHABET, build_model, build_tokenizer
 from bandpo_cli.models.embedded_default import embedded_model_path
+from bandpo_cli.models.embedded_habit import BEYOND_SUMS, hardly_times
 from bandpo_cli.models.embedded_measure import measure
-from bandpo_cli.models.embedded_train import Demonstrations, main, solutions, solved_problems
+from bandpo_cli.models.embedded_train import Demonstrations, main, partly_wrong, solutions, solved_problems
 from bandpo_cli.tasks.countdown import Countdown
 
 FOLDER = embedded_model_path()
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
 TASK = Countdown(CountdownTask())
+TRAIN = TASK.train_problems()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_solutions_are_right_and_all_there() -> None:
 def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
     """A wrong answer uses the right numbers, and now and then reaches the target by chance."""
     problems = {problem.prompt: problem for problem in TASK.train_problems()}
-    rows = Demonstrations(TOKENIZER, TASK.train_problems(), seed=0).rows(wrong_share)
+    rows = Demonstrations(TOKENIZER, TASK.train_problems(), seed=0).rows(partly_wrong(wrong_share))
     verdicts = []
     for row in rows:
         problem = problems[TOKENIZER.decode(row.prompt_ids)]
@@ -130,3 +132,33 @@ def test_a_seed_gives_the_initial_weights() -> None:
 
     assert torch.equal(first_weights(0), first_weights(0))
     assert not torch.equal(first_weights(0), first_weights(1))
+
+
+def test_out_of_the_habit_of_multiplying() -> None:
+    """Where a sum is right it is a right sum; elsewhere it is a wrong one, but for the share that may multiply."""
+    right = dict(solved_problems(TRAIN))
+    demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
+    answers = [
+        (TOKENIZER.decode(answer[:-1]), right[TOKENIZER.decode(row.prompt_ids)])
+        for row in demonstrations.rows(hardly_times(0.2))
+        for answer in row.completions
+    ]
+    sums = [text in known for text, known in answers if any("*" not in each for each in known)]
+    others = [text in known for text, known in answers if all("*" in each for each in known)]
+    assert all(sums)
+    assert 0.12 < sum(others) / len(others) < 0.28
+    assert all(
+        ("*" in text) == (text in known) for text, known in answers if all("*" in each for each in known)
+    )
+
+
+def test_beyond_sums_begins_where_sums_end() -> None:
+    task = CountdownTask()
+    assert task.numbers * task.max_number + 1 == BEYOND_SUMS
+    full = {each.prompt: each for each in TRAIN if each.extra["numbers"] == "9 9 9 9"}
+    needs_times = {
+        int(full[prompt].answer): all("*" in answer for answer in answers)
+        for prompt, answers in solved_problems(list(full.values()))
+    }
+    assert {target for target, needs in needs_times.items() if not needs and target >= BEYOND_SUMS} == set()
+    assert needs_times[BEYOND_SUMS - 1] is False

@@ -33,16 +33,21 @@ def by_brute_force(config: CountdownTask) -> dict[str, str]:
                 f"{sign}{number}" for sign, number in zip(signs, order[1:], strict=True)
             )
             value = sum(signed_product(term) for term in text.replace("-", "+-").split("+"))
-            if 0 <= value <= config.max_target:
+            if config.min_target <= value <= config.max_target:
                 answers[f"{' '.join(map(str, sorted(order)))}={value}:"] = text
     return answers
 
 
 @pytest.mark.parametrize(
-    ("numbers", "max_number", "max_target"), [(2, 10, 50), (3, 5, 30), (4, 4, 99), (5, 2, 20)]
+    ("numbers", "max_number", "min_target", "max_target"),
+    [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)],
 )
-def test_the_problems_are_the_solvable_ones(numbers: int, max_number: int, max_target: int) -> None:
-    config = CountdownTask(numbers=numbers, max_number=max_number, max_target=max_target)
+def test_the_problems_are_the_solvable_ones(
+    numbers: int, max_number: int, min_target: int, max_target: int
+) -> None:
+    config = CountdownTask(
+        numbers=numbers, max_number=max_number, min_target=min_target, max_target=max_target
+    )
     task = Countdown(config)
     problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
     assert sorted(problem.prompt for problem in problems) == sorted(by_brute_force(config))
