@@ -65,9 +65,9 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
         _state(console, folder.runs, configs, left, pool, runs_dir)
         if left:
             with parent_run(folder, store, console) as parent:
-                flags = [] if parent is None else ["--set", f"tracking.parent={parent}"]
+                flags = [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
                 failures = _run(folder, configs, pool, flags, place.margin, console, runs_dir)
-                _report(folder, console)
+                parent.leaderboard = _report(folder, console)
         else:
             _report(folder, console)
     whole = sum(folder.is_whole(run.name) for run in folder.runs)
@@ -117,9 +117,10 @@ def _run(
     return failures
 
 
-def _report(folder: SweepFolder, console: Console) -> None:
-    """Write and print the report of what is whole; a sweep that has nothing to report on says why."""
+def _report(folder: SweepFolder, console: Console) -> dict[str, float]:
+    """Write and print the report of what is whole and return its leaderboard; with nothing to report on, say why."""
     from bandpo_cli.reports.sweep import read_sweep, write_report
+    from bandpo_cli.reports.sweep.tables import leaderboard_metrics
     from bandpo_cli.reports.sweep.terminal import print_report
 
     title, baseline, runs = read_sweep(folder.path)
@@ -129,9 +130,10 @@ def _report(folder: SweepFolder, console: Console) -> None:
             report = write_report(runs, title, baseline, folder.path / "report")
     except UserError as error:
         say(console, str(error), "no report:", "yellow")
-        return
+        return {}
     print_report(console, report)
     console.print()
+    return leaderboard_metrics(report)
 
 
 def resume_command(folder: SweepFolder, runs_dir: Path) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,20 +19,34 @@ if TYPE_CHECKING:
     from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
 
 
+@dataclass
+class ParentRun:
+    """The sweep's run at MLflow while the sweep goes on.
+
+    Attributes:
+        run_id: what its runs are shown under; None where MLflow does not take it.
+        leaderboard: figures of the arms, to be sent at the end.
+    """
+
+    run_id: str | None
+    leaderboard: Mapping[str, float] = field(default_factory=dict)
+
+
 @contextmanager
-def parent_run(folder: SweepFolder, store: Store | None, console: Console) -> Iterator[str | None]:
-    """Open the sweep's run and close it with the way the body ended; its id, None where MLflow does not take it."""
+def parent_run(folder: SweepFolder, store: Store | None, console: Console) -> Iterator[ParentRun]:
+    """Open the sweep's run, and close it with the way the body ended and the leaderboard that it left."""
     mirror = None if store is None else _connect(folder, store, console)
+    parent = ParentRun(None if mirror is None else mirror.run_id)
     status = "FAILED"
     try:
-        yield None if mirror is None else mirror.run_id
+        yield parent
         status = "FINISHED" if all(folder.is_whole(run.name) for run in folder.runs) else "FAILED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
         if mirror is not None:
-            _close(mirror, folder, status, console)
+            _close(mirror, folder, status, parent.leaderboard, console)
 
 
 def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirror | None:
@@ -59,9 +74,15 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
         return None
 
 
-def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, console: Console) -> None:
+def _close(
+    mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float], console: Console
+) -> None:
+    from bandpo_cli.tracking.mlflow_mirror import Record
+
+    whole = sum(folder.is_whole(run.name) for run in folder.runs)
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave it running for ever
+        mirror.send([Record.of(whole, leaderboard)])  # a resume adds runs, and has a leaderboard of its own
         for file in [folder.path / PLAN, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -151,6 +152,11 @@ def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) ->
     assert {runs[name].info.status for name in ("b", "bad-s0")} == {"FAILED"}
     stored = {file.path for file in client.list_artifacts(runs["b"].info.run_id)}
     assert stored == {"sweep.yaml", "report"}
+    with (tmp_path / "runs/b/report/leaderboard.csv").open(encoding="utf-8") as file:
+        board = {row["arm"]: row for row in csv.DictReader(file)}
+    sent = runs["b"].data.metrics
+    assert sent["good/accuracy"] == float(board["good"]["accuracy"])
+    assert sent["good/entropy"] == float(board["good"]["entropy"])
     for name in ("good-s0", "bad-s0"):
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 

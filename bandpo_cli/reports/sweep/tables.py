@@ -84,6 +84,17 @@ def leaderboard_csv(report: Report) -> str:
     return out.getvalue()
 
 
+def leaderboard_metrics(report: Report) -> dict[str, float]:
+    """Return the leaderboard as plain figures: `clip/accuracy`, and the ends of its interval where it has one."""
+    figures = {}
+    for arm in report.arms:
+        for key, value in arm.figures.items():
+            for end, number in (("", value.mean), ("_low", value.low), ("_high", value.high)):
+                if number is not None:
+                    figures[f"{arm.name}/{key}{end}"] = number
+    return figures
+
+
 def markdown(report: Report) -> str:
     """Return `report.md`: the same tables, the pictures by their path beside it."""
     parts = [f"# {_plain(report.title)}", f"{_plain(report.about)}.", f"**{_plain(report.finding)}**"]
