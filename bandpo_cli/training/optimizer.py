@@ -39,10 +39,14 @@ def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over a model's parameters; `update` is the number of updates done.
+    """AdamW over a model's parameters.
 
     A parameter in a narrower type than float32 has a float32 master: its gradient is accumulated there and AdamW
     works on it, so that no small step and no small gradient is rounded away; the model gets the rounded result.
+
+    Attributes:
+        update: updates tried so far, skipped ones too: the schedule's place, and the version of the weights.
+        skipped_in_a_row: how many of the latest updates were skipped.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
@@ -58,6 +62,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
         )
         self.update = 0
+        self.skipped_in_a_row = 0
 
     @property
     def lr(self) -> float:
@@ -77,9 +82,7 @@ class Optimizer:
         limit = self._config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit).item()
         if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient norm is {norm} at update {self.update + 1}; no update was applied"
-            )
+            raise NonFiniteError(f"the gradient norm is {norm}")
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
@@ -88,7 +91,13 @@ class Optimizer:
                 if parameter is not master:
                     parameter.copy_(master)
         self.update += 1
+        self.skipped_in_a_row = 0
         return norm
+
+    def skip(self) -> None:
+        """Pass over an update: weights, masters and moments stay, the schedule goes on."""
+        self.update += 1
+        self.skipped_in_a_row += 1
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
