@@ -7,7 +7,7 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, one_line
 from bandpo_cli.sweeps.child import end_with_parent
 
 INTERRUPTED = 130
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _complain(line: str) -> int:
-    print(f"error: {' '.join(line.split(chr(10)))}", file=sys.stderr)
+    print(f"error: {one_line(line)}", file=sys.stderr)
     return 2
 
 

@@ -5,13 +5,41 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_MOST_SHOWN = 1000
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one line that a terminal shows as it is: no control characters, 1,000 characters at most.
+
+    A message repeats what the user gave: names of files, lines of a file from elsewhere. Those may hold anything.
+    """
+    shown = "".join(map(_visible, _cut(text.strip())))
+    return _cut(shown)
+
+
+def _visible(letter: str) -> str:
+    if letter.isprintable():
+        return letter
+    return " " if letter in "\n\r\t" else letter.encode("unicode_escape").decode()
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle: the beginning says where the mistake is, the end what to type instead."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:700]} ... {text[-(_MOST_SHOWN - 705) :]}"
+
 
 class UserError(Exception):
     """A mistake in what the user gave: printed as one line without a traceback, exit code 2."""
 
+    def __init__(self, line: str) -> None:
+        super().__init__(one_line(line))
+
 
 class RunError(Exception):
     """A run that cannot go on, through no mistake of the user's: one line, exit code 1. The run folder is whole."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(one_line(line))
 
 
 class ConfigError(UserError):
@@ -20,5 +48,5 @@ class ConfigError(UserError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)  # long ones take minutes
     return f" (did you mean '{matches[0]}'?)" if matches else ""

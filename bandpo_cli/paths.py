@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
+
+from bandpo_cli.errors import ConfigError
+
+MOST_TEXT = 2**20
+"""Bytes that a file of settings may have: more than ten thousand times what one needs."""
 
 
 def user_path(text: str) -> Path:
@@ -19,3 +25,40 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def check_regular(path: Path, where: str) -> int:
+    """Return the size of a regular file, in bytes. A pipe or a device could be read for ever.
+
+    Raises:
+        ConfigError: it is not there, or something else; the line begins with `where`.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror or error}") from None
+    except ValueError:
+        raise ConfigError(f"{where}: no file can have that name") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+        raise ConfigError(f"{where}: is {kind}; name a regular file")
+    return found.st_size
+
+
+def read_text(path: Path, where: str, most: int = MOST_TEXT) -> str:
+    """Read a text file of `most` bytes at most, in UTF-8 with or without a byte order mark.
+
+    Raises:
+        ConfigError: that is not what lies there; the line begins with `where`.
+    """
+    check_regular(path, where)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise ConfigError(f"{where}: larger than {most:,} bytes, which no such file is")
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: not a text file (UTF-8 is expected)") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror or error}") from None

@@ -23,6 +23,8 @@ from bandpo_cli.sweeps.plan import MATCH, Matcher, PlannedRun, axes_of, check_na
 from bandpo_cli.tracking.recorded import read_tokens
 from bandpo_cli.tracking.run_folder import RunFolder
 
+_MOST_DIGITS = 12  # of a seed: Python refuses to read thousands of them
+
 
 @dataclass(frozen=True)
 class SweepRequest:
@@ -57,7 +59,7 @@ def plan(
     Raises:
         ConfigError: a mistake in any of them, in a line.
     """
-    written = dict(read_layer(file)) if file is not None else {}
+    written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
         sweep = SweepConfig.model_validate(written)
         replaced = {**sweep.axes, **axes_of(flags), **axes_of(dict(map(_split, axes)))}
@@ -124,7 +126,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _seed(part: str, text: str) -> int:
-    if not part.isdecimal():
+    if not part.isdecimal() or len(part) > _MOST_DIGITS:
         raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
     return int(part)
 

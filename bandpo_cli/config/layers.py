@@ -17,63 +17,29 @@ from pydantic.fields import FieldInfo
 from bandpo_cli.config.messages import explain, tags_of
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task_defaults import task_defaults
+from bandpo_cli.config.yaml_text import parse_yaml, read_yaml
 from bandpo_cli.errors import ConfigError
 
 Layer = Mapping[str, Any]
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe reader, but a key given twice is an error instead of the last one silently winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key must be a plain name", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key}' is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        problem = getattr(error, "problem", None) or type(error).__name__
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
-
-
 def read_value(text: str, where: str) -> Any:
     """Read one value as YAML does. Raises ConfigError, naming `where`."""
-    return _read_yaml(text, where)
+    return parse_yaml(text, where)
 
 
-def read_layer(path: Path) -> Layer:
-    """Read one YAML file.
+def read_layer(path: Path, where: str = "--config") -> Layer:
+    """Read one YAML file; `where` says what named it.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or holds no mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: not a text file (UTF-8 is expected)") from None
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
-    content = _read_yaml(text, f"--config {path}")
+    content = read_yaml(path, f"{where} {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"--config {path}: expected `section:` with `key: value` lines, found {_kind(content)}"
+            f"{where} {path}: expected `section:` with `key: value` lines, found {_kind(content)}"
         )
     return content
 
@@ -103,7 +69,7 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
             section = section.setdefault(key, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"--set {assignment!r}: '{key}' was given a plain value by another --set")
-        section[keys[-1]] = _read_yaml(text, f"--set {assignment!r}")
+        section[keys[-1]] = parse_yaml(text, f"--set {assignment!r}")
     return layer
 
 

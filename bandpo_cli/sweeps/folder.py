@@ -11,12 +11,16 @@ from typing import Any
 import yaml
 
 from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import is_there, read_text, user_path
 from bandpo_cli.sweeps.plan import PlannedRun
 from bandpo_cli.tracking.files import sync_folder, write_json, write_text
-from bandpo_cli.tracking.run_names import make_folder
+from bandpo_cli.tracking.run_names import is_name, make_folder
 
 PLAN, STOPPED = "sweep.yaml", "stopped.json"
+_OWN_FOLDERS = ("attempts", "logs", "plans", "report")
+_MOST_SEED = 2**31
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class SweepFolder:
 
         Raises UserError when there is none, or its plan is damaged.
         """
-        for path in (runs_dir / text, Path(text).expanduser()):
-            if text and (path / PLAN).is_file():
+        for path in (runs_dir / text, user_path(text)):
+            if text and is_there(path / PLAN):
                 return cls._read(path)
         names = sorted(path.parent.name for path in runs_dir.glob(f"*/{PLAN}"))
         there = f"it has {', '.join(names[-5:])}" if names else "it has none"
@@ -77,25 +81,20 @@ class SweepFolder:
 
     @classmethod
     def _read(cls, path: Path) -> SweepFolder:
+        plan = read_yaml(path / PLAN, str(path / PLAN))
         try:
-            plan = yaml.safe_load((path / PLAN).read_text(encoding="utf-8"))
-            runs = [SweepRun(str(run["name"]), str(run["arm"]), int(run["seed"])) for run in plan["runs"]]
+            runs = [SweepRun(run["name"], str(run["arm"]), run["seed"]) for run in plan["runs"]]
             baseline = plan.get("baseline")
-        except (
-            OSError,
-            UnicodeDecodeError,
-            yaml.YAMLError,
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{path / PLAN}: not readable as the plan of a sweep: {line}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path / PLAN}: not readable as the plan of a sweep: {error}") from None
+        if not runs:
+            raise UserError(f"{path / PLAN}: lists no runs")
+        seen: set[str] = set()
         for run in runs:
-            if not (path / "plans" / f"{run.name}.yaml").is_file():
+            _check(run, seen, path / PLAN)
+            if not is_there(path / "plans" / f"{run.name}.yaml"):
                 raise UserError(f"{path}: the settings of run '{run.name}' are gone (plans/{run.name}.yaml)")
-        return cls(path, runs, baseline)
+        return cls(path, runs, None if baseline is None else str(baseline))
 
     @property
     def name(self) -> str:
@@ -117,20 +116,26 @@ class SweepFolder:
     def is_whole(self, name: str) -> bool:
         """Tell whether a run has reached its end and has its summary."""
         try:
-            summary = json.loads((self.run_path(name) / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            summary = json.loads(read_text(self.run_path(name) / "summary.json", "summary.json"))
+        except (UserError, ValueError, RecursionError):
             return False
         return isinstance(summary, dict) and summary.get("status") == "FINISHED"
 
     def stopped(self) -> dict[str, str]:
         """Return the runs that were ended early for want of hope, with the reason."""
-        try:
-            found = json.loads((self.path / STOPPED).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        path = self.path / STOPPED
+        if not is_there(path):
             return {}
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / STOPPED}: not readable: {error}") from None
-        return {str(name): str(why) for name, why in found.items()} if isinstance(found, dict) else {}
+        text = read_text(path, str(path))
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: not readable as JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise UserError(
+                f"{path}: expected the names of runs, each with a reason; remove it to run them all"
+            )
+        return {str(name): str(why) for name, why in found.items()}
 
     def note_stopped(self, name: str, why: str) -> None:
         """Keep in mind that a run was ended early, so that a resume does not start it again."""
@@ -160,3 +165,14 @@ class SweepFolder:
         said = [line.strip() for line in lines if line.strip()]
         errors = [line for line in said if line.startswith("error: ")]
         return (errors or said or ["it printed nothing"])[-1][:300]
+
+
+def _check(run: SweepRun, seen: set[str], plan: Path) -> None:
+    """Refuse what no sweep wrote: a plan may come from anyone, and its names become folders."""
+    if not isinstance(run.name, str) or not is_name(run.name) or run.name in _OWN_FOLDERS:
+        raise UserError(f"{plan}: name = {run.name!r} is no run's name: one plain folder name is expected")
+    if run.name in seen:
+        raise UserError(f"{plan}: has the run '{run.name}' twice")
+    if not isinstance(run.seed, int) or isinstance(run.seed, bool) or not 0 <= run.seed < _MOST_SEED:
+        raise UserError(f"{plan}: run '{run.name}': seed = {run.seed!r} is no whole number from 0 on")
+    seen.add(run.name)

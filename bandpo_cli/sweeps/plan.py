@@ -13,6 +13,7 @@ from bandpo_cli.config.layers import Layer, read_value, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.tracking.run_names import is_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 MATCH = "match:"
@@ -188,10 +189,15 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
     """Refuse arms whose names come to one folder.
 
     Raises:
-        ConfigError: two runs would be written to the same place.
+        ConfigError: two runs would be written to the same place, or one has a name that no folder can have.
     """
     seen: dict[str, str] = {}
     for run in runs:
+        if not is_name(run.name):
+            raise ConfigError(
+                f"the arm '{run.arm:.100}' cannot be a folder's name ({len(run.name)} characters, 200 at most); give "
+                "it a shorter one in arms:"
+            )
         if run.name in seen:
             raise ConfigError(
                 f"the arms '{seen[run.name]}' and '{run.arm}' come to one folder name; rename one of them"

@@ -12,6 +12,12 @@ RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """What MLflow may keep beside the runs."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+def is_name(name: str) -> bool:
+    """Tell whether `name` is one plain folder name, the same on every system that a runs folder may be copied to."""
+    return _NAME.fullmatch(name) is not None and not _DEVICE.fullmatch(name) and not name.endswith(".")
 
 
 def check_name(name: str, runs_dir: Path) -> str:
@@ -20,12 +26,14 @@ def check_name(name: str, runs_dir: Path) -> str:
     Refused: the empty name, what leads out of or deeper into the runs folder, blanks and characters that a
     shell or a file system takes for something else, and the names that MLflow uses there.
     """
-    if _NAME.fullmatch(name) and name not in RESERVED:
+    if is_name(name) and name not in RESERVED:
         return name
     if name in RESERVED:
         why = f"MLflow keeps its files under that name in {runs_dir}"
     elif "/" in name or "\\" in name or name in (".", ".."):
         why = f"a run is one folder directly in {runs_dir}; give another place with --runs-dir"
+    elif _NAME.fullmatch(name):
+        why = "Windows has no folder of that name, and runs are copied"
     else:
         why = "a name is letters, digits and . _ - + = , @, at most 200, the first a letter or digit"
     raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {fresh_name(plain(name), runs_dir)}")
@@ -59,4 +67,5 @@ def fresh_name(stem: str, runs_dir: Path) -> str:
 def plain(name: str) -> str:
     """Return the nearest usable name: the last path part, with other characters as dashes."""
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-    return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip("-") or "run"
+    near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
+    return near if is_name(near) else f"run-{near}"

@@ -130,7 +130,7 @@ def test_a_damaged_plan_is_said(tmp_path, plan, message):
 
 def test_a_plan_that_is_no_text_is_said(tmp_path):
     (tmp_path / "sweep.yaml").write_bytes(b"\xff\xfe\x00")
-    _refused("not readable as YAML", [tmp_path], tmp_path)
+    _refused("UTF-8 is expected", [tmp_path], tmp_path)
 
 
 def test_arms_and_names_may_be_numbers_in_yaml(tmp_path):

@@ -83,7 +83,7 @@ def _torn(folder):
     [
         (lambda folder: folder.rename(folder.with_name("gone")), "its folder is not there"),
         (lambda folder: _without(folder, "config.yaml"), "no config.yaml"),
-        (lambda folder: (folder / "config.yaml").write_text("a: ["), "config.yaml is not readable"),
+        (lambda folder: (folder / "config.yaml").write_text("a: ["), "config.yaml, line 1: not readable"),
         (lambda folder: _without(folder, "summary.json"), "not finished: step 4 of 4, no summary.json"),
         (lambda folder: (folder / "summary.json").write_text("{"), "summary.json is not readable"),
         (lambda folder: (folder / "summary.json").write_text("[]"), "summary.json is not readable"),

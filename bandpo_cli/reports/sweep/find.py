@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.sweep.settings import arm_names, chosen_keys, differing, read_settings, text
+from bandpo_cli.tracking.run_names import is_name
 
 PLAN = "sweep.yaml"
 
@@ -57,14 +57,7 @@ def read_sweep(folder: Path) -> tuple[str, str | None, list[ArmRun]]:
         UserError: its sweep.yaml is damaged; the line says where.
     """
     path = folder / PLAN
-    try:
-        plan = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not readable as YAML: {getattr(error, 'problem', None)}") from None
+    plan = read_yaml(path, str(path))
     if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not plan["runs"]:
         raise UserError(
             f"{path}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
@@ -91,7 +84,7 @@ def _planned(path: Path, number: int, entry: Any) -> ArmRun:
     name, seed = str(keys["name"]), keys["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UserError(f"{path}: run {number}: seed = {seed!r} is no whole number")
-    if Path(name).name != name or not name.strip("."):
+    if not is_name(name):
         raise UserError(f"{path}: run {number}: name = {name!r} is no folder's name")
     return ArmRun(str(keys["arm"]), seed, path.parent / name)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.paths import check_regular, is_there, read_text
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.find import ArmRun
 from bandpo_cli.reports.sweep.settings import read_settings
@@ -132,8 +133,11 @@ def _read(run: ArmRun) -> RunRecord:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl in the order of their steps, with numbers alone (others are left out)."""
+    path = folder / "metrics.jsonl"
     try:
-        lines = read_metrics(folder / "metrics.jsonl")
+        if is_there(path):
+            check_regular(path, str(path))
+        lines = read_metrics(path)
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
     except OSError as error:
@@ -155,11 +159,11 @@ def _is_number(value: Any) -> bool:
 def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        if not is_there(folder / "summary.json"):
+            raise UserError(f"not finished: {of_steps}, no summary.json")
+        summary = json.loads(read_text(folder / "summary.json", "damaged: summary.json"))
         status = summary["status"]
-    except FileNotFoundError:
-        raise UserError(f"not finished: {of_steps}, no summary.json") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError("damaged: summary.json is not readable") from None
     if status != "FINISHED":
         error = str(summary.get("error") or "").split("\n")[0][:200]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import is_there
 
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""
@@ -29,12 +29,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
         UserError: there is no readable config.yaml.
     """
     path = folder / "config.yaml"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"no config.yaml ({error.strerror or error})") from None
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError):
-        raise UserError("config.yaml is not readable as YAML") from None
+    if not is_there(path):
+        raise UserError("no config.yaml")
+    content = read_yaml(path, path.name)
     if not isinstance(content, dict):
         raise UserError("config.yaml holds no settings")
     return dict(_flat(content, ""))
