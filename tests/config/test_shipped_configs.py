@@ -10,9 +10,12 @@ import pytest
 
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.sweeps.plan import PlannedRun, plan_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+SWEEPS = [file for file in sorted((CONFIGS / "sweeps").glob("*.yaml")) if "seeds:" in file.read_text("utf-8")]
+FILES = sorted(set(CONFIGS.rglob("*.yaml")) - set(SWEEPS))
 PAPER = CONFIGS / "paper"
 MODELS = sorted((PAPER / "models").glob("*.yaml"))
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
@@ -28,6 +31,36 @@ def test_each_file_resolves_and_says_what_it_needs(file: Path) -> None:
     assert file.read_text(encoding="utf-8").startswith("# ")
     if file.parent.name != "methods":
         assert "Needs " in file.read_text(encoding="utf-8")
+
+
+def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
+    """The runs of a sweep file; any `match:` gets this radius, since its recorded run is the user's."""
+    return plan_runs(SweepConfig.model_validate(read_layer(sweep)), match=lambda band, method: radius)
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_each_sweep_can_be_planned(file: Path) -> None:
+    runs = runs_of(file)
+    assert len({run.name for run in runs}) == len(runs)
+    assert file.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_sweeps_are_those_that_the_docs_speak_of() -> None:
+    counts = {file.stem: (len({run.arm for run in runs_of(file)}), len(runs_of(file))) for file in SWEEPS}
+    assert counts == {"radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64)}
+    methods = {run.arm: run.config.bounds for run in runs_of(CONFIGS / "sweeps" / "methods.yaml")}
+    for arm, bounds in methods.items():
+        shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{arm}.yaml"
+        assert bounds == config_of(shipped).bounds
+
+
+def test_the_recorded_run_of_rare_tokens_is_of_its_kind() -> None:
+    """A radius is matched on the sweep's own clip, but for the seed, which the sweep does not use."""
+    runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
+    pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
+    clip = next(run.config for run in runs if run.arm == "clip")
+    assert clip.model_copy(update={"seed": pilot.seed}) == pilot
+    assert pilot.seed not in {run.seed for run in runs}
 
 
 @pytest.mark.parametrize(
