@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -70,6 +71,20 @@ def check_settings(config: RunConfig) -> Task:
     for grader in sorted({problem.grader for problem in task.train_problems()}):
         check_grader(grader)
     return task
+
+
+def checkpoint_cautions(config: RunConfig) -> list[str]:
+    """Return what the user should know of the checkpoints that the settings ask for."""
+    each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    by_evaluation = metric is None or metric.startswith("eval/")
+    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps and evaluated):
+        return []
+    if math.lcm(each, evaluated) < config.steps:
+        return []
+    return [
+        f"no checkpoint but the last can be kept as the best: checkpoints (every {each} steps) and evaluations (every "
+        f"{evaluated}) do not fall together before; use --set checkpoint.every={evaluated}"
+    ]
 
 
 def check_model_path(path: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +15,18 @@ from rich.console import Console
 
 from bandpo_cli.cli.lines import say, warn
 from bandpo_cli.cli.memory import memory_advice
+from bandpo_cli.cli.resume import ResumePlan, resume_command
+from bandpo_cli.cli.stop_signals import StopSignals
 from bandpo_cli.cli.views import eval_figures, make_view
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.reports.run_plots import plot_run
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.artifacts import run_artifacts
+from bandpo_cli.tracking.checkpoints import prune, remove_later
 from bandpo_cli.tracking.environment import describe_environment
+from bandpo_cli.tracking.files import remove_temporary
+from bandpo_cli.tracking.lock import sole_writer
 from bandpo_cli.tracking.mlflow_names import run_tags
 from bandpo_cli.tracking.mlflow_tracker import open_tracker
 from bandpo_cli.tracking.run_folder import RunFolder
@@ -34,45 +43,116 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
     Raises:
         UserError: the model cannot be loaded; nothing has been written then.
         RunError: the device has not enough memory; the message names the settings that take less.
+        SystemExit: Ctrl-C or SIGTERM; the record is closed and says so.
     """
+    with StopSignals() as signals, _loaded(config, task, console) as parts:
+        folder = RunFolder.create(runs_dir, name)
+        with sole_writer(folder.path):
+            folder.write_config(to_yaml(config))
+            folder.write_env(describe_environment())
+            _run(Run(config, folder, console, runs_dir, signals), parts, first=0)
+
+
+def resume_training(plan: ResumePlan, task: Task | None, console: Console, runs_dir: Path) -> None:
+    """Go on with a run whose lock the caller holds; `task` may be missing where all steps are done.
+
+    What came after the checkpoint is taken back once the model and the state are loaded, and not before.
+
+    Raises:
+        As `run_training`.
+    """
+    with StopSignals() as signals:
+        run = Run(plan.config, plan.folder, console, runs_dir, signals)
+        if plan.trained or task is None:
+            _take_back(plan)
+            with _recorded(run):
+                pass
+            return
+        with _loaded(plan.config, task, console) as parts:
+            if plan.checkpoint is not None:
+                parts.go_on_from(plan.checkpoint)
+            _take_back(plan)
+            _run(run, parts, first=plan.step + 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the command line sees it."""
+
+    config: RunConfig
+    folder: RunFolder
+    console: Console
+    runs_dir: Path
+    signals: StopSignals
+
+
+@contextmanager
+def _loaded(config: RunConfig, task: Task, console: Console) -> Iterator[Parts]:
+    """Load what the run is built of, and close it in the end."""
     with console.status("loading torch and the model …"), memory_advice(config):
         from bandpo_cli.training.parts import build
 
         parts = build(config, task)
-    for note in parts.notes:
-        say(console, note, "note:", "yellow")
-    folder = RunFolder.create(runs_dir, name)
-    folder.write_config(to_yaml(config))
-    env = describe_environment()
-    folder.write_env(env)
-    say(console, str(folder.path), "run folder")
-
-    tracker = open_tracker(config.tracking, folder.path, partial(warn, console))
-    tracker.start(name, config.model_dump(mode="json"), run_tags(env, config.tracking.parent))
-    start = time.perf_counter()
-    error: BaseException | None = None
     try:
-        with memory_advice(config):
-            _watch(config, parts, folder, tracker, console)
-    except BaseException as raised:
-        error = raised
-        raise
+        for note in parts.notes:
+            say(console, note, "note:", "yellow")
+        yield parts
     finally:
         for grader, line in parts.grader.errors.items():
             warn(console, f"grader '{grader}' failed on some answers; the first time: {line}")
         parts.close()
-        _close(config, folder, tracker, console, status_of(error), time.perf_counter() - start, error)
-    _say_where(config, folder, console, runs_dir)
 
 
-def _watch(config: RunConfig, parts: Parts, folder: RunFolder, tracker: Tracker, console: Console) -> None:
-    """Run the loop to its end, showing and mirroring each step."""
+def _take_back(plan: ResumePlan) -> None:
+    """Cut the record and the checkpoints back to the step after which the run goes on, and note that it does."""
+    folder = plan.folder
+    (folder.path / "summary.json").unlink(missing_ok=True)
+    remove_temporary(folder.path / "plots")
+    folder.rewind(plan.step)
+    remove_later(folder, plan.step)
+    prune(folder, plan.config.checkpoint)
+    folder.write_config(to_yaml(plan.config))
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.note_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
+
+
+def _run(run: Run, parts: Parts, first: int) -> None:
+    """Train from step `first` on, with the record and the onlookers around it."""
     from bandpo_cli.training.loop import train
 
-    with make_view(console, config.steps) as view:
-        for report in train(config, parts, folder, view.phase):
-            tracker.log_metrics(report.step, report.record)
-            view.show(report)
+    config, folder, signals = run.config, run.folder, run.signals
+    with _recorded(run) as tracker, memory_advice(config), signals.deferred():
+        with make_view(run.console, config.steps) as view:
+            for report in train(config, parts, folder, view.phase, first, lambda: signals.asked):
+                tracker.log_metrics(report.step, report.record)
+                view.show(report)
+        if signals.asked and folder.read_metrics()[-1]["step"] < config.steps:
+            raise SystemExit(signals.exit_code)
+
+
+@contextmanager
+def _recorded(run: Run) -> Iterator[Tracker]:
+    """Mirror the run at MLflow while it goes on; however it ends, close its record and say so."""
+    folder, console = run.folder, run.console
+    say(console, str(folder.path), "run folder")
+    tracker = open_tracker(run.config.tracking, folder.path, partial(warn, console))
+    env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+    tracker.start(folder.name, run.config.model_dump(mode="json"), run_tags(env, run.config.tracking.parent))
+    for record in folder.read_metrics():  # of a resumed run; MLflow is not sent again what it has
+        tracker.log_metrics(record["step"], record)
+    error: BaseException | None = None
+    try:
+        yield tracker
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        try:
+            _close(run.config, folder, tracker, console, status_of(error), error)
+        finally:
+            if error is not None and (status_of(error) == "KILLED" or folder.checkpoints()):
+                say(console, f"go on by: {resume_command(folder, run.runs_dir)}")
+    _say_where(run.config, folder, console, run.runs_dir)
 
 
 def _close(
@@ -81,27 +161,31 @@ def _close(
     tracker: Tracker,
     console: Console,
     status: RunStatus,
-    seconds: float,
     error: BaseException | None,
 ) -> None:
-    """Write the summary and the plots, then let the tracker finish: the run folder comes first."""
+    """Draw the plots and write the summary, then let the tracker finish: the run folder comes first.
+
+    A summary that says FINISHED comes last of the folder: it says that the run is whole.
+    """
     records = folder.read_metrics()
     evaluations = [record for record in records if any(key.startswith("eval/") for key in record)]
-    folder.write_summary(
-        {
-            "status": status,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-            "steps": records[-1]["step"] if records else 0,
-            "of_steps": config.steps,
-            "time/train_s": round(seconds, 3),
-            "first_eval": _eval_of(evaluations[0]) if evaluations else None,
-            "last_eval": _eval_of(evaluations[-1]) if evaluations else None,
-            "last_step": records[-1] if records else None,
-        }
-    )
     with console.status("drawing the plots, finishing the record in MLflow …"):
-        if records:
-            plot_run(folder.path)
+        try:
+            if records:
+                plot_run(folder.path)
+        finally:
+            folder.write_summary(
+                {
+                    "status": status,
+                    "error": None if error is None else f"{type(error).__name__}: {error}",
+                    "steps": records[-1]["step"] if records else 0,
+                    "of_steps": config.steps,
+                    "time/train_s": round(sum(record["time/step"] for record in records), 3),
+                    "first_eval": _eval_of(evaluations[0]) if evaluations else None,
+                    "last_eval": _eval_of(evaluations[-1]) if evaluations else None,
+                    "last_step": records[-1] if records else None,
+                }
+            )
         tracker.finish(status, run_artifacts(folder.path))
     if status != "FINISHED":
         say(console, f"{status.lower()}; what the run did is in {folder.path}")
@@ -129,7 +213,9 @@ def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir:
     if steps:
         first, last = steps[0], steps[-1]
         line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")
-        line("entropy", f"{first['train/entropy']:.3f} → {last['train/entropy']:.3f} nats a token")
+    entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
+    if entropies:
+        line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats a token")
     line("run folder", str(folder.path))
     line("plots", str(folder.path / "plots"))
     if config.tracking.mlflow:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -44,6 +46,12 @@ def train(
     name: Annotated[
         str | None, typer.Option(help="Name of the run's folder.", show_default="method-task-seed-time")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Go on with a run that ended early: its name in --runs-dir, or its folder."
+        ),
+    ] = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
@@ -66,11 +74,13 @@ def train(
 
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
 
+    [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
+
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
     from rich.console import Console
 
-    from bandpo_cli.cli.preflight import check_settings, choose_name, default_name
+    from bandpo_cli.cli.preflight import check_settings, checkpoint_cautions, choose_name, default_name
     from bandpo_cli.cli.statement import cautions, describe_run, print_statement
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve, to_yaml
     from bandpo_cli.config.task import task_layer
@@ -88,12 +98,15 @@ def train(
     }
     chosen_task = {} if task is None else {"task": task_layer(task)}
     layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
+    if resume is not None:
+        _resume(resume, runs_dir, name, layers, dry_run)
+        return
     resolved = resolve(layers)
     folder_name = choose_name(runs_dir, name, default_name(resolved))
     problems = check_settings(resolved)
     console = Console()
     rows = describe_run(resolved, problems)
-    print_statement(console, rows, problems.notes(), cautions(resolved))
+    print_statement(console, rows, problems.notes(), [*cautions(resolved), *checkpoint_cautions(resolved)])
     if dry_run:
         from bandpo_cli.cli.memory import print_memory
 
@@ -103,3 +116,36 @@ def train(
     from bandpo_cli.cli.run_training import run_training
 
     run_training(resolved, problems, console, runs_dir, folder_name)
+
+
+def _resume(
+    text: str, runs_dir: Path, name: str | None, layers: Sequence[Mapping[str, Any]], dry_run: bool
+) -> None:
+    """Go on with the run that `text` names, under its lock; a dry run only looks."""
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from bandpo_cli.cli.preflight import check_settings, checkpoint_cautions
+    from bandpo_cli.cli.resume import plan_resume
+    from bandpo_cli.cli.statement import cautions, describe_run, print_statement
+    from bandpo_cli.errors import UserError
+    from bandpo_cli.tracking.lock import sole_writer
+    from bandpo_cli.tracking.run_folder import RunFolder
+
+    if name is not None:
+        raise UserError(f"--resume {text}: a run goes on in its own folder; leave out --name")
+    folder = RunFolder.open(runs_dir, text)
+    with nullcontext() if dry_run else sole_writer(folder.path):
+        plan = plan_resume(folder, layers)
+        console = Console()
+        problems = None if plan.trained else check_settings(plan.config)
+        rows = [] if problems is None else describe_run(plan.config, problems)
+        notes = [] if problems is None else problems.notes()
+        warnings = [*plan.warnings, *cautions(plan.config), *checkpoint_cautions(plan.config)]
+        print_statement(console, [*rows, ("resume", plan.describe())], notes, warnings)
+        if dry_run:
+            return
+        from bandpo_cli.cli.run_training import resume_training
+
+        resume_training(plan, problems, console, runs_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from bandpo_cli.config.base import Section
 from bandpo_cli.config.bounds import BandBounds, BoundsConfig
@@ -30,6 +30,9 @@ class ModelConfig(Section):
     prompts: Literal["auto", "chat", "raw"] = "auto"
     """How chat messages become text: by the tokenizer's chat template, or joined as they are; `auto` takes the
     template where there is one. Tasks that give plain text (countdown) are not touched."""
+    trust_remote_code: bool = False
+    """Run the Python files that the model's folder or hub page brings, with all that you may do on this machine. Only
+    architectures that transformers does not know need it; weights are read from safetensors alone all the same."""
     device: str = "auto"
     """`auto` takes a GPU when there is one; otherwise any torch device name."""
 
@@ -150,6 +153,9 @@ class OptimConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens in one forward pass, packed without padding; an update's gradient is accumulated over as many
     passes as it takes."""
+    max_skips: Annotated[int, Field(ge=0)] = 0
+    """Most updates in a row that are skipped because a loss, gradient or log-prob is not finite; 0 stops the run at
+    the first. A skipped update changes no weights; the schedule goes on."""
 
 
 class EvaluationConfig(Section):
@@ -187,10 +193,31 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the policy's weights are written to checkpoints/; the last step always is."""
+    """When the policy is written to checkpoints/, with what training needs to go on from there, and which stay.
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 writes the last one only."""
+    The last step is always written and always stays. `keep_last` and `keep_best` add up.
+    """
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints; 0 writes the last one only, and an interrupted run then starts over."""
+    keep_last: PositiveInt | None = 2
+    """Most recent checkpoints that stay; null keeps all."""
+    keep_best: Annotated[int, Field(ge=0)] = 1
+    """Checkpoints that stay beside them for being the best of all there were; 0 for none. Only a step that has
+    both an evaluation and a checkpoint can be one."""
+    best_metric: str | None = None
+    """What "best" goes by: a key of metrics.jsonl, higher is better; null for the mean over evaluation sets of
+    eval/<set>/mean_at_<n>."""
+
+    @field_validator("best_metric")
+    @classmethod
+    def _of_the_policy(cls, key: str | None) -> str | None:
+        if key is not None and ("/" not in key or key.startswith("time/")):
+            raise ValueError(
+                "it must be a key of metrics.jsonl that tells of the policy, such as train/accuracy or "
+                "eval/countdown/pass_at_4"
+            )
+        return key
 
 
 class RunConfig(Section):

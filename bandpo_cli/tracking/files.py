@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> Path:
@@ -19,7 +22,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        _sync(temporary, os.O_RDWR)
+        sync_file(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -49,6 +52,18 @@ def finite(value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [finite(item) for item in value]
     return value
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove the temporary files that processes which were killed in `write_whole` left in `folder`."""
+    for path in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of `path` durable."""
+    _sync(path, os.O_RDWR)
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.tracking.files import finite, write_json, write_text
+from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.tracking.files import finite, remove_temporary, sync_file, write_json, write_text
 from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import SampleRow, write_sample_table, write_token_table
+
+_OF_STEPS = ("samples", "tokens", "evals", "bad_batches")
+"""The folders whose files each belong to a step."""
 
 
 def step_name(step: int) -> str:
@@ -46,9 +50,12 @@ class RunFolder:
 
         Raises UserError, with the nearest name, when there is none.
         """
-        for path in (runs_dir / run, Path(run)):
-            if run and (path / "config.yaml").is_file():
-                return cls(path)
+        for path in (runs_dir / run, user_path(run)):
+            if run and is_there(path / "config.yaml"):
+                return cls(path if path.name.strip(".") else path.resolve())  # "." and ".." are no names
+        for path in (runs_dir / run, user_path(run)):
+            if run and is_there(path):
+                raise UserError(_why_no_run(path))
         names = sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))
         there = f"it has {', '.join(names[-5:])}" if names else "it has no runs"
         raise UserError(f"no run {run!r} in {runs_dir}{nearest(run, names)}; {there}")
@@ -107,19 +114,50 @@ class RunFolder:
         with self.metrics_path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(line + "\n")
 
+    def sync_metrics(self) -> None:
+        """Make the lines of `metrics.jsonl` durable."""
+        if self.metrics_path.exists():
+            sync_file(self.metrics_path)
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the records in file order, [] before the first. A torn last line is left out."""
         return read_metrics(self.metrics_path)
 
     def rewind(self, step: int) -> None:
-        """Take back everything later than `step`: what a resume from the checkpoint of `step` does again."""
+        """Take back everything later than `step`: what a resume from the checkpoint of `step` does again.
+
+        -1 takes back all steps. What a crash left of files that were being written goes too.
+        """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
-        write_text(self.metrics_path, "".join(lines))
-        for folder in ("samples", "tokens", "evals"):
+        if kept or self.metrics_path.exists():
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
+            write_text(self.metrics_path, "".join(lines))
+        for folder in _OF_STEPS:
             for path in (self.path / folder).glob("step-*"):
-                if (step_of(path) or 0) > step:
+                found = re.match(r"step-(\d+)[.-]", path.name)
+                if found and int(found[1]) > step:
                     path.unlink()
+        for folder in (".", *_OF_STEPS):
+            remove_temporary(self.path / folder)
+
+    def note_resume(self, about: Mapping[str, object], env: Mapping[str, object]) -> None:
+        """Add `about` to the list `resumes` of `env.json`, with what of `env` is not as it was when the run began."""
+        path = self.path / "env.json"
+        try:
+            first = json.loads(path.read_text(encoding="utf-8"))
+            resumes = list(first.get("resumes", []))
+        except (OSError, ValueError, AttributeError, TypeError):
+            first, resumes = dict(env), []
+        changed = {key: value for key, value in env.items() if finite(value) != first.get(key)}
+        write_json(path, {**first, "resumes": [*resumes, {**about, **changed}]})
+
+
+def _why_no_run(path: Path) -> str:
+    """Say why the folder `path`, which is there, is no run that can be opened."""
+    for file, command in (("eval.json", "bandpo eval"), ("sweep.yaml", "bandpo sweep")):
+        if (path / file).is_file():
+            return f"{path} is no training run: go on with it by {command} --resume {path.name}"
+    return f"{path} is no run: it has no config.yaml, with which its settings are lost; start a new run"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -17,10 +17,12 @@ from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.rewards import has_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
+from bandpo_cli.tracking.checkpoints import prune
 from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.tracking.tables import EvalRow, sample_rows
 from bandpo_cli.training.checkpoint import save_checkpoint
 from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.training.nonfinite import BadUpdateRule
 from bandpo_cli.training.parts import Parts
 from bandpo_cli.training.record import Stopwatch, draw_metrics, token_columns, token_metrics
 from bandpo_cli.training.update import update_policy
@@ -53,34 +55,55 @@ def _nobody(part: str) -> None:
     """Hear nothing."""
 
 
-def train(
-    config: RunConfig, parts: Parts, folder: RunFolder, watch: Callable[[str], None] = _nobody
-) -> Iterator[StepReport]:
-    """Train for `config.steps` steps, writing the run folder as it goes; yields after each step is on disk.
+def _never() -> bool:
+    """Train to the end."""
+    return False
 
-    The first report is step 0: the evaluation before training. `watch` hears what a step is doing: `sample`, ...
+
+def train(
+    config: RunConfig,
+    parts: Parts,
+    folder: RunFolder,
+    watch: Callable[[str], None] = _nobody,
+    first: int = 0,
+    stop: Callable[[], bool] = _never,
+) -> Iterator[StepReport]:
+    """Train up to step `config.steps`, writing the run folder as it goes; yields after each step is on disk.
+
+    Step 0 is the evaluation before training.
+
+    Args:
+        watch: hears what a step is doing: `sample`, ...
+        first: the step to begin with; after a resume the one that follows the checkpoint that `parts` went on from.
+        stop: asked between steps; where it says yes, the state is written as a checkpoint and the loop ends.
 
     Raises:
         NonFiniteError: a loss, gradient or log-prob is no number; the weights are still those of the last update.
         StaleEngineError: the sampler does not run the policy's weights.
+        RunError: a checkpoint cannot be written.
     """
-    if due(config.evaluation, 0, config.steps):
+    if first == 0 and due(config.evaluation, 0, config.steps):
         yield _finish_step(config, parts, folder, 0, {}, Stopwatch(watch), sample=None)
-    for step in range(1, config.steps + 1):
+    for step in range(max(1, first), config.steps + 1):
+        if stop():
+            _stop_after(config, parts, folder, step - 1)
+            return
         clock = Stopwatch(watch)
         draw = _draw_groups(config, parts, step, clock)
         parts.sampler.sleep()
         with clock.part("logprobs"):
             experiences = _prepare_updates(config, parts, draw.groups)
         with clock.part("update"):
-            figures = update_policy(parts.policy, parts.optimizer, experiences, config)
+            rule = BadUpdateRule(config, parts.optimizer, folder.path, step)
+            figures = update_policy(parts.policy, parts.optimizer, experiences, config, rule)
         with clock.part("sync"):
             parts.sampler.sync(parts.policy.model, parts.optimizer.update)
         with clock.part("record"):
-            record = draw_metrics(draw.drawn) | token_metrics(experiences) | figures.metrics()
+            tokens = token_metrics(figures.learnt or experiences)
+            record = draw_metrics(draw.drawn) | tokens | figures.metrics()
             folder.write_samples(step, sample_rows(draw.drawn))
-            if due(config.evaluation, step, config.steps):
-                folder.write_tokens(step, token_columns(experiences, figures))
+            if figures.learnt and due(config.evaluation, step, config.steps):
+                folder.write_tokens(step, token_columns(figures.learnt, figures))
         yield _finish_step(config, parts, folder, step, record, clock, sample=draw.groups[0].rollouts_G[0])
 
 
@@ -152,13 +175,25 @@ def _finish_step(
     if due(config.evaluation, step, config.steps):
         with clock.part("eval"):
             record = record | _evaluate(config, parts, folder, step)
-    last = step == config.steps
-    if last or (step and config.checkpoint.every and step % config.checkpoint.every == 0):
+    write = step == config.steps or (
+        step > 0 and config.checkpoint.every > 0 and step % config.checkpoint.every == 0
+    )
+    if write:
         with clock.part("checkpoint"):
-            save_checkpoint(parts.policy, folder.checkpoint_dir(step))
+            folder.sync_metrics()  # a checkpoint never gets ahead of the lines before it, not even in a power cut
+            save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
     line = {"step": step, **record, **clock.metrics()}
     folder.append_metrics(line)
+    if write:
+        prune(folder, config.checkpoint)
     return StepReport(step, line, sample)
+
+
+def _stop_after(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> None:
+    """Keep the state after `step`, unless there is nothing to keep or it is kept already."""
+    if step > 0 and step not in folder.checkpoints():
+        save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
+        prune(folder, config.checkpoint)
 
 
 def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -52,7 +52,9 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
         self._config = config
         self._total = total_updates
-        self._pairs = [(each, _master(each)) for each in model.parameters() if each.requires_grad]
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._names = list(trained)
+        self._pairs = [(each, _master(each)) for each in trained.values()]
         self._parameters = [master for _, master in self._pairs]
         self._adamw = torch.optim.AdamW(
             self._parameters,
@@ -68,6 +70,44 @@ class Optimizer:
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self._config.lr * lr_factor(self.update, self._total, self._config)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint keeps beside the weights: AdamW's moments and masters of narrower parameters.
+
+        The keys are `<parameter>.<moment>` and `<parameter>.master`; a parameter that never had a gradient has no
+        moments. The tensors are the optimizer's own, not copies.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, (parameter, master) in zip(self._names, self._pairs, strict=True):
+            found |= {f"{name}.{moment}": each for moment, each in self._adamw.state[master].items()}
+            if parameter is not master:
+                found[f"{name}.master"] = master.detach()
+        return found
+
+    def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
+        """Go on from the `state` after `update` updates; the model has the weights of then already.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        narrow = [each for each in zip(self._names, self._pairs, strict=True) if each[1][0] is not each[1][1]]
+        moments = [key for key in state if not key.endswith(".master")]
+        unknown = {key.rpartition(".")[0] for key in state} - set(self._names)
+        if unknown or {f"{name}.master" for name, _ in narrow} != state.keys() - set(moments):
+            raise ValueError(
+                f"it is the state of other parameters{': ' if unknown else ''}{min(unknown, default='')}"
+            )
+        with torch.no_grad():
+            for name, (_, master) in narrow:
+                master.copy_(state[f"{name}.master"])
+        masters = dict(zip(self._names, self._parameters, strict=True))
+        for key in moments:
+            name, _, moment = key.rpartition(".")
+            master = masters[name]
+            # AdamW counts its steps in a scalar that stays on the CPU, as it does in a run that was never stopped.
+            place = master.device if state[key].ndim else torch.device("cpu")
+            self._adamw.state[master][moment] = state[key].to(place)
+        self.update, self.skipped_in_a_row = update, skipped_in_a_row
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
