@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -129,10 +130,13 @@ class PlainView:
             return
         parts = [f"step {report.step}/{self._steps}"]
         if report.step:
+            clipped = record.get("clip/active_fraction", math.nan)
             parts.append(
                 f"accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
-                f"clipped {record['clip/active_fraction']:.2%}  {record['time/step']:.2f} s/step"
+                f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             )
+        if skipped := record.get("optim/skipped_updates"):
+            parts.append(f"{skipped:.0f} updates skipped, not finite")
         if missing := missing_verdicts(record):
             parts.append(missing)
         if held_out:
@@ -149,6 +153,7 @@ class LiveView:
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
         self._missing = ""
+        self._skipped = 0
         columns = (MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"))
         self._progress = Progress(
             TextColumn("step"),
@@ -176,13 +181,14 @@ class LiveView:
     def show(self, report: StepReport) -> None:
         """Draw the panel anew with this step in it."""
         for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
-            if key in report.record:
+            if math.isfinite(report.record.get(key, math.nan)):
                 self._history.setdefault(key, []).append(report.record[key])
         if held_out := eval_figures(report.record):
             self._held_out.append((report.step, held_out))
         if report.sample is not None:
             self._sample = _show_sample(report)
         self._missing = missing_verdicts(report.record)
+        self._skipped += int(report.record.get("optim/skipped_updates", 0))
         self._progress.update(self._task, completed=report.step)
         self._live.update(self._render())
 
@@ -199,6 +205,8 @@ class LiveView:
             )
         if self._missing:
             grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
+        if self._skipped:
+            grid.add_row("skipped", "", Text(f"{self._skipped} updates, not finite", style="yellow"))
         for label, (step, figures) in _first_and_last(self._held_out):
             grid.add_row(label, f"step {step}", figures)
         grid.add_row("a sample", "", self._sample)

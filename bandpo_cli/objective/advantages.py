@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 STD_EPS = 1e-6
-"""Keeps a group whose rewards are all alike at advantage 0 instead of 0/0."""
+"""Bounds the advantages of a group whose rewards hardly differ."""
 
 
 def group_advantages(rewards_PG: torch.Tensor, normalize_std: bool = True) -> torch.Tensor:
@@ -16,9 +16,10 @@ def group_advantages(rewards_PG: torch.Tensor, normalize_std: bool = True) -> to
         normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; without, rewards are only centred.
 
     Returns:
-        [P, G] of the same dtype.
+        [P, G] of the same dtype; exactly 0 throughout a group whose rewards are all alike.
     """
     centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    if not normalize_std:
-        return centred
-    return centred / (rewards_PG.std(dim=1, keepdim=True) + STD_EPS)
+    # The mean of 0.1, 0.1, 0.1, ... is not 0.1 in floating point, and over STD_EPS the difference would be a signal.
+    alike = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)
+    scale = rewards_PG.std(dim=1, keepdim=True) + STD_EPS if normalize_std else 1.0
+    return (centred / scale).masked_fill(alike, 0.0)

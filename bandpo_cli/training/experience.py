@@ -9,12 +9,12 @@ import torch
 
 from bandpo_cli.bounds import RatioBounds
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.models.batch import Row, TokenBatch, collate, group_rows, split_rows
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.objective.importance import truncated_importance
 from bandpo_cli.objective.loss import LossInputs
-from bandpo_cli.training.optimizer import NonFiniteError
 from bandpo_cli.types import Group
 
 BoundsOf = Callable[[torch.Tensor], RatioBounds]
@@ -25,6 +25,7 @@ class Experience:
     """The N tokens of an update's S completions, flat and in the order of `rows`.
 
     Attributes:
+        groups: where the completions come from.
         rows: what the model is run on.
         lengths: [S] int64, tokens of each completion.
         old_logprobs: [N] float32, nats: what ratios are taken to, the trainer's or the sampler's.
@@ -36,6 +37,7 @@ class Experience:
         ref_logprobs: [N] under the reference model, or None.
     """
 
+    groups: Sequence[Group]
     rows: list[Row]
     lengths: torch.Tensor
     old_logprobs: torch.Tensor
@@ -60,6 +62,15 @@ class Experience:
         )
 
 
+@dataclass(frozen=True)
+class Forward:
+    """An experience under the weights that its update starts from: the loss, log-probs and ratios [N] (detached)."""
+
+    loss: float
+    logprobs: torch.Tensor
+    ratios: torch.Tensor
+
+
 def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
     """Yield the rows in batches of at most `max_tokens` tokens, each with the span of its tokens among N."""
     start = 0
@@ -79,14 +90,17 @@ def prepare(
     config: RunConfig,
     exact_sampler: bool = True,
 ) -> Experience:
-    """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups.
+    """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups, finite or not.
 
     Args:
         exact_sampler: the sampler ran the trainer's own model, so that there is nothing to correct.
 
     Raises:
-        NonFiniteError: the policy gives a token no finite log-probability.
+        RunError: a completion has no token, so that there is nothing to learn from it.
     """
+    completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
+    if not all(completion.token_ids for completion in completions):
+        raise RunError("the sampler returned a completion without a token; not even one that ends it")
     rows, device = group_rows(groups), policy.device
     temperature, max_tokens = config.sampling.temperature, config.optim.micro_batch_tokens
     parts = [
@@ -94,17 +108,12 @@ def prepare(
         for _, batch in micro_batches(policy, rows, max_tokens)
     ]
     own = torch.cat([part.logprobs for part in parts])
-    if not torch.isfinite(own).all():
-        raise NonFiniteError(
-            "the policy's log-probs are not finite; look at the learning rate and at model.dtype"
-        )
     ref = None
     if reference is not None:
         batches = micro_batches(reference, rows, max_tokens)
         ref = torch.cat(
             [token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches]
         )
-    completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
     sampled = torch.tensor([lp for completion in completions for lp in completion.logprobs], device=device)
     by_trainer = config.objective.old_logprobs == "trainer"
@@ -112,6 +121,7 @@ def prepare(
     cap = config.objective.importance_cap
     corrected = by_trainer and not exact_sampler and cap is not None
     return Experience(
+        groups=groups,
         rows=rows,
         lengths=lengths,
         old_logprobs=old,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -59,6 +60,19 @@ def test_a_terminal_gets_one_panel_with_the_curves() -> None:
         "correct",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
+    """It has no clip figures, and an entropy that is no number where the policy is broken."""
+    out = io.StringIO()
+    with make_view(Console(file=out, force_terminal=terminal, width=100), 2) as view:
+        view.show(report(1))
+        skipped = report(2)
+        del skipped.record["clip/active_fraction"]
+        skipped.record.update({"train/entropy": math.nan, "optim/skipped_updates": 4})
+        view.show(skipped)
+    assert "4 updates" in out.getvalue()
 
 
 def test_the_view_follows_the_terminal() -> None:

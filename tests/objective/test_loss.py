@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bandpo_cli.objective.advantages import group_advantages
@@ -59,6 +60,58 @@ def test_active_tokens_are_those_without_gradient(rows: list[tuple[float, ...]])
     assert counts["active"] <= counts["outside"]
 
 
+float32_log_prob = st.floats(-1e4, 0.0, width=32)
+float32_advantage = st.floats(-1e6, 1e6, width=32)
+extreme_tokens = st.lists(
+    st.tuples(
+        float32_log_prob,
+        float32_log_prob | st.just(-math.inf),
+        st.floats(0.0, 1.0, width=32),
+        st.floats(1.0, 1e9, width=32) | st.just(math.inf),
+        float32_advantage,
+        st.floats(0.0, 1.0, width=32),
+        float32_log_prob,
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(
+    rows=extreme_tokens,
+    dual_clip=st.sampled_from([None, 3.0, 10.0]),
+    reference_kl=st.sampled_from([0.0, 1e-3, 1.0]),
+)
+@example(rows=[(0.0, -math.inf, 0.0, math.inf, 1e6, 1.0, -1e4)], dual_clip=None, reference_kl=1.0)
+@example(rows=[(0.0, -1e4, 0.0, math.inf, -1e6, 1.0, 0.0)], dual_clip=None, reference_kl=0.0)
+@example(rows=[(-1e4, 0.0, 0.0, math.inf, 1e6, 0.0, 0.0)], dual_clip=10.0, reference_kl=1.0)
+@example(rows=[(-1.0, -1.0, 1.0, 1.0, 0.0, 0.0, -1.0)] * 3, dual_clip=10.0, reference_kl=0.0)
+def test_whatever_is_finite_has_a_finite_loss_and_gradient(
+    rows: list[tuple[float, ...]], dual_clip: float | None, reference_kl: float
+) -> None:
+    """In float32: log-probs down to −1e4, an old one of −inf too, no upper bound, advantages of ±1e6, weights of 0."""
+    columns = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    new = columns[0].clone().requires_grad_()
+    inputs = LossInputs(new, *columns[1:6], ref_logprobs=columns[6])
+    out = clipped_objective(inputs, dual_clip, reference_kl)
+    (gradient,) = torch.autograd.grad(out.loss, new)
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(out.ratios).all()
+    assert torch.isfinite(gradient).all()
+    assert (gradient[(inputs.advantages == 0) & (reference_kl == 0)] == 0).all()
+    assert torch.isfinite(k3(columns[0], columns[1])).all()
+
+
+@given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
+def test_float32_keeps_the_loss_to_its_digits(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
+    """Against the plain loop in float64: each term to 2e-5, the rounding of a log ratio of up to 12 and its exp."""
+    new, *rest = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    rounded = torch.stack([new, *rest], 1).double().tolist()
+    expected = [expected_loss([row], dual_clip) for row in rounded]
+    loss = clipped_objective(LossInputs(new, *rest), dual_clip).loss.item()
+    assert loss == pytest.approx(sum(expected), abs=2e-5 * sum(map(abs, expected)) + 1e-30)
+
+
 def test_gradient_is_that_of_policy_gradient_on_policy() -> None:
     """At π = π_old the objective's gradient is −weight·advantage, whatever the bounds."""
     inputs = inputs_of([(-1.0, -1.0, 0.9, 1.1, 2.0, 0.5), (-3.0, -3.0, 0.0, 1.0, -1.0, 0.25)])
@@ -104,6 +157,55 @@ def test_aggregation_weights(name: str, expected: list[float]) -> None:
     lengths = torch.tensor([2, 1, 4])
     weights = AGGREGATIONS[name](lengths, 8).repeat_interleave(lengths)
     torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+@given(lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=12), room=st.integers(0, 10))
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_aggregation_weights_are_finite_and_sum_to_their_definition(
+    name: str, lengths: list[int], room: int
+) -> None:
+    """A mean's weights sum to 1; a sum over sequences by a constant to the mean length over the longest allowed."""
+    lengths_S, longest = torch.tensor(lengths), max(lengths) + room
+    weights = AGGREGATIONS[name](lengths_S, longest)
+    assert torch.isfinite(weights).all()
+    total = (weights.double() * lengths_S).sum().item()
+    expected = sum(lengths) / len(lengths) / longest if name == "seq-sum-norm" else 1.0
+    assert total == pytest.approx(expected, rel=1e-6)
+
+
+groups_of_rewards = st.integers(1, 9).flatmap(
+    lambda size: st.lists(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=size, max_size=size), min_size=1, max_size=4
+    )
+)
+
+
+@given(rewards=groups_of_rewards, normalize_std=st.booleans())
+def test_advantages_are_finite_and_their_definition(rewards: list[list[float]], normalize_std: bool) -> None:
+    """A single completion, a group of two and huge rewards included; against a loop over float64 numbers."""
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
+    assert torch.isfinite(found).all()
+    for row, values in zip(found.tolist(), rewards, strict=True):
+        if len(set(values)) == 1:
+            assert row == [0.0] * len(values)
+            continue
+        mean = statistics.fmean(values)
+        rounding = 1e-6 * max(map(abs, values))
+        std = statistics.stdev(values) if normalize_std else 1.0
+        if normalize_std and std < 1e3 * rounding:
+            continue  # float32 cannot tell such rewards apart well enough to compare
+        scale = std + 1e-6 if normalize_std else 1.0
+        expected = [(value - mean) / scale for value in values]
+        assert row == pytest.approx(expected, rel=3e-3, abs=3 * rounding / scale)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 12, 16])
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1 / 3, 1000.1])
+def test_rewards_that_are_all_alike_give_no_advantage_at_all(reward: float, size: int) -> None:
+    """Seven rewards of 1000.1 have a float32 mean of another number: over std + 1e-6 that was an advantage of −0.9."""
+    rewards = torch.full((2, size), reward)
+    for normalize_std in (True, False):
+        assert torch.equal(group_advantages(rewards, normalize_std), torch.zeros(2, size))
 
 
 def test_advantages_by_hand() -> None:

@@ -4,69 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from bandpo_cli.bounds import RatioBounds, ratio_bounds
 from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
-from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import OptimConfig, RunConfig
-from bandpo_cli.models.load import Policy
+from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
-from bandpo_cli.types import Grade, Group, Problem, Rollout
-from tests.conftest import random_model
-
-PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8), (9, 10)]
-CONFIG = RunConfig.model_validate({"sampling": {"prompts": 4, "samples": 4}, "optim": {"warmup_steps": 0}})
-
-
-def policy_of(seed: int = 0) -> Policy:
-    return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)  # type: ignore[arg-type]
-
-
-def graded_groups(policy: Policy) -> list[Group]:
-    """Sampled groups in which shorter completions are better: something that has a gradient."""
-    params = SamplingParams(samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids)
-    groups = []
-    drawn = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
-    for prompt, completions in zip(PROMPTS, drawn, strict=True):
-        problem = Problem(id=str(prompt), prompt="", answer="", source="test", grader="countdown")
-        rollouts = (
-            Rollout(problem, "", prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
-            for completion in completions
-        )
-        groups.append(Group(problem, tuple(rollouts)))
-    return groups
-
-
-def config_of(**sections: dict[str, Any]) -> RunConfig:
-    """The tests' config with some settings changed."""
-    return resolve([CONFIG.model_dump(), sections])
-
-
-def experiences_of(
-    policy: Policy, updates: int, bounds: Any = None, config: RunConfig = CONFIG, exact: bool = True
-) -> list[Experience]:
-    groups = graded_groups(policy)
-    advantages = group_advantages(
-        torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
-    )
-    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandBounds())
-    return [
-        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact)
-        for i in range(0, len(groups), size)
-    ]
-
-
-def weights_of(policy: Policy) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in policy.model.parameters()])
+from bandpo_cli.types import Completion, Group
+from tests.training.small_updates import (
+    CONFIG,
+    config_of,
+    experiences_of,
+    graded_groups,
+    policy_of,
+    shifted_groups,
+    weights_of,
+)
 
 
 def test_sampler_and_trainer_agree_on_every_token() -> None:
@@ -155,15 +114,6 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
     assert optimizer.update == 0
 
 
-def test_log_probs_that_are_no_number_stop_before_any_update() -> None:
-    policy = policy_of()
-    groups = graded_groups(policy)
-    with torch.no_grad():
-        next(policy.model.parameters()).fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="log-probs are not finite"):
-        prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), CONFIG)
-
-
 def test_a_batch_without_spread_moves_nothing() -> None:
     policy = policy_of()
     groups = graded_groups(policy)
@@ -175,21 +125,52 @@ def test_a_batch_without_spread_moves_nothing() -> None:
     assert figures["optim/grad_norm"] == 0.0
 
 
-def shifted_groups(groups: list[Group], by: float) -> list[Group]:
-    """The groups as an engine would have reported them whose log-probs are off by `by` nats."""
+def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[Group]:
+    """The groups with these completions instead of their own, each a little better than the one before it."""
     return [
         replace(
             group,
             rollouts_G=tuple(
                 replace(
-                    r,
-                    completion=replace(r.completion, logprobs=tuple(lp + by for lp in r.completion.logprobs)),
+                    rollout,
+                    completion=Completion(ids, (-1.0,) * len(ids), "stop", 0),
+                    grade=replace(rollout.grade, reward=float(place)),
                 )
-                for r in group.rollouts_G
+                for place, (rollout, ids) in enumerate(zip(group.rollouts_G, token_ids, strict=False))
             ),
         )
         for group in groups
     ]
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-sum-norm"])
+@pytest.mark.parametrize(
+    "token_ids",
+    [((2,), (2,)), ((2,), (7, 2)), ((2,), (2,), (2,), (5, 6, 7, 8, 9, 2))],
+    ids=["two ends", "an end and a token", "three ends and an answer"],
+)
+def test_the_shortest_batches_are_learnt_from(
+    aggregation: str, token_ids: tuple[tuple[int, ...], ...]
+) -> None:
+    """Groups of two and completions of the end token alone: finite figures, and the better becomes likelier."""
+    policy = policy_of()
+    groups = with_completions(graded_groups(policy)[:1], *token_ids)
+    advantages = group_advantages(torch.tensor([[rollout.grade.reward for rollout in groups[0].rollouts_G]]))
+    config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
+    before = prepare(policy, policy, groups, advantages, ratio_bounds(BandBounds()), config)
+    figures = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
+    assert all(math.isfinite(value) for value in figures.metrics().values())
+    after = prepare(policy, None, groups, advantages, ratio_bounds(BandBounds()), config)
+    better = before.advantages == before.advantages.max()
+    if len(set(token_ids)) > 1:
+        assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
+
+
+def test_a_completion_without_a_token_is_the_samplers_fault() -> None:
+    policy = policy_of()
+    groups = with_completions(graded_groups(policy), (2,), ())
+    with pytest.raises(RunError, match="a completion without a token"):
+        prepare(policy, None, groups, torch.zeros(4, 2), ratio_bounds(BandBounds()), CONFIG)
 
 
 @pytest.mark.parametrize(("by", "weight"), [(-0.5, math.exp(0.5)), (0.5, math.exp(-0.5)), (-3.0, 2.0)])

@@ -1,0 +1,82 @@
+"""Experiences of a small random model, made on the spot: what updates are tested on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bandpo_cli.bounds import ratio_bounds
+from bandpo_cli.config.bounds import BandBounds
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models.load import Policy
+from bandpo_cli.objective.advantages import group_advantages
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.types import Grade, Group, Problem, Rollout
+from tests.conftest import random_model
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8), (9, 10)]
+CONFIG = RunConfig.model_validate({"sampling": {"prompts": 4, "samples": 4}, "optim": {"warmup_steps": 0}})
+
+
+def policy_of(seed: int = 0) -> Policy:
+    return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)  # type: ignore[arg-type]
+
+
+def graded_groups(policy: Policy) -> list[Group]:
+    """Sampled groups in which shorter completions are better: something that has a gradient."""
+    params = SamplingParams(samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids)
+    groups = []
+    drawn = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
+    for prompt, completions in zip(PROMPTS, drawn, strict=True):
+        problem = Problem(id=str(prompt), prompt="", answer="", source="test", grader="countdown")
+        rollouts = (
+            Rollout(problem, "", prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
+            for completion in completions
+        )
+        groups.append(Group(problem, tuple(rollouts)))
+    return groups
+
+
+def config_of(**sections: dict[str, Any]) -> RunConfig:
+    """The tests' config with some settings changed."""
+    return resolve([CONFIG.model_dump(), sections])
+
+
+def experiences_of(
+    policy: Policy, updates: int, bounds: Any = None, config: RunConfig = CONFIG, exact: bool = True
+) -> list[Experience]:
+    groups = graded_groups(policy)
+    advantages = group_advantages(
+        torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
+    )
+    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandBounds())
+    return [
+        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact)
+        for i in range(0, len(groups), size)
+    ]
+
+
+def weights_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in policy.model.parameters()])
+
+
+def shifted_groups(groups: list[Group], by: float) -> list[Group]:
+    """The groups as an engine would have reported them whose log-probs are off by `by` nats."""
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(
+                    r,
+                    completion=replace(r.completion, logprobs=tuple(lp + by for lp in r.completion.logprobs)),
+                )
+                for r in group.rollouts_G
+            ),
+        )
+        for group in groups
+    ]

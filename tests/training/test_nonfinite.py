@@ -1,0 +1,297 @@
+"""Numbers that are not finite: they never move a weight, and what they came from is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.models.load import Policy
+from bandpo_cli.tasks import build_task
+from bandpo_cli.tracking.bad_batch import KEPT_BATCHES
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.loop import train
+from bandpo_cli.training.nonfinite import BadUpdateRule, check_weights
+from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
+from bandpo_cli.training.parts import build
+from bandpo_cli.training.update import update_policy
+from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
+
+STEADY = {"warmup_steps": 0, "lr": 1e-3}
+
+
+def spoil_a_weight(policy: Policy) -> None:
+    """One NaN in the embedding of a token: through the tied output layer it reaches every log-prob."""
+    with torch.no_grad():
+        next(policy.model.parameters())[5, 0] = math.nan
+
+
+def with_value(experience: Experience, name: str, value: float) -> Experience:
+    """The experience with `value` at one token of a tensor."""
+    tensor = getattr(experience, name).clone()
+    tensor[3] = value
+    return replace(experience, **{name: tensor})
+
+
+def infinite_gradient(policy: Policy, experience: Experience) -> Experience:
+    next(policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    return experience
+
+
+def broken_since(policy: Policy, experience: Experience) -> Experience:
+    """An earlier update of the same step broke the policy: old log-probs are fine, new ones are not."""
+    spoil_a_weight(policy)
+    return experience
+
+
+Fault = Callable[[Policy, Experience], Experience]
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "policy": (
+        lambda _, experience: with_value(experience, "trainer_logprobs", math.nan),
+        r"the policy's log-probs are not finite at 1 of \d+ tokens",
+    ),
+    "sampler": (
+        lambda _, experience: with_value(experience, "sampler_logprobs", -math.inf),
+        "the sampler's log-probs are not finite at 1 of",
+    ),
+    "reference": (
+        lambda _, experience: replace(
+            experience, ref_logprobs=torch.full_like(experience.old_logprobs, math.nan)
+        ),
+        r"the reference model's log-probs are not finite at (\d+) of \1 tokens",
+    ),
+    "advantage": (
+        lambda _, experience: with_value(experience, "advantages", math.inf),
+        "the advantages are not finite at 1 of",
+    ),
+    "update": (broken_since, r"the policy's log-probs under update are not finite at (\d+) of \1 tokens"),
+    "loss": (
+        lambda _, experience: replace(experience, advantages=torch.full_like(experience.advantages, 3e38)),
+        "the loss is -inf",
+    ),
+    "gradient": (infinite_gradient, "the gradient norm is (inf|nan)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_stops_before_the_weights_move_and_is_told_as_what_it_is(name: str) -> None:
+    fault, line = FAULTS[name]
+    policy = policy_of()
+    config = config_of(objective={"aggregation": "seq-sum-norm"}, sampling={"max_tokens": 1})
+    optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+    experience = fault(policy, experiences_of(policy, updates=1)[0])
+    before = weights_of(policy)
+    with pytest.raises(NonFiniteError, match=f"^{line}"):
+        update_policy(policy, optimizer, [experience], config)
+    torch.testing.assert_close(weights_of(policy), before, rtol=0, atol=0, equal_nan=True)
+    assert optimizer.update == 0
+
+
+def test_a_skipped_update_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
+    """Good, bad, good: weights and figures, bit for bit, are those of the two good ones; the schedule counts three."""
+    config = config_of(optim={**STEADY, "max_skips": 1})
+    ended = []
+    for bad in (False, True):
+        policy = policy_of()
+        first, second = experiences_of(policy, updates=2)
+        broken = [with_value(first, "sampler_logprobs", -math.inf)] if bad else []
+        optimizer = Optimizer(policy.model, config.optim, total_updates=3)
+        rule = BadUpdateRule(config, optimizer, tmp_path, step=1)
+        figures = update_policy(policy, optimizer, [first, *broken, second], config, rule)
+        ended.append((weights_of(policy), figures.metrics(), optimizer))
+    (weights, expected, _), (found, figures_of_bad, optimizer) = ended
+    assert torch.equal(found, weights)
+    assert figures_of_bad.pop("optim/skipped_updates") == 1.0
+    assert expected.pop("optim/skipped_updates") == 0.0
+    assert figures_of_bad == expected
+    assert optimizer.update == 3
+    assert optimizer.skipped_in_a_row == 0
+
+
+def test_a_skipped_update_leaves_the_masters_of_narrow_weights_alone(tmp_path: Path) -> None:
+    config = config_of(optim={**STEADY, "max_skips": 1})
+    policy = policy_of()
+    experience = experiences_of(policy, updates=1)[0]
+    policy.model.bfloat16()
+    optimizer = Optimizer(policy.model, config.optim, total_updates=2)
+    update_policy(policy, optimizer, [experience], config)
+    before = [(weight.clone(), master.clone()) for weight, master in optimizer._pairs]
+    infinite_gradient(policy, experience)
+    rule = BadUpdateRule(config, optimizer, tmp_path, step=1)
+    assert update_policy(policy, optimizer, [experience], config, rule).skipped == 1
+    assert all(
+        torch.equal(weight, old) and torch.equal(master, old_master)
+        for (weight, master), (old, old_master) in zip(optimizer._pairs, before, strict=True)
+    )
+
+
+def test_the_batch_is_kept_with_every_number_that_there_was(tmp_path: Path) -> None:
+    policy = policy_of()
+    config = config_of(objective={"reference_kl": 0.1})
+    (experience,) = experiences_of(policy, updates=1)
+    experience = with_value(
+        replace(experience, ref_logprobs=experience.old_logprobs - 1), "trainer_logprobs", 0
+    )
+    optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+    spoil_a_weight(policy)
+    with pytest.raises(NonFiniteError) as caught:
+        update_policy(
+            policy, optimizer, [experience], config, BadUpdateRule(config, optimizer, tmp_path, step=12)
+        )
+    path = tmp_path / "bad_batches" / "step-000012-update-1.parquet"
+    line = str(caught.value)
+    assert line.startswith("step 12, update 1 of 4: the policy's log-probs under update are not finite at ")
+    assert "\n" not in line
+    for part in (str(path), "a lower optim.lr than 5e-05", "optim.max_skips=5"):
+        assert part in line
+    assert os.listdir(path.parent) == [path.name]
+
+    table = pd.read_parquet(path)
+    assert len(table) == len(experience.lengths)
+    assert table["token_ids"].map(len).tolist() == experience.lengths.tolist()
+    rollouts = [rollout for group in experience.groups for rollout in group.rollouts_G]
+    for row, rollout in zip(table.itertuples(), rollouts, strict=True):
+        assert (tuple(row.prompt_ids), tuple(row.token_ids)) == (
+            rollout.prompt_ids,
+            rollout.completion.token_ids,
+        )
+        assert (row.prompt, row.text, row.reward) == (rollout.prompt, rollout.text, rollout.grade.reward)
+        assert row.error in line
+    for name, tensor in {
+        "old_logprobs": experience.old_logprobs,
+        "trainer_logprobs": experience.trainer_logprobs,
+        "sampler_logprobs": experience.sampler_logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+        "lower": experience.bounds.lower,
+        "upper": experience.bounds.upper,
+        "advantages": experience.advantages,
+    }.items():
+        assert tensor is not None
+        np.testing.assert_array_equal(np.concatenate(table[name]), tensor.numpy(), err_msg=name)
+    assert np.isnan(np.concatenate(table["new_logprobs"])).all()
+    assert np.isnan(np.concatenate(table["ratios"])).all()
+    assert table["importance"].isna().all()
+
+
+@pytest.mark.parametrize(("dtype", "norm"), [("float32", 1.0), ("bfloat16", None)])
+def test_advice_names_only_what_can_still_be_changed(tmp_path: Path, dtype: str, norm: float | None) -> None:
+    config = config_of(model={"dtype": dtype}, optim={"max_grad_norm": norm})
+    policy = policy_of()
+    optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+    (experience,) = experiences_of(policy, updates=1)
+    bad = with_value(experience, "advantages", math.nan)
+    with pytest.raises(NonFiniteError) as caught:
+        update_policy(policy, optimizer, [bad], config, BadUpdateRule(config, optimizer, tmp_path, 1))
+    assert ("model.dtype=float32" in str(caught.value)) == (dtype != "float32")
+    assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
+
+
+def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> None:
+    limit = KEPT_BATCHES + 2
+    config = config_of(optim={**STEADY, "max_skips": limit})
+    policy = policy_of()
+    good, other = experiences_of(policy, updates=2)
+    bad = with_value(other, "trainer_logprobs", math.nan)
+    optimizer = Optimizer(policy.model, config.optim, total_updates=99)
+
+    def updates(step: int, *experiences: Experience) -> int:
+        rule = BadUpdateRule(config, optimizer, tmp_path, step)
+        return update_policy(policy, optimizer, experiences, config, rule).skipped
+
+    assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, (
+        "a good update starts the count anew"
+    )
+    assert len(os.listdir(tmp_path / "bad_batches")) == KEPT_BATCHES
+    with pytest.raises(
+        NonFiniteError, match=rf"not applied, after {limit} skipped in a row; its batch is in"
+    ):
+        updates(2, bad)
+    names = sorted(os.listdir(tmp_path / "bad_batches"))
+    assert len(names) == KEPT_BATCHES + 1
+    assert names[-1] == "step-000002-update-1.parquet", "the one that stops the run is always kept"
+
+
+def test_a_disk_that_takes_no_batch_does_not_hide_the_fault(tmp_path: Path) -> None:
+    (tmp_path / "bad_batches").write_text("a file where the folder should be")
+    config, policy = config_of(), policy_of()
+    optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+    (experience,) = experiences_of(policy, updates=1)
+    bad = with_value(experience, "advantages", math.nan)
+    with pytest.raises(
+        NonFiniteError, match=r"the advantages are not finite.*its batch could not be written"
+    ):
+        update_policy(policy, optimizer, [bad], config, BadUpdateRule(config, optimizer, tmp_path, 1))
+
+
+SMALL: dict[str, Any] = {
+    "steps": 3,
+    "sampling": {"prompts": 4, "samples": 2},
+    "optim": {"updates": 2},
+    "evaluation": {"every": 0},
+    "checkpoint": {"every": 1},
+}
+
+
+def test_a_run_on_a_model_with_a_broken_weight_skips_what_it_may_and_stops(tmp_path: Path) -> None:
+    """Three skips are allowed: step 1 is recorded with both updates skipped, step 2 stops at its second."""
+    config = resolve([SMALL, {"optim": {"max_skips": 3}, "checkpoint": {"every": 0}}])
+    parts = build(config, build_task(config.task))
+    folder = RunFolder.create(tmp_path, "a")
+    spoil_a_weight(parts.policy)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 2, update 2 of 2: the policy's log-probs are not finite"
+    ):
+        for _ in train(config, parts, folder):
+            pass
+    (record,) = folder.read_metrics()
+    assert record["optim/skipped_updates"] == 2
+    assert record["train/entropy"] is None
+    assert "optim/loss" not in record
+    names = sorted(path.stem for path in (folder.path / "bad_batches").iterdir())
+    assert names == [f"step-00000{step}-update-{update}" for step in (1, 2) for update in (1, 2)]
+
+
+def test_weights_that_are_no_numbers_are_told_before_they_are_written() -> None:
+    policy = policy_of()
+    check_weights(policy.model)
+    spoil_a_weight(policy)
+    with pytest.raises(NonFiniteError, match=r"the weights are not finite .*embed_tokens"):
+        check_weights(policy.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", ["1e6", "3e38"])
+def test_a_run_whose_learning_rate_blows_it_up_keeps_its_good_checkpoints(tmp_path: Path, lr: str) -> None:
+    """The rate is warmed up so slowly that some steps go well: they have checkpoints, and those are finite."""
+    settings = ["steps=40", "sampling.prompts=4", "sampling.samples=4", "optim.updates=2", "evaluation.every=0",
+                "checkpoint.every=1", "optim.warmup_steps=80", f"optim.lr={lr}"]  # fmt: skip
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bandpo_cli", "train", *arguments, "--name", "a", "--no-mlflow"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]
+    assert "optim.lr" in line
+    run = tmp_path / "runs" / "a"
+    (kept,) = (run / "bad_batches").iterdir()
+    assert str(kept.relative_to(tmp_path)) in line
+    assert len(pd.read_parquet(kept)) == 8
+    assert json.loads((run / "summary.json").read_text())["status"] == "FAILED"
+    for path in (run / "checkpoints").glob("*/*.safetensors"):
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(path).values())
