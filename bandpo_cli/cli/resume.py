@@ -20,6 +20,7 @@ HARMLESS = (
     "checkpoint",
     "grading.workers",
     "model.gradient_checkpointing",
+    "optim.max_skips",
     "sampling.vllm.memory_fraction",
     "sampling.vllm.kv_cache_gb",
     "sampling.vllm.sleep",

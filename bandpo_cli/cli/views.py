@@ -136,7 +136,7 @@ class PlainView:
                 f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             )
         if skipped := record.get("optim/skipped_updates"):
-            parts.append(f"{skipped:.0f} updates skipped, not finite")
+            parts.append(f"updates skipped {skipped:.0f}")
         if missing := missing_verdicts(record):
             parts.append(missing)
         if held_out:
@@ -206,7 +206,7 @@ class LiveView:
         if self._missing:
             grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
         if self._skipped:
-            grid.add_row("skipped", "", Text(f"{self._skipped} updates, not finite", style="yellow"))
+            grid.add_row("updates skipped", str(self._skipped), Text("not finite", style="yellow"))
         for label, (step, figures) in _first_and_last(self._held_out):
             grid.add_row(label, f"step {step}", figures)
         grid.add_row("a sample", "", self._sample)

