@@ -10,7 +10,7 @@ import yaml
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.paths import read_text
 
-MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 200_000, 50, 100
+MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 50, 100
 
 
 def read_yaml(path: Path, where: str) -> Any:
@@ -36,6 +36,15 @@ def parse_yaml(text: str, where: str) -> Any:
 
 class _PlainLoader(yaml.SafeLoader):
     """PyYAML's safe reader, with a key given twice an error instead of the last one silently winning."""
+
+    _composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > MOST_VALUES:  # told on the way: the reader takes a minute for a megabyte
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", mark)
+        return super().compose_node(parent, index)
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

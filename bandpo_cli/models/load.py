@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
@@ -15,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.embedded_default import embedded_model_path
+from bandpo_cli.models.folder import check_files, check_loaded, check_sizes, check_weights, loading
 from bandpo_cli.models.forward_check import check_forward, check_plain_head
 from bandpo_cli.paths import is_there, user_path
 
@@ -65,29 +76,63 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
         UserError: nothing loadable is there, the tokenizer names no end-of-sequence token, or the model cannot be
             trained with these settings.
     """
-    location = model_location(config)
-    attention = _attention(config)
-    disable_progress_bar()  # its bars would break into the run's own view
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(location)
-        model = AutoModelForCausalLM.from_pretrained(
-            location, dtype=getattr(torch, config.dtype), attn_implementation=attention
-        )
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"model.path = {config.path!r}: cannot be loaded: {first_line}") from None
+    attention, device = _attention(config), _device(config.device)
+    described = read_config(config)
+    model, tokenizer = _load(config, described, attention)
     if for_training:
         check_plain_head(model)
-    stop_ids = _stop_ids(model, tokenizer)
-    if not stop_ids:
-        raise UserError(f"model.path = {config.path!r}: its tokenizer names no end-of-sequence token")
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
-    model.to(_device(config.device)).eval()
+    stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
+    model.to(device).eval()
     if for_training and config.gradient_checkpointing:
         _checkpoint_layers(model)
     if for_training:
         check_forward(model)
     return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
+
+
+def read_config(config: ModelConfig) -> PreTrainedConfig:
+    """Read the model's config.json, having looked at what lies beside it.
+
+    Raises:
+        UserError: the folder is none of a model, or transformers knows no such architecture.
+    """
+    location = model_location(config)
+    check_files(location, config.path)
+    with loading(config.path, "its config cannot be read"):
+        return AutoConfig.from_pretrained(location, trust_remote_code=config.trust_remote_code)
+
+
+def _load(
+    config: ModelConfig, described: PreTrainedConfig, attention: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    location = model_location(config)
+    check_weights(location, config.path)
+    disable_progress_bar()  # its bars would break into the run's own view
+    with loading(config.path), _quiet("transformers.modeling_utils"):
+        check_sizes(location, described, config.path)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=config.trust_remote_code)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            location,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused, with the others
+            output_loading_info=True,
+        )
+        check_loaded(model, info, config.path)
+    return model, tokenizer
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keep the loader's table of weights that do not fit off the screen: the error names one of them."""
+    logger = logging.getLogger(name)
+    logger.disabled = True  # by its level the loader chooses what else to check, and to say elsewhere
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 def frozen_copy(policy: Policy) -> PreTrainedModel:
@@ -141,8 +186,28 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()  # only the reentrant kind needs its inputs to require gradients
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every end-of-sequence id that the model's generation config and its tokenizer name."""
+def _special_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str
+) -> tuple[tuple[int, ...], int]:
+    """Return every end-of-sequence id that the model's generation config and its tokenizer name, and the padding's.
+
+    Raises:
+        UserError: there is none, or one is no token of the model's; or the tokenizer is of a larger model.
+    """
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = list(named) if isinstance(named, (list, tuple)) else [named]
-    return tuple(dict.fromkeys(i for i in [*ids, tokenizer.eos_token_id] if i is not None))
+    stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
+    if not stop_ids:
+        raise UserError(f"model.path = {path!r}: its tokenizer names no end-of-sequence token")
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
+    rows = model.get_input_embeddings().weight.shape[0]
+    for i in (*stop_ids, pad_id):
+        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
+            raise UserError(
+                f"model.path = {path!r}: its end-of-sequence or padding token {i!r} is none of its {rows:,} tokens"
+            )
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"model.path = {path!r}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model {rows:,}"
+        )
+    return tuple(dict.fromkeys(stop_ids)), pad_id

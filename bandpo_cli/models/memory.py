@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.models.folder import check_sizes, loading
 from bandpo_cli.models.linear_logprobs import TILE_BYTES
-from bandpo_cli.models.load import model_location
+from bandpo_cli.models.load import model_location, read_config
 
 FLOAT32 = 4
 """Bytes."""
@@ -89,15 +89,16 @@ def shape_of(config: ModelConfig) -> PreTrainedModel:
     Raises:
         UserError: there is no config, or transformers knows no such architecture.
     """
-    try:
-        described = AutoConfig.from_pretrained(model_location(config))
+    described = read_config(config)
+    with loading(config.path, "its config cannot be read"):
+        check_sizes(model_location(config), described, config.path)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                described, dtype=getattr(torch, config.dtype), attn_implementation=_SHAPES_ONLY
+                described,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=_SHAPES_ONLY,
+                trust_remote_code=config.trust_remote_code,
             )
-    except (OSError, ValueError, KeyError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model.path = {config.path!r}: its config cannot be read: {first_line}") from None
     model.tie_weights()
     return model.eval()
 

@@ -1,0 +1,170 @@
+"""A model's folder, which may come from anyone: looked at before it is loaded, and what loading it raises as one line.
+
+Weights are read from safetensors alone: a pickle (`pytorch_model.bin`) can run code when it is read. A config that
+asks for more than its weights hold is refused before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.paths import check_regular, is_there, read_text
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", INDEX)
+_OTHERS = ("tokenizer.json", WEIGHTS)
+_MOST_JSON = 2**26
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_COUNTS = ("layer", "expert", "block")
+"""Parts of the names of settings that say how often something is made."""
+
+
+@contextmanager
+def loading(path: str, what: str = "cannot be loaded") -> Iterator[None]:
+    """Tell whatever loading a model raises as a line about the folder that the user named.
+
+    The readers of configs, tokenizers and weights raise many kinds of errors for damaged files, Rust's panics, which
+    are no Exceptions, among them.
+
+    Raises:
+        UserError: in place of all of them. Memory that runs out is another matter and stays as it is.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError, RunError, MemoryError):
+        raise
+    except BaseException as error:
+        text = str(error).strip()
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            raise
+        if "trust_remote_code" in text:
+            raise UserError(
+                f"model.path = {path!r}: brings Python code of its own, which is not run unasked; if you trust it: "
+                "--set model.trust_remote_code=true"
+            ) from None
+        line = next((line for line in map(str.strip, text.splitlines()) if line), "")
+        raise UserError(f"model.path = {path!r}: {what}: {type(error).__name__}: {line[:300]}") from None
+
+
+def check_files(location: str, path: str) -> None:
+    """Refuse a folder whose files cannot be a model's; what is no folder (a hub id) is left to the loader.
+
+    Raises:
+        UserError: a file is a pipe or the like, is no JSON object, or names weights elsewhere or in another format.
+    """
+    folder = Path(location)
+    if not is_there(folder):
+        return
+    where = f"model.path = {path!r}"
+    names: list[Any] = []
+    for name in (*_SMALL, *_OTHERS):
+        if not is_there(folder / name):
+            continue
+        check_regular(folder / name, f"{where}: {name}")
+        content = _object(folder / name, f"{where}: {name}") if name in _SMALL else {}
+        if "transformers_weights" in content:
+            names.append(content["transformers_weights"])
+        if name == INDEX:
+            shards = content.get("weight_map")
+            names += shards.values() if isinstance(shards, dict) else [shards]
+    for name in dict.fromkeys(map(str, names)):
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise UserError(
+                f"{where}: names {name!r} for its weights; a safetensors file beside it is expected"
+            )
+
+
+def check_weights(location: str, path: str) -> None:
+    """Refuse a folder without weights in safetensors. Raises UserError, with the way out where they are pickles."""
+    folder = Path(location)
+    if not is_there(folder) or is_there(folder / WEIGHTS) or is_there(folder / INDEX):
+        return
+    pickles = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLES)
+    why = (
+        f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to safetensors "
+        "first: load them where you trust them, and save_pretrained"
+        if pickles
+        else f"no {WEIGHTS} there"
+    )
+    raise UserError(f"model.path = {path!r}: {why}")
+
+
+def _object(path: Path, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(path, where, _MOST_JSON))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected a JSON object")
+    return content
+
+
+def check_sizes(location: str, described: PreTrainedConfig, path: str) -> None:
+    """Refuse a config that asks for far more than the folder's weights hold, before any of it is made.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    folder = Path(location)
+    if not folder.is_dir() or getattr(
+        described, "auto_map", None
+    ):  # code of its own need not run without data
+        return
+    shapes = [shape for file in sorted(folder.glob("*.safetensors")) for shape in _shapes(file)]
+    where = f"model.path = {path!r}: config.json"
+    for name, count in _counts(described.to_dict()):
+        if count > (len(shapes) or 1000) * (1 if name == "num_hidden_layers" else 100) + 1000:
+            raise UserError(
+                f"{where}: {name} = {count} is too large; the weights are {len(shapes):,} tensors"
+            )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described)
+    asked, held = sum(each.numel() for each in model.parameters()), sum(map(math.prod, shapes))
+    if shapes and asked > 2 * held:  # an output embedding that is the input's is stored once
+        raise UserError(f"{where}: describes {asked:,} parameters, but the weights hold {held:,}")
+
+
+def _shapes(file: Path) -> list[list[int]]:
+    with safe_open(file, "pt") as weights:
+        return [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118 - no mapping
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif isinstance(value, int) and any(part in name for part in _COUNTS):
+            yield name, value
+
+
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
+    """Refuse a model that is not what its folder holds: the loader fills what is missing with random numbers.
+
+    Args:
+        info: what `from_pretrained(..., output_loading_info=True)` says.
+
+    Raises:
+        UserError: weights are missing, of other shapes, of layers that the model has not, or not finite.
+    """
+    own = f"{model.base_model_prefix}."
+    for kind, names in (
+        ("missing", info["missing_keys"]),
+        ("of another shape than config.json says", [each[0] for each in info["mismatched_keys"]]),
+        ("no part of the model in config.json", [n for n in info["unexpected_keys"] if n.startswith(own)]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"model.path = {path!r}: weights that are {kind}: {sorted(names)[0]}{more}")
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise UserError(f"model.path = {path!r}: NaN or infinity in its weights: {name}")
