@@ -11,6 +11,7 @@ from bandpo_cli.cli.bounds import bounds
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.report import report
 from bandpo_cli.cli.sweep import sweep
+from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
 
 app = typer.Typer(
@@ -43,4 +44,5 @@ app.command()(train)
 app.add_typer(eval_app, name="eval")
 app.command()(sweep)
 app.command()(report)
+app.command()(sync)
 app.command()(bounds)

@@ -4,28 +4,24 @@ Every call either does its work or raises what MLflow and the network raise. Doi
 run that is there is gone on with, and a step that it has is not sent again.
 
 What MLflow 3.17 does, by its source and by trial: its import takes 1 to 2 s and a new SQLite file 2 s more,
-all on the processor; two threads call home unless told not to; a refused connection is tried for 4 minutes.
+all on the processor; two threads call home unless told not to; a refused connection is tried for 4 minutes;
+a metric can neither be changed nor taken back.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from bandpo_cli.tracking.environment import redact
-from bandpo_cli.tracking.files import write_json
+from bandpo_cli.tracking.mlflow_link import KEY_TAG, Link, find_link, new_link, write_link
 from bandpo_cli.tracking.mlflow_names import MAX_METRICS_A_BATCH, MAX_PARAMS_A_BATCH, finite_metrics
 from bandpo_cli.tracking.sqlite_store import prepare_store
 from bandpo_cli.tracking.store import Store
-
-LINK = "mlflow.json"
-"""The file in the run folder that names the MLflow run which mirrors it, so that a resume goes on with it."""
 
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -44,9 +40,23 @@ class Record:
     clock_ms: int
 
     @classmethod
-    def of(cls, step: int, record: Mapping[str, object]) -> Record:
-        """Return the finite numbers of `record`, stamped now."""
-        return cls(step, finite_metrics(record), int(time.time() * 1000))
+    def of(cls, step: int, record: Mapping[str, object], clock_ms: int | None = None) -> Record:
+        """Return the finite numbers of `record`, stamped now if no clock is given."""
+        return cls(step, finite_metrics(record), int(time.time() * 1000) if clock_ms is None else clock_ms)
+
+
+class Sent(NamedTuple):
+    """Metric values by what became of them.
+
+    Attributes:
+        new: sent now.
+        there: already there for their step.
+        differing: of `there`, those of which MLflow has another value at that step and keeps it.
+    """
+
+    new: int
+    there: int
+    differing: int
 
 
 class MlflowMirror:
@@ -54,33 +64,39 @@ class MlflowMirror:
 
     Attributes:
         run_id: MLflow's own name for the run.
+        status: how MLflow shows the run: RUNNING, FINISHED, ...
     """
 
-    def __init__(self, client: Any, run_id: str, fresh: bool) -> None:
+    def __init__(self, client: Any, run_id: str, there: Any = None) -> None:
+        """`there` is the run as MLflow has it; without it everything that is sent counts as new."""
         self._client = client
         self.run_id = run_id
-        self._fresh = fresh
-        self._seen: dict[str, set[int]] = {}
+        self.status = "RUNNING" if there is None else str(there.info.status)
+        self.params: dict[str, str] = {} if there is None else dict(there.data.params)
+        self.tags: dict[str, str] = {} if there is None else dict(there.data.tags)
+        self._uncertain: set[str] = set() if there is None else set(there.data.metrics)
+        self._seen: dict[str, dict[int, float]] = {}
 
     @classmethod
     def connect(
-        cls, store: Store, folder: Path, run_name: str, params: Mapping[str, str], tags: Mapping[str, str]
+        cls,
+        store: Store,
+        folder: Path,
+        run_name: str,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        start_ms: int | None = None,
     ) -> MlflowMirror:
         """Make the run that mirrors `folder`, or go on with the one that `folder` is linked to.
 
-        Params that the run has already stay as they are (MLflow allows no change).
+        Params that the run has already stay as they are (MLflow allows no change). A new run begins at `start_ms`,
+        milliseconds since 1970, or now.
         """
         client = _client(store.uri)
-        run_id = _linked_run(client, store, folder)
-        if run_id is None:
-            run_id = _new_run(client, store, run_name, tags)
-            write_json(folder / LINK, {**_link(store), "run_id": run_id})
-            mirror = cls(client, run_id, fresh=True)
-            mirror._send_params(params)
-            return mirror
-        there = client.get_run(run_id).data.params
-        mirror = cls(client, run_id, fresh=False)
-        mirror._send_params({key: value for key, value in params.items() if key not in there})
+        mirror = _linked(cls, client, store, folder) or _make(
+            cls, client, store, folder, run_name, tags, start_ms
+        )
+        mirror.send_params(params)
         return mirror
 
     @classmethod
@@ -90,48 +106,96 @@ class MlflowMirror:
         What is sent is added, whatever the run has at that step: a later evaluation does not replace an earlier one.
         """
         client = _client(store.uri)
-        run_id = _linked_run(client, store, folder)
-        return None if run_id is None else cls(client, run_id, fresh=True)
+        found = _linked(cls, client, store, folder)
+        return None if found is None else cls(client, found.run_id)
 
-    def send(self, records: Iterable[Record]) -> None:
+    def is_there(self) -> bool:
+        """Tell whether MLflow still has the run: it may have been deleted, or the database begun anew."""
+        return _active_run(self._client, self.run_id) is not None
+
+    def send(self, records: Iterable[Record]) -> Sent:
         """Send the metrics of `records` that the run does not have yet, in as few calls as MLflow allows."""
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(name, value, record.clock_ms, record.step)
-            for record in records
-            for name, value in record.metrics.items()
-            if record.step not in self._steps(name)
-        ]
-        for batch in _batches(metrics, MAX_METRICS_A_BATCH):
-            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
-            for metric in batch:
-                self._steps(metric.key).add(metric.step)
+        metrics: dict[tuple[str, int], Any] = {}
+        there = differing = 0
+        for record in records:
+            for name, value in record.metrics.items():
+                seen = self._history(name)
+                if record.step in seen:
+                    there += 1
+                    differing += seen[record.step] != value
+                else:
+                    metrics.setdefault((name, record.step), Metric(name, value, record.clock_ms, record.step))
+        for batch in _batches(metrics.values(), MAX_METRICS_A_BATCH):
+            self._send_batch(batch)
+        return Sent(len(metrics), there, differing)
+
+    def send_params(self, params: Mapping[str, str]) -> int:
+        """Send the params that the run has not got, and return how many."""
+        from mlflow.entities import Param
+
+        missing = {key: value for key, value in params.items() if key not in self.params}
+        for batch in _batches(missing.items(), MAX_PARAMS_A_BATCH):
+            self._client.log_batch(self.run_id, params=[Param(*item) for item in batch], synchronous=True)
+            self.params.update(batch)
+        return len(missing)
+
+    def send_tags(self, tags: Mapping[str, str]) -> int:
+        """Send the tags that the run has not got, and return how many."""
+        from mlflow.entities import RunTag
+
+        missing = {key: value for key, value in tags.items() if key not in self.tags}
+        if missing:
+            self._client.log_batch(
+                self.run_id, tags=[RunTag(*item) for item in missing.items()], synchronous=True
+            )
+        self.tags.update(missing)
+        return len(missing)
 
     def send_file(self, folder: Path, file: Path, under: str = "") -> None:
         """Send `file`, which lies in `folder`, under the same path, below `under` if that is given."""
         place = (PurePosixPath(under) / file.relative_to(folder).parent.as_posix()).as_posix()
         self._client.log_artifact(self.run_id, str(file), None if place == "." else place)
 
+    def files(self, under: Iterable[str] = ("",)) -> dict[str, int]:
+        """Return the sizes in bytes of the files that the run has directly in the folders `under`, by path."""
+        return {
+            each.path: each.file_size
+            for folder in under
+            for each in self._client.list_artifacts(self.run_id, folder or None)
+            if not each.is_dir
+        }
+
     def reopen(self) -> None:
         """Show a run that had ended as running again."""
-        self._client.update_run(self.run_id, status="RUNNING")
+        if self.status != "RUNNING":
+            self._client.update_run(self.run_id, status="RUNNING")
+            self.status = "RUNNING"
 
-    def close(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED."""
-        self._client.set_terminated(self.run_id, status)
+    def close(self, status: str, end_ms: int | None = None) -> None:
+        """End the run as FINISHED, FAILED or KILLED, at `end_ms` (milliseconds since 1970) or now."""
+        self._client.set_terminated(self.run_id, status, end_ms)
+        self.status = status
 
-    def _send_params(self, params: Mapping[str, str]) -> None:
-        from mlflow.entities import Param
+    def _send_batch(self, batch: list[Any]) -> None:
+        names = {metric.key for metric in batch}
+        try:
+            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+        except BaseException:
+            # Whether it has arrived, nobody knows: before these are sent again, MLflow is asked.
+            self._uncertain |= names
+            for name in names:
+                self._seen.pop(name, None)
+            raise
+        for metric in batch:
+            self._history(metric.key)[metric.step] = metric.value
 
-        for batch in _batches(params.items(), MAX_PARAMS_A_BATCH):
-            self._client.log_batch(self.run_id, params=[Param(*item) for item in batch], synchronous=True)
-
-    def _steps(self, name: str) -> set[int]:
-        """Return the steps of `name` that the run has; asked of MLflow once a name, when resumed."""
+    def _history(self, name: str) -> dict[int, float]:
+        """Return the values of `name` that the run has, by step; asked of MLflow only where it may know more."""
         if name not in self._seen:
-            history = [] if self._fresh else self._client.get_metric_history(self.run_id, name)
-            self._seen[name] = {metric.step for metric in history}
+            asked = self._client.get_metric_history(self.run_id, name) if name in self._uncertain else []
+            self._seen[name] = {metric.step: metric.value for metric in asked}
         return self._seen[name]
 
 
@@ -148,32 +212,56 @@ def _client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-def _link(store: Store) -> dict[str, str]:
-    return {"uri": redact(store.uri), "experiment": store.experiment}
-
-
-def _linked_run(client: Any, store: Store, folder: Path) -> str | None:
+def _linked(cls: type[MlflowMirror], client: Any, store: Store, folder: Path) -> MlflowMirror | None:
     """Return the run of `store` that mirrors `folder`; None when there was none or it is deleted there."""
+    link = find_link(folder, store)
+    if link is None:
+        return None
+    run_id = link.run_id or _made_unheard(client, store, link)
+    there = None if run_id is None else _active_run(client, run_id)
+    if run_id is None or there is None:
+        return None
+    if link.run_id is None:
+        write_link(folder, replace(link, run_id=run_id))
+    return cls(client, run_id, there)
+
+
+def _make(
+    cls: type[MlflowMirror],
+    client: Any,
+    store: Store,
+    folder: Path,
+    run_name: str,
+    tags: Mapping[str, str],
+    start_ms: int | None,
+) -> MlflowMirror:
+    experiment = _experiment(client, store)
+    link = new_link(folder, store)  # before the run is made: where the answer gets lost, the key finds it
+    made = client.create_run(experiment, start_ms, {**tags, KEY_TAG: link.key}, run_name)
+    write_link(folder, replace(link, run_id=str(made.info.run_id)))
+    return cls(client, str(made.info.run_id), made)
+
+
+def _made_unheard(client: Any, store: Store, link: Link) -> str | None:
+    """Return the run that was made for `link` without an answer that arrived."""
+    experiment = client.get_experiment_by_name(store.experiment)
+    if experiment is None or not link.key:
+        return None
+    found = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{link.key}'")
+    return str(found[0].info.run_id) if found else None
+
+
+def _active_run(client: Any, run_id: str) -> Any:
+    """Return the run as MLflow has it, None when it is deleted or was never there."""
     from mlflow.exceptions import MlflowException
 
     try:
-        link = json.loads((folder / LINK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    run_id = link.pop("run_id", None)
-    if run_id is None or link != _link(store):
-        return None
-    try:
-        alive = client.get_run(run_id).info.lifecycle_stage == "active"
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
-    return str(run_id) if alive else None
-
-
-def _new_run(client: Any, store: Store, run_name: str, tags: Mapping[str, str]) -> str:
-    return str(client.create_run(_experiment(client, store), tags=dict(tags), run_name=run_name).info.run_id)
+    return run if run.info.lifecycle_stage == "active" else None
 
 
 def _experiment(client: Any, store: Store) -> str:

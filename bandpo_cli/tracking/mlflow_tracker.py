@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections import deque
@@ -9,17 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.errors import UserError
 from bandpo_cli.tracking.environment import redact
+from bandpo_cli.tracking.mlflow_link import digest, link_stamp, new_link, note_files, read_links, sending
 from bandpo_cli.tracking.mlflow_mirror import MlflowMirror, Record
 from bandpo_cli.tracking.mlflow_names import flat_params
+from bandpo_cli.tracking.reach import check_reachable
+from bandpo_cli.tracking.run_record import read_records
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import NullTracker, RunStatus, Tracker
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """The pause after a failure: twice the last one, from the first to the longest."""
 
 LAST_TRIES = 2
 """How often a failing store is tried once the run has ended, with `FIRST_WAIT_S` between."""
+
+ANSWER_WITHIN_S = 10.0
+"""How long a server that is asked whether it is there may take to say so."""
+
+SILENT_END_S = 1.5
+"""How long the end of a run waits for a store that was failing already: it has had its time while the run went on."""
 
 RECORDS_A_CALL = 50
 
@@ -27,17 +38,19 @@ RECORDS_A_CALL = 50
 class MlflowTracker:
     """A `Tracker` that mirrors `folder` in `store` on a daemon thread, MLflow's slow import included.
 
-    The first failure costs one line through `warn`. What could not be sent is kept and tried again with a
-    growing pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by
-    default). The run folder lacks nothing then. Call `start` when the imports of the training are done: two
-    threads that import at once slow each other down.
+    The first failure costs one line through `warn`. What could not be sent is kept and tried again with a growing
+    pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by default), with
+    the command that sends it later. The run folder lacks nothing then. A run that is gone on with is sent from its
+    folder where MLflow lacks something of before. Call `start` when the imports of the training are done: two threads
+    that import at once slow each other down.
 
     Args:
         store: where to send.
         folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
         warn: prints one line; called from the tracker's thread.
         say: prints one line; called by `finish`.
-        finish_within_s: the longest that `finish` waits, in seconds.
+        finish_within_s: the longest that `finish` waits for a store that answers, in seconds; for one that does not,
+            it is `SILENT_END_S`.
     """
 
     def __init__(
@@ -53,13 +66,13 @@ class MlflowTracker:
         self._finish_within_s = finish_within_s
         self._about: tuple[str, dict[str, str], dict[str, str]] = ("", {}, {})
         self._mirror: MlflowMirror | None = None
+        self._link: tuple[int, int] | None = None
         self._records: deque[Record] = deque()  # append and popleft are atomic: no lock
         self._files: deque[Path] = deque()
         self._status: RunStatus | None = None
-        self._closed = False
+        self._reached = self._closed = self._warned = False
         self._failures = 0
         self._tries_left = LAST_TRIES
-        self._warned = False
         self._news = threading.Event()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow-mirror", daemon=True)
@@ -82,11 +95,23 @@ class MlflowTracker:
         self._news.set()
         if self._thread.ident is None:  # never started: MLflow knows nothing of this run
             return
-        self._thread.join(self._finish_within_s)
+        self._wait()
         if not self._closed:
             self._say(self._missing())
 
+    def _wait(self) -> None:
+        """Wait for the thread's end, but not long for a store that is silent."""
+        begin = answered = time.monotonic()
+        while self._thread.is_alive():
+            now = time.monotonic()
+            if self._reached:
+                answered = now
+            if now - begin >= self._finish_within_s or now - answered >= SILENT_END_S:
+                return
+            self._thread.join(0.05)
+
     def _work(self) -> None:
+        self._note_store()
         while not self._closed and self._tries_left:
             ending = self._ending.is_set()
             try:
@@ -98,38 +123,80 @@ class MlflowTracker:
                     self._tries_left -= 1
             self._pause()
 
+    def _note_store(self) -> None:
+        """Keep in the folder where the run is to go, for sending it later if nobody answers there now."""
+        try:
+            if not read_links(self._folder):
+                new_link(self._folder, self._store)
+        except OSError:  # a full disk is the training's to tell
+            pass
+
     def _send_all(self) -> None:
         """Send all there is, oldest first; what was sent leaves the queue only when MLflow has it."""
         self._news.clear()  # before looking: what comes after the look wakes the thread again
         ending = self._ending.is_set()
-        if self._mirror is None:
-            self._mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
-            if not ending:
-                self._mirror.reopen()
-        while self._records:
-            # By index: iterating a deque fails when the training appends to it meanwhile.
-            batch = [self._records[index] for index in range(min(RECORDS_A_CALL, len(self._records)))]
-            self._mirror.send(batch)
-            for _ in batch:
-                self._records.popleft()
-        if ending:
-            self._close(self._mirror)
+        if not self._reached:
+            check_reachable(self._store.uri, ANSWER_WITHIN_S)
+            self._reached = True
+        with sending(self._folder):
+            try:
+                mirror = self._connected()
+                if not ending:
+                    mirror.reopen()
+                while self._records:
+                    # By index: iterating a deque fails when the training appends to it meanwhile.
+                    batch = [self._records[index] for index in range(min(RECORDS_A_CALL, len(self._records)))]
+                    mirror.send(batch)
+                    for _ in batch:
+                        self._records.popleft()
+                if ending:
+                    self._close(mirror)
+            finally:
+                self._link = link_stamp(self._folder)
+
+    def _connected(self) -> MlflowMirror:
+        """Return the mirror, connected anew where MLflow has lost the run or `bandpo sync` has sent of it meanwhile."""
+        known = self._mirror if link_stamp(self._folder) == self._link else None
+        if known is not None and (not self._failures or known.is_there()):
+            return known
+        self._mirror = None
+        mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
+        backlog = self._backlog()
+        for start in range(0, len(backlog), RECORDS_A_CALL):
+            mirror.send(backlog[start : start + RECORDS_A_CALL])
+        self._mirror = mirror
+        return mirror
+
+    def _backlog(self) -> list[Record]:
+        """Return the steps that the folder has and the queue has not: what was done before a resume."""
+        queued = {self._records[index].step for index in range(len(self._records))}
+        try:
+            return [record for record in read_records(self._folder) if record.step not in queued]
+        except (UserError, OSError):
+            return []
 
     def _close(self, mirror: MlflowMirror) -> None:
         # The status first: a file that cannot be stored must not leave a finished run as RUNNING for ever.
         mirror.close(self._status or "FAILED")
-        while self._files:
-            mirror.send_file(self._folder, self._files[0])
-            self._files.popleft()
+        sent: dict[str, str] = {}
+        try:
+            while self._files:
+                file = self._files[0]
+                found = digest(file)
+                mirror.send_file(self._folder, file)
+                sent[file.relative_to(self._folder).as_posix()] = found
+                self._files.popleft()
+        finally:
+            note_files(self._folder, self._store, sent)
         self._closed = True
 
     def _fail(self, error: Exception) -> None:
         self._failures += 1
-        self._mirror = None  # connect anew: the next try then asks which steps have arrived
+        self._reached = False
         if not self._warned:
             self._warned = True
             self._warn(
-                f"MLflow at {redact(self._store.uri)} cannot be reached ({_brief(error)}). "
+                f"MLflow at {redact(self._store.uri)} cannot be reached ({brief(error)}). "
                 f"The run goes on and {self._folder} has everything; trying again from time to time."
             )
 
@@ -150,7 +217,10 @@ class MlflowTracker:
         if self._files:
             parts.append(f"{len(self._files)} files")
         what = " and ".join(parts) or "the end of the run"
-        return f"MLflow at {redact(self._store.uri)} has not got {what}; {self._folder} has everything."
+        return (
+            f"MLflow at {redact(self._store.uri)} has not got {what}; {self._folder} has everything. "
+            f"Send it later by: {sync_command(self._folder)}"
+        )
 
 
 def open_tracker(
@@ -165,7 +235,13 @@ def open_tracker(
     return MlflowTracker(tracking_store(config, folder.absolute().parent), folder, warn, say)
 
 
-def _brief(error: Exception) -> str:
+def sync_command(folder: Path) -> str:
+    """Return what sends the run in `folder` later, as typed where this process was started."""
+    elsewhere = "" if folder.parent == Path("runs") else f" --runs-dir {shlex.quote(str(folder.parent))}"
+    return f"bandpo sync {shlex.quote(folder.name)}{elsewhere}"
+
+
+def brief(error: Exception) -> str:
     """Return the kind and first line of `error`, without passwords, at most 200 characters."""
     lines = redact(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

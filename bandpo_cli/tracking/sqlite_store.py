@@ -7,10 +7,10 @@ together spoil each other's, and one killed meanwhile leaves a file that no late
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
+
+from bandpo_cli.tracking.alone import alone
 
 
 def sqlite_uri(path: Path) -> str:
@@ -30,7 +30,7 @@ def prepare_store(uri: str) -> None:
     if path is None or path.exists() or os.name != "posix":
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.with_name(f".{path.name}.lock")):
+    with alone(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             unfinished = path.with_name(f".{path.name}.new")
             unfinished.unlink(missing_ok=True)
@@ -42,15 +42,3 @@ def _make(uri: str) -> None:
     from mlflow.tracking import MlflowClient
 
     MlflowClient(tracking_uri=uri, registry_uri=uri).get_experiment_by_name("Default")
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold `lock` against other processes; the system lets go of it when this one dies."""
-    import fcntl
-
-    with lock.open("w") as file:
-        fcntl.flock(
-            file, fcntl.LOCK_EX
-        )  # the file stays: removing it would let a waiter and a newcomer in at once
-        yield

@@ -1,0 +1,300 @@
+"""No record is lost, and none is there twice, whatever happens to a real MLflow server while a run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.tracking import mlflow_tracker, run_names
+from bandpo_cli.tracking.artifacts import run_artifacts
+from bandpo_cli.tracking.mlflow_names import finite_metrics
+from bandpo_cli.tracking.mlflow_sync import sync_run
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.store import Store
+from tests.tracking.mlflow_server import MlflowServer, Triple, silent_port
+
+pytestmark = pytest.mark.slow
+STEPS, STEP_S = 40, 0.15
+KEYS = 20
+
+
+@pytest.fixture(scope="module")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def server(one_server: MlflowServer) -> MlflowServer:
+    """Return a server that runs; starting one takes seconds, so all tests share it, each with a run of its own name."""
+    one_server.start()
+    return one_server
+
+
+@pytest.fixture
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> RunFolder:
+    folder = RunFolder.create(tmp_path / "runs", run_names.plain(request.node.name))
+    folder.write_config("seed: 3\n")
+    folder.write_env({"versions": {"python": "3.11"}})
+    return folder
+
+
+def expected(folder: RunFolder) -> Counter[Triple]:
+    return Counter(
+        (key, record["step"], value)
+        for record in folder.read_metrics()
+        for key, value in finite_metrics(record).items()
+    )
+
+
+def log(tracker: MlflowTracker, folder: RunFolder, step: int) -> None:
+    figures = {f"train/figure_{i}": step + i / 7 for i in range(KEYS)}
+    record = {"step": step, **figures, "time/step": STEP_S}
+    folder.append_metrics(record)
+    tracker.log_metrics(step, record)
+
+
+def play(
+    folder: RunFolder,
+    uri: str,
+    events: dict[int, Callable[[], object]],
+    first: int = 1,
+    lines: list[str] | None = None,
+) -> list[str]:
+    """Log `STEPS` steps as a run does, an event before some of them, and finish; return the lines that were said."""
+    lines = [] if lines is None else lines
+    tracker = MlflowTracker(Store(uri, "bandpo", None), folder.path, lines.append)
+    tracker.start(folder.name, {"seed": 3}, {})
+    for step in range(first, STEPS + 1):
+        events.get(step, lambda: None)()
+        log(tracker, folder, step)
+        time.sleep(STEP_S)
+    folder.write_summary({"status": "FINISHED", "steps": STEPS})
+    tracker.finish("FINISHED", run_artifacts(folder.path))
+    return lines
+
+
+def table(
+    name: str, folder: RunFolder, on_time: Counter[Triple], live: Counter[Triple], end: Counter[Triple]
+) -> int:
+    """Print what came when, by its own words, and return how many records are lost."""
+    wanted = expected(folder)
+    lost = len(set(wanted) - set(end))
+    print(
+        f"\n{name:<34} {len(wanted):>5} records: {len(set(wanted) & set(on_time)):>5} before the outage's end, "
+        f"{len(set(live) - set(on_time)):>4} later by the run itself, "
+        f"{len(set(end) - set(live)):>4} by sync, {lost} lost"
+    )
+    return lost
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_is_ended_and_started_again_during_the_run(
+    server: MlflowServer, folder: RunFolder, number: int
+) -> None:
+    before: list[Counter[Triple]] = []
+
+    def end() -> None:
+        wait_for(lambda: bool(server.metrics(folder.name)))
+        server.stop(number)
+
+    def restart() -> None:
+        before.append(server.metrics(folder.name))
+        server.start()
+
+    lines = play(folder, server.uri, {12: end, 20: restart})
+    live = server.metrics(folder.name)
+    assert table(f"{signal.Signals(number).name}, back before the end", folder, before[0], live, live) == 0
+    assert live == expected(folder)  # equal as counts: nothing twice
+    assert 0 < len(before[0]) < len(live)
+    assert server.statuses(folder.name) == ["FINISHED"]
+    assert len(lines) == 1
+    assert "cannot be reached" in lines[0]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a frozen server be noticed within seconds."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setattr(mlflow_tracker, "ANSWER_WITHIN_S", 2.0)
+
+
+def freeze(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
+    def act() -> None:
+        wait_for(lambda: bool(server.metrics(folder.name)))
+        server.send(signal.SIGSTOP)
+
+    return act
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_freezes_for_longer_than_a_request_may_take(
+    server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the frozen server had in its socket it does when it wakes, long after the tracker gave that up."""
+    before: list[Counter[Triple]] = []
+    lines: list[str] = []
+
+    def wake() -> None:
+        wait_for(lambda: bool(lines))
+        before.append(server.metrics(folder.name))
+        server.send(signal.SIGCONT)
+
+    play(folder, server.uri, {12: freeze(server, folder), 36: wake}, lines=lines)
+    live = server.metrics(folder.name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    end = sync(server, folder, live)
+    assert table("SIGSTOP, SIGCONT before the end", folder, before[0], live, end) == 0
+    assert end == expected(folder)
+    assert server.statuses(folder.name) == ["FINISHED"]
+    assert 1 <= len(lines) <= 2
+
+
+def sync(server: MlflowServer, folder: RunFolder, live: Counter[Triple]) -> Counter[Triple]:
+    """Send what is missing, and check that what was sent is what was missing, and nothing the second time."""
+    sent = sync_run(Store(server.uri, "bandpo", None), folder.path)
+    end = server.metrics(folder.name)
+    assert sent.metrics.new == sum(end.values()) - sum(live.values())
+    assert sync_run(Store(server.uri, "bandpo", None), folder.path).nothing
+    return end
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_frozen_when_the_run_ends_gets_the_rest_by_sync(
+    server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    events = {15: freeze(server, folder), STEPS: lambda: wait_for(lambda: bool(lines))}
+    play(folder, server.uri, events, lines=lines)
+    assert len(lines) == 2
+    assert f"bandpo sync {folder.name}" in lines[1]
+    frozen = server.metrics(folder.name)
+    server.send(signal.SIGCONT)
+    wait_for(lambda: server.answers())
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    end = sync(server, folder, server.metrics(folder.name))
+    assert table("SIGSTOP for good", folder, frozen, frozen, end) == 0
+    assert end == expected(folder)
+    assert server.statuses(folder.name) == ["FINISHED"]
+
+
+def test_a_server_that_is_away_from_the_first_step_to_the_last(
+    server: MlflowServer, folder: RunFolder
+) -> None:
+    server.stop()
+    lines = play(folder, server.uri, {})
+    assert len(lines) == 2
+    assert f"the metrics of {STEPS} steps (from step 1)" in lines[1]
+    server.start()
+    end = sync(server, folder, Counter())
+    assert table("away all the time", folder, Counter(), Counter(), end) == 0
+    assert end == expected(folder)
+    assert server.statuses(folder.name) == ["FINISHED"]
+
+
+def test_a_run_that_is_killed_and_resumed_has_one_record_a_step(
+    server: MlflowServer, folder: RunFolder
+) -> None:
+    """The first process dies with the server away; the second goes on from step 20, the last five done again."""
+    dead = MlflowTracker(Store(server.uri, "bandpo", None), folder.path, lambda line: None)
+    dead.start(folder.name, {"seed": 3}, {})
+    for step in range(1, 26):
+        if step == 22:
+            wait_for(lambda: max((step for _, step, _ in server.metrics(folder.name)), default=0) == 21)
+            server.stop(signal.SIGKILL)
+        log(dead, folder, step)
+    dead._tries_left = 0  # its thread ends without a word, as that of a killed process
+    server.start()
+    assert server.statuses(folder.name) == ["RUNNING"]
+    sync_run(Store(server.uri, "bandpo", None), folder.path)
+    assert server.statuses(folder.name) == ["KILLED"]
+    folder.rewind(20)
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        wait_for(lambda: server.statuses(folder.name) != ["KILLED"])
+        seen.append(server.statuses(folder.name))
+
+    lines = play(folder, server.uri, {30: look}, first=21)
+    assert lines == []
+    assert seen == [["RUNNING"]]
+    assert server.statuses(folder.name) == ["FINISHED"]
+    assert server.metrics(folder.name) == expected(folder)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("waited two minutes for it")
+
+
+TRAIN = [
+    "train", "--steps", "30", "--set", "sampling.prompts=4", "--set", "sampling.samples=4",
+    "--set", "optim.updates=2", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
+    "--set", "evaluation.k=[1,4]", "--set", "evaluation.every=10",
+]  # fmt: skip
+
+
+BANDPO = [sys.executable, "-m", "bandpo_cli"]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"} | {
+    "OMP_NUM_THREADS": "1"
+}
+
+
+def test_a_real_training_run_loses_nothing_to_a_server_that_is_killed_and_started_again(
+    server: MlflowServer, tmp_path: Path
+) -> None:
+    command = [*BANDPO, *TRAIN, "--name", "killed", "--tracking-uri", server.uri]
+    with (tmp_path / "train.log").open("w") as out:
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, env=ENVIRONMENT)
+        wait_for(lambda: bool(server.metrics("killed")) or run.poll() is not None)
+        server.stop(signal.SIGKILL)
+        before = server.metrics("killed")
+        server.start()
+        assert run.wait(300) == 0, (tmp_path / "train.log").read_text()
+    folder = RunFolder(tmp_path / "runs" / "killed")
+    live = server.metrics("killed")
+    synced = sync_run(Store(server.uri, "bandpo", None), folder.path)
+    end = server.metrics("killed")
+    assert table("bandpo train, SIGKILL and back", folder, before, live, end) == 0
+    assert len(folder.read_metrics()) == 31
+    assert end == expected(folder)
+    assert server.statuses("killed") == ["FINISHED"]
+    assert synced.metrics.differing == 0
+    assert (tmp_path / "train.log").read_text().count("cannot be reached") <= 1
+
+
+def test_a_real_training_run_is_whole_though_its_server_never_answers(
+    server: MlflowServer, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*BANDPO, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=ENVIRONMENT
+        )
+
+    with silent_port() as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = run(*TRAIN, "--name", "unheard", "--tracking-uri", uri)
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count("bandpo sync unheard") == 1
+    first, second = (run("sync", "unheard", "--tracking-uri", server.uri) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "status FINISHED" in first.stdout
+    assert "sent nothing" in second.stdout
+    folder = RunFolder(tmp_path / "runs" / "unheard")
+    end = server.metrics("unheard")
+    assert table("bandpo train, never answered", folder, Counter(), Counter(), end) == 0
+    assert end == expected(folder)
