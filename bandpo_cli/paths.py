@@ -40,7 +40,7 @@ def check_regular(path: Path, where: str) -> int:
     except ValueError:
         raise ConfigError(f"{where}: no file can have that name") from None
     if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
         raise ConfigError(f"{where}: is {kind}; name a regular file")
     return found.st_size
 

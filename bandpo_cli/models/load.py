@@ -121,6 +121,8 @@ def _load(
             output_loading_info=True,
         )
         check_loaded(model, info, config.path)
+        ids = tokenizer("1 + 1 = 2")["input_ids"]
+        tokenizer.decode(ids)
     return model, tokenizer
 
 

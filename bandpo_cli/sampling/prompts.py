@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.errors import ConfigError
@@ -77,9 +76,9 @@ class PromptEncoder:
         turns = [_as_dict(message) for message in problem.prompt]
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except Exception as error:  # noqa: BLE001 - a template is a program, of the model's maker
             raise ConfigError(
-                f"problem {problem.id}: the model's chat template refuses its messages ({error}); "
+                f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
                 "change them or use model.prompts=raw"
             ) from None
         return str(text)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -69,7 +69,7 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     Raises:
         ConfigError: the file cannot be read, lacks a field, or holds something else than texts; the row is named.
     """
-    rows = _rows(path)
+    rows = read_file(path)
     seen = list(islice(rows, _LOOKED_AT))
     if not seen:
         raise ConfigError(f"{path}: holds no completions")
@@ -77,17 +77,6 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     if set(seen[0]) >= _OURS:
         return _from_table(path, everything, grader)
     return {_label_of(path): _from_questions(path, seen, everything, "math" if grader is None else grader)}
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows. Of a damaged Parquet file pyarrow may say several lines, and raise ValueErrors of any kind."""
-    try:
-        yield from read_file(path)
-    except (ConfigError, ArithmeticError, ValueError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            line if isinstance(error, ConfigError) else f"{path}: not readable: {line}"
-        ) from None
 
 
 def _label_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bandpo_cli.config.data import FILE_ENDINGS
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.paths import check_regular
 
 Row = dict[str, Any]
 
@@ -26,10 +27,15 @@ def read_file(path: Path) -> Iterator[Row]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"{path}: not a data file; {', '.join(FILE_ENDINGS)} can be read")
+    check_regular(path, str(path))
     try:
         yield from reader(path)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or _first_line(error)}") from None
+    except Exception as error:  # noqa: BLE001 - of a damaged Parquet file pyarrow raises errors of any kind
+        raise ConfigError(f"{path}: not readable: {_first_line(error)}") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

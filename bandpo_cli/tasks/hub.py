@@ -20,8 +20,13 @@ def read_hub(place: str, subset: str | None, split: str, instead: str) -> Iterat
     Raises:
         ConfigError: the hub is out of reach, or knows no such data set, subset or split.
     """
-    for batch in _load(place, subset, split, instead).with_format("arrow").iter(batch_size=1024):
-        yield from batch.to_pylist()
+    rows = _load(place, subset, split, instead)
+    try:
+        for batch in rows.with_format("arrow").iter(batch_size=1024):
+            yield from batch.to_pylist()
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes its reader raise
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"data set '{place}': cannot be read ({line[:200]})") from None
 
 
 def _load(place: str, subset: str | None, split: str, instead: str) -> Any:
@@ -36,7 +41,7 @@ def _load(place: str, subset: str | None, split: str, instead: str) -> Any:
             return datasets.load_dataset(place, subset, split=split)
     except KeyError:
         raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # noqa: BLE001 - OSError, ValueError, KeyError, pyarrow's and the library's own
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {instead}") from None
 
