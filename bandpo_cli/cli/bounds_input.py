@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import read_text
+
+_MOST_TEXT = 2**28  # bytes, some ten million probabilities
 
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
@@ -19,16 +22,8 @@ def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
             _from_text(sys.stdin.read(), "standard input") if word == "-" else [_probability(word, "PROB")]
         )
     if file is not None:
-        found += _from_text(_read(file), f"--file {file}")
+        found += _from_text(read_text(file, f"--file {file}", _MOST_TEXT), f"--file {file}")
     return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"--file {file}: cannot be read: {reason}") from error
 
 
 def _from_text(text: str, source: str) -> list[float]:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from bandpo_cli.config.base import Section
 from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, DatasetName, GraderName, Sources
 from bandpo_cli.errors import nearest
+from bandpo_cli.paths import is_there
 
 TEMPLATES = ("answer-line", "boxed", "plain")
 """The user messages known by name; any other is the text itself."""
@@ -84,6 +85,6 @@ def task_layer(text: str) -> dict[str, Any]:
     the check of the settings then refuses with the nearest known one.
     """
     path = Path(text)
-    if text not in TASKS and (path.suffix.lower() in FILE_ENDINGS or path.exists()):
+    if text not in TASKS and (path.suffix.lower() in FILE_ENDINGS or is_there(path)):
         return {"name": "data", "train": [{"path": text}]}
     return {"name": text}

@@ -150,9 +150,9 @@ def as_level(value: Any) -> int | None:
     if isinstance(value, str):
         found = _FIRST_NUMBER.search(value)
         return int(found[0]) if found and len(found[0]) < 10 else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return int(value) if value == int(value) else None
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) and value == int(value) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def as_json(value: Any, depth: int = 0) -> Any:
