@@ -27,6 +27,14 @@ def is_there(path: Path) -> bool:
         return False
 
 
+def names_with(folder: Path, file: str) -> list[str]:
+    """Return the names of what lies in `folder` and has such a file; none where no such folder can be."""
+    try:
+        return sorted(path.parent.name for path in folder.glob(f"*/{file}"))
+    except (OSError, ValueError):
+        return []
+
+
 def check_regular(path: Path, where: str) -> int:
     """Return the size of a regular file, in bytes. A pipe or a device could be read for ever.
 

@@ -14,7 +14,7 @@ from bandpo_cli.cli.lines import say
 from bandpo_cli.cli.model_ref import find_run
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.evaluation.compare import Comparison, compare
-from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.paths import is_there, names_with, user_path
 from bandpo_cli.tracking.eval_folder import RECORD, read_record
 from bandpo_cli.tracking.files import finite
 from bandpo_cli.tracking.run_folder import step_of
@@ -51,9 +51,7 @@ def find_record(text: str, runs_dir: Path) -> Path:
         return user_path(text)
     found = find_run(text, runs_dir)
     if found is None:
-        names = sorted(
-            path.parent.name for name in (RECORD, "config.yaml") for path in runs_dir.glob(f"*/{name}")
-        )
+        names = sorted([*names_with(runs_dir, RECORD), *names_with(runs_dir, "config.yaml")])
         raise UserError(
             f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
             f"{RECORD}, or RUN@STEP"

@@ -9,7 +9,7 @@ from pathlib import Path
 from bandpo_cli.cli.preflight import check_model_path
 from bandpo_cli.config.run import EMBEDDED_MODEL
 from bandpo_cli.errors import ConfigError, UserError, nearest
-from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.paths import is_there, names_with, user_path
 from bandpo_cli.tracking.run_folder import RunFolder, step_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -51,7 +51,7 @@ def find_model(text: str, runs_dir: Path) -> ModelRef:
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and _is_run(run_path):
         return _checkpoint(RunFolder(run_path), step_of(folder))
     if not text or (not is_there(folder) and not _may_be_hub_id(text, runs_dir)):
-        names = sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))
+        names = names_with(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(
             f"--model {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "

@@ -37,7 +37,9 @@ def choose_name(runs_dir: Path, asked: str | None, default: str) -> str:
     Raises:
         UserError: the name is taken or cannot be a folder's name, or nothing can be written to the runs folder.
     """
-    ground = next(folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if folder.exists())
+    ground = next(
+        folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if is_there(folder)
+    )
     if not ground.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
     if not os.access(ground, os.W_OK):
@@ -45,7 +47,7 @@ def choose_name(runs_dir: Path, asked: str | None, default: str) -> str:
     if asked is None:
         return fresh_name(default, runs_dir)
     name = check_name(asked, runs_dir)
-    if (runs_dir / name).exists():
+    if is_there(runs_dir / name):
         raise UserError(
             f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}"
         )

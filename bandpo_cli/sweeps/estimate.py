@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError
+from bandpo_cli.paths import is_there, read_text
 from bandpo_cli.tracking.run_folder import read_metrics
 
 TRIAL_STEPS = 3
@@ -41,17 +41,19 @@ def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | No
     """
     shape = _shape(config.model_dump(mode="json"))
     found = []
-    for path in [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]:
+    for path in (
+        [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")] if is_there(runs_dir) else []
+    ):
         try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
-            there = yaml.safe_load((path.parent / "config.yaml").read_text(encoding="utf-8"))
-            hardware = json.loads((path.parent / "env.json").read_text(encoding="utf-8"))["hardware"]
+            summary = json.loads(read_text(path, "summary"))
+            there = read_yaml(path.parent / "config.yaml", "config")
+            hardware = json.loads(read_text(path.parent / "env.json", "env"))["hardware"]
             alike = hardware["gpus"] or hardware["torch_threads"] == threads
             if alike and summary["status"] == "FINISHED" and _shape(there) == shape:
                 trained = summary["time/train_s"] / summary["steps"] * config.steps
                 found.append((path.stat().st_mtime, START_S + trained))
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
-            continue  # an estimate needs no damaged run
+        except Exception:  # noqa: BLE001 - an estimate needs no damaged run, however it is damaged
+            continue
     latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]
     return statistics.median(latest) if latest else None
 

@@ -13,7 +13,7 @@ import yaml
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import is_there, read_text, user_path
+from bandpo_cli.paths import is_there, names_with, read_text, user_path
 from bandpo_cli.sweeps.plan import PlannedRun
 from bandpo_cli.tracking.files import sync_folder, write_json, write_text
 from bandpo_cli.tracking.run_names import is_name, make_folder
@@ -75,7 +75,7 @@ class SweepFolder:
         for path in (runs_dir / text, user_path(text)):
             if text and is_there(path / PLAN):
                 return cls._read(path)
-        names = sorted(path.parent.name for path in runs_dir.glob(f"*/{PLAN}"))
+        names = names_with(runs_dir, PLAN)
         there = f"it has {', '.join(names[-5:])}" if names else "it has none"
         raise UserError(f"no sweep {text!r} in {runs_dir}{nearest(text, names)}; {there}")
 

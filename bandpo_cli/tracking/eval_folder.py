@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import is_there
+from bandpo_cli.paths import is_there, names_with
 from bandpo_cli.tracking.files import write_json
 from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import EvalRow, read_eval_table, write_eval_table
@@ -51,7 +51,7 @@ class EvalFolder:
         for path in (runs_dir / name, given, *([given.parent] if given.name == RECORD else [])):
             if name and is_there(path / RECORD):
                 return cls(path if path.name.strip(".") else path.resolve())  # "." and ".." are no names
-        names = sorted(path.parent.name for path in runs_dir.glob(f"*/{RECORD}"))
+        names = names_with(runs_dir, RECORD)
         there = f"it has {', '.join(names[-5:])}" if names else "it has none"
         raise UserError(f"no evaluation {name[:200]!r} in {runs_dir}{nearest(name, names)}; {there}")
 

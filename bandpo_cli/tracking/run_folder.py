@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.paths import is_there, names_with, user_path
 from bandpo_cli.tracking.files import finite, remove_temporary, sync_file, write_json, write_text
 from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import SampleRow, write_sample_table, write_token_table
@@ -56,7 +56,7 @@ class RunFolder:
         for path in (runs_dir / run, user_path(run)):
             if run and is_there(path):
                 raise UserError(_why_no_run(path))
-        names = sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))
+        names = names_with(runs_dir, "config.yaml")
         there = f"it has {', '.join(names[-5:])}" if names else "it has no runs"
         raise UserError(f"no run {run!r} in {runs_dir}{nearest(run, names)}; {there}")
 

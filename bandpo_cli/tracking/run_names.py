@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.paths import is_there
 from bandpo_cli.tracking.files import sync_folder
 
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
@@ -58,7 +59,7 @@ def make_folder(runs_dir: Path, name: str) -> Path:
 def fresh_name(stem: str, runs_dir: Path) -> str:
     """Return `stem`, or `stem-2`, `stem-3`, ...: the first that no entry of `runs_dir` has."""
     name, count = stem, 1
-    while (runs_dir / name).exists() or name in RESERVED:
+    while is_there(runs_dir / name) or name in RESERVED:
         count += 1
         name = f"{stem}-{count}"
     return name

@@ -10,6 +10,7 @@ from typing import Any
 
 from bandpo_cli.config.yaml_text import read_yaml
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import is_there
 from bandpo_cli.reports.sweep.settings import arm_names, chosen_keys, differing, read_settings, text
 from bandpo_cli.tracking.run_names import is_name
 
@@ -129,7 +130,7 @@ def _locate(path: Path, runs_dir: Path) -> Path:
         if os.path.exists(folder):
             raise UserError(f"{folder}: is a file; give a sweep's folder, run folders, or a folder of runs")
     here = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
-    names = [each.name for parent in here for each in parent.glob("*/")]
+    names = [each.name for parent in here if is_there(parent) for each in parent.glob("*/")]
     raise UserError(
         f"{str(path)[:200]}: no such folder{nearest(path.name, names)}; give a sweep's folder, run folders, "
         "or a folder of runs"
