@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
@@ -12,6 +13,11 @@ from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.pool import Job, Pool
 from bandpo_cli.sweeps.states import RunState, Status, read_state
 from bandpo_cli.sweeps.stopping import hopeless
+from bandpo_cli.tracking.checkpoints import whole_checkpoints
+from bandpo_cli.tracking.run_folder import RunFolder
+
+REFUSED = 2
+"""Exit code of a command that found fault with what it was given, and did nothing."""
 
 POLL_S = 0.5
 """Seconds between looks at the children: the most that a free slot waits."""
@@ -27,7 +33,8 @@ def run_sweep(
 ) -> dict[str, str]:
     """Execute the runs that are not whole, and return why each failed one did, by name.
 
-    A failed run stops no other. What an earlier attempt left of a run is set aside, not deleted.
+    A failed run stops no other. A run that was ended from outside goes on from its last checkpoint; what any other
+    attempt left is set aside, not deleted.
 
     Args:
         steps: of each run, by name.
@@ -51,8 +58,7 @@ def run_sweep(
         while waiting or running:
             while waiting and pool.free:
                 name = waiting.popleft()
-                folder.set_aside(name)
-                pool.start(Job(name, [*run_command(folder, name), *flags], folder.log_path(name)))
+                pool.start(Job(name, [*_command(folder, name), *flags], folder.log_path(name)))
                 running.add(name)
             for ended in pool.ended():
                 running.discard(ended.name)
@@ -61,6 +67,8 @@ def run_sweep(
                     status = "stopped"
                 if status == "failed":
                     failures[ended.name] = _why(folder, ended.name, ended.code)
+                    if ended.code == REFUSED:  # what is there is no use to the next attempt
+                        folder.set_aside(ended.name)
                 states[ended.name] = read_state(folder, ended.name, steps[ended.name], status)
             for name in running:
                 states[name] = read_state(folder, name, steps[name], "running")
@@ -77,6 +85,26 @@ def run_sweep(
     return failures
 
 
+def _command(folder: SweepFolder, name: str) -> list[str]:
+    """Return what brings a run to its end, from its last checkpoint if it can go on from one."""
+    if can_go_on(folder.run_path(name)):
+        return resume_command(folder, name)
+    folder.set_aside(name)
+    return run_command(folder, name)
+
+
+def can_go_on(path: Path) -> bool:
+    """Tell whether a run has a whole checkpoint and was ended from outside: one that failed would fail again."""
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:  # killed outright
+        summary = {"status": "KILLED"}
+    except (OSError, ValueError):
+        return False
+    ended = isinstance(summary, dict) and summary.get("status") == "KILLED"
+    return ended and bool(whole_checkpoints(RunFolder(path))[0])
+
+
 def run_command(folder: SweepFolder, name: str) -> list[str]:
     """Return the command that makes one run, an ordinary run folder in the sweep's."""
     plan: Path = folder.plan_path(name).absolute()
@@ -84,6 +112,12 @@ def run_command(folder: SweepFolder, name: str) -> list[str]:
         sys.executable, "-m", "bandpo_cli", "train", "--config", str(plan), "--name", name,
         "--runs-dir", str(folder.path.absolute()),
     ]  # fmt: skip
+
+
+def resume_command(folder: SweepFolder, name: str) -> list[str]:
+    """Return the command that goes on with one run."""
+    path = str(folder.run_path(name).absolute())
+    return [sys.executable, "-m", "bandpo_cli", "train", "--resume", path]
 
 
 def _why(folder: SweepFolder, name: str, code: int) -> str:

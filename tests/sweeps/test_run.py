@@ -16,6 +16,7 @@ from bandpo_cli.sweeps.plan import plan_runs
 from bandpo_cli.sweeps.pool import LocalPool
 from bandpo_cli.sweeps.run import run_sweep
 from bandpo_cli.sweeps.states import RunState
+from bandpo_cli.tracking.checkpoints import Progress, write_state
 
 WRITER = """
 import json, sys, time
@@ -90,6 +91,43 @@ def test_a_hopeless_run_is_ended_and_stays_ended(
     assert json.loads((folder.run_path("0.2-s0") / "summary.json").read_text())["status"] == "KILLED"
     assert "0.200 at step" in folder.stopped()["0.2-s0"]
     assert execute(folder, monkeypatch, accuracy)[:2] == ({}, [])
+
+
+def checkpoint(run: Path, step: int, status: str | None) -> None:
+    """What a run leaves that was ended after a checkpoint; None: killed outright."""
+    place = run / "checkpoints" / f"step-{step:06d}"
+    place.mkdir(parents=True)
+    write_state(place, Progress(step=step, updates=0, skipped_in_a_row=0, position=0, problems=""))
+    if status is not None:
+        (run / "summary.json").write_text(json.dumps({"status": status}))
+
+
+@pytest.mark.parametrize(("status", "goes_on"), [("KILLED", True), (None, True), ("FAILED", False)])
+def test_a_run_that_was_ended_goes_on_and_one_that_failed_begins_anew(
+    folder: SweepFolder, status: str | None, goes_on: bool
+) -> None:
+    run = folder.run_path("0.1-s0")
+    checkpoint(run, 2, status)
+    command = run_module._command(folder, "0.1-s0")
+    assert ("--resume" in command, "--config" in command) == (goes_on, not goes_on)
+    assert run.exists() == goes_on
+    assert (folder.path / "attempts").exists() != goes_on
+
+
+def test_what_cannot_be_gone_on_with_is_set_aside(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume that is refused leaves the ground free: the next attempt begins anew."""
+    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
+    monkeypatch.setattr(
+        run_module, "resume_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(2)"]
+    )
+    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
+    assert list(failures) == ["0.1-s0"]
+    assert started == ALL[1:]
+    assert (folder.path / "attempts" / "0.1-s0-1").is_dir()
+    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
+    assert (failures, started) == ({}, ALL[:1])
 
 
 def test_one_slot_runs_one_at_a_time(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
