@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from bandpo_cli.cli.stop_signals import StopSignals
 from bandpo_cli.cli.views import eval_figures, make_view
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.reports.run_plots import plot_run
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.artifacts import run_artifacts
@@ -108,8 +111,9 @@ def _take_back(plan: ResumePlan) -> None:
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary(folder.path / "plots")
-    folder.rewind(plan.step)
+    # Checkpoints first: after a kill in between, one that lies ahead of the record would say that lines are missing.
     remove_later(folder, plan.step)
+    folder.rewind(plan.step)
     prune(folder, plan.config.checkpoint)
     folder.write_config(to_yaml(plan.config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -121,13 +125,28 @@ def _run(run: Run, parts: Parts, first: int) -> None:
     from bandpo_cli.training.loop import train
 
     config, folder, signals = run.config, run.folder, run.signals
-    with _recorded(run) as tracker, memory_advice(config), signals.deferred():
+    with _recorded(run) as tracker, memory_advice(config), _disk_advice(folder), signals.deferred():
         with make_view(run.console, config.steps) as view:
             for report in train(config, parts, folder, view.phase, first, lambda: signals.asked):
                 tracker.log_metrics(report.step, report.record)
                 view.show(report)
         if signals.asked and folder.read_metrics()[-1]["step"] < config.steps:
             raise SystemExit(signals.exit_code)
+
+
+@contextmanager
+def _disk_advice(folder: RunFolder) -> Iterator[None]:
+    """Turn a disk that takes no more into one line.
+
+    Raises:
+        RunError: in place of the system's own error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error
 
 
 @contextmanager
@@ -149,10 +168,14 @@ def _recorded(run: Run) -> Iterator[Tracker]:
     finally:
         try:
             _close(run.config, folder, tracker, console, status_of(error), error)
+        except OSError as failure:  # a full disk among them: what ended the run is the thing to tell
+            if error is None:
+                raise
+            warn(console, f"the summary and the plots cannot be written: {failure.strerror or failure}")
         finally:
             if error is not None and (status_of(error) == "KILLED" or folder.checkpoints()):
                 say(console, f"go on by: {resume_command(folder, run.runs_dir)}")
-    _say_where(run.config, folder, console, run.runs_dir)
+    _say_where(run.config, folder, console)
 
 
 def _close(
@@ -195,7 +218,7 @@ def _eval_of(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
 
 
-def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir: Path) -> None:
+def _say_where(config: RunConfig, folder: RunFolder, console: Console) -> None:
     """Print what came out of the run, where it is and how to look at it."""
     records = folder.read_metrics()
     steps = [record for record in records if "train/accuracy" in record]
@@ -219,5 +242,5 @@ def _say_where(config: RunConfig, folder: RunFolder, console: Console, runs_dir:
     line("run folder", str(folder.path))
     line("plots", str(folder.path / "plots"))
     if config.tracking.mlflow:
-        line("MLflow", ui_command(tracking_store(config.tracking, runs_dir).uri))
+        line("MLflow", ui_command(tracking_store(config.tracking, folder.path.absolute().parent).uri))
         line("", f"then Model training › {config.tracking.experiment} › {folder.name} › Model metrics")

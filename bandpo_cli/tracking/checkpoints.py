@@ -129,9 +129,12 @@ def _score(record: Mapping[str, Any], metric: str | None) -> float | None:
 def prune(run: RunFolder, config: CheckpointConfig) -> None:
     """Remove the checkpoints that the settings do not keep, by what the disk has: a resume decides as the run did.
 
-    The record is flushed first: a checkpoint counts only when the line of its step is there.
+    The record is flushed first: a checkpoint counts only when the line of its step is there. Nothing is removed where
+    the updates before the latest one were skipped: the policy may be broken, and the others are what to go back to.
     """
     whole, _ = whole_checkpoints(run)
+    if whole and whole[max(whole)].skipped_in_a_row:
+        return
     run.sync_metrics()
     for step in whole.keys() - kept_steps(whole, run.read_metrics(), config):
         discard(run.checkpoint_dir(step))

@@ -184,8 +184,7 @@ def _finish_step(
             save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
     line = {"step": step, **record, **clock.metrics()}
     folder.append_metrics(line)
-    # Where the latest update was skipped the policy may be broken: then earlier checkpoints stay.
-    if write and not parts.optimizer.skipped_in_a_row:
+    if write:
         prune(folder, config.checkpoint)
     return StepReport(step, line, sample)
 

@@ -25,7 +25,7 @@ from bandpo_cli.tracking.checkpoints import (
 from bandpo_cli.tracking.run_folder import RunFolder
 
 
-def make(run: RunFolder, *steps: int) -> None:
+def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
     """Write checkpoints with weights that are none, and a line of the record for each."""
     for step in steps:
         folder = run.checkpoint_dir(step)
@@ -33,7 +33,7 @@ def make(run: RunFolder, *steps: int) -> None:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "trainer" / "optimizer.safetensors").write_bytes(b"moments")
-        write_state(folder, Progress(step, 4 * step, 0, 64 * step, "abc"))
+        write_state(folder, Progress(step, 4 * step, skipped, 64 * step, "abc"))
 
 
 def names(run: RunFolder) -> list[str]:
@@ -173,3 +173,13 @@ def test_pruning_looks_at_the_record_that_is_on_the_disk(run: RunFolder) -> None
     _cut(run.checkpoint_dir(15))
     prune(run, CheckpointConfig(keep_last=1))
     assert names(run) == ["step-000010", "step-000015", "step-000020"]  # what is damaged is not for pruning
+
+
+def test_nothing_is_removed_while_updates_are_skipped(run: RunFolder) -> None:
+    make(run, 5, 10)
+    make(run, 15, skipped=2)
+    prune(run, CheckpointConfig(keep_last=1, keep_best=0))
+    assert len(names(run)) == 3
+    make(run, 20)
+    prune(run, CheckpointConfig(keep_last=1, keep_best=0))
+    assert names(run) == ["step-000020"]

@@ -1,0 +1,67 @@
+"""The share of a run's time that its checkpoints take: the embedded default, unless settings say otherwise.
+
+    python benchmarks/checkpoints.py [--steps 40] [--folder WHERE] [--set KEY=VALUE ...]
+
+The time of checkpoints is that of writing them (time/checkpoint: room, files, flushes, rename) and of removing older
+ones afterwards, which no figure of metrics.jsonl has. The share is taken of all the time from the first step to the
+last, evaluations included; the checkpoint that ends every run is counted as one of those that are due.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.tasks import build_task
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.training import loop
+from bandpo_cli.training.parts import build
+
+
+def main() -> None:
+    """Train and print the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    config = resolve([{"steps": options.steps}, read_assignments(options.set)])
+    place = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
+    folder = RunFolder.create(place, "run")
+    removing: list[float] = []
+
+    def timed_prune(*arguments: object) -> None:
+        start = time.perf_counter()
+        prune(*arguments)  # type: ignore[arg-type]
+        removing.append(time.perf_counter() - start)
+
+    prune = loop.prune
+    parts = build(config, build_task(config.task))
+    start = time.perf_counter()
+    with mock.patch.object(loop, "prune", timed_prune):
+        for _ in loop.train(config, parts, folder):
+            pass
+    seconds = time.perf_counter() - start
+    parts.close()
+    writing = [record["time/checkpoint"] for record in folder.read_metrics() if "time/checkpoint" in record]
+    latest = max(folder.checkpoints().values())
+    size = sum(path.stat().st_size for path in latest.rglob("*") if path.is_file())
+    shutil.rmtree(place)
+    count, every = len(writing), config.checkpoint.every
+    print(f"{count} checkpoints of {size / 2**20:.1f} MiB in {options.steps} steps, every {every}")
+    print(f"writing   {1000 * statistics.median(writing):7.1f} ms, at most {1000 * max(writing):.1f} ms")
+    print(f"removing  {1000 * statistics.median(removing):7.1f} ms, at most {1000 * max(removing):.1f} ms")
+    share = (sum(writing) + sum(removing)) / seconds
+    print(f"share     {share:7.2%} of {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The first signal waits for the step, the second does not, and nothing of it outlives the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from bandpo_cli.cli.stop_signals import StopSignals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_is_noted_and_the_second_ends(
+    number: int, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with StopSignals() as signals, signals.deferred():
+        assert not signals.asked
+        os.kill(os.getpid(), number)
+        assert signals.asked
+        assert signals.exit_code == code
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), number)
+    assert end.value.code == code
+    assert "once more to drop the step" in capfd.readouterr().err
+
+
+def test_outside_of_a_step_the_first_one_ends() -> None:
+    with StopSignals() as signals:
+        with signals.deferred():
+            pass
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert end.value.code == 143
+
+
+def test_the_handlers_of_before_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with contextlib.suppress(ZeroDivisionError), StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_in_another_thread_nothing_is_touched() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with StopSignals() as signals, signals.deferred():
+            seen.append((signal.getsignal(signal.SIGTERM), signals.asked))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
