@@ -18,7 +18,8 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from bandpo_cli.tracking.mlflow_link import KEY_TAG, Link, find_link, new_link, write_link
+from bandpo_cli.tracking.environment import redact
+from bandpo_cli.tracking.mlflow_link import KEY_TAG, new_link, read_links, write_link
 from bandpo_cli.tracking.mlflow_names import MAX_METRICS_A_BATCH, MAX_PARAMS_A_BATCH, finite_metrics
 from bandpo_cli.tracking.sqlite_store import prepare_store
 from bandpo_cli.tracking.store import Store
@@ -214,16 +215,18 @@ def _client(uri: str) -> Any:
 
 def _linked(cls: type[MlflowMirror], client: Any, store: Store, folder: Path) -> MlflowMirror | None:
     """Return the run of `store` that mirrors `folder`; None when there was none or it is deleted there."""
-    link = find_link(folder, store)
-    if link is None:
-        return None
-    run_id = link.run_id or _made_unheard(client, store, link)
-    there = None if run_id is None else _active_run(client, run_id)
-    if run_id is None or there is None:
-        return None
-    if link.run_id is None:
-        write_link(folder, replace(link, run_id=run_id))
-    return cls(client, run_id, there)
+    links = read_links(folder)
+    for link in sorted(links, key=lambda each: not each.fits(store)):
+        run_id = link.run_id if link.fits(store) else None
+        run_id = run_id or _by_key(client, store, link.key)
+        there = None if run_id is None else _active_run(client, run_id)
+        if run_id is not None and there is not None:
+            if (link.run_id, link.fits(store)) != (run_id, True):
+                write_link(
+                    folder, replace(link, uri=redact(store.uri), experiment=store.experiment, run_id=run_id)
+                )
+            return cls(client, run_id, there)
+    return None
 
 
 def _make(
@@ -242,12 +245,12 @@ def _make(
     return cls(client, str(made.info.run_id), made)
 
 
-def _made_unheard(client: Any, store: Store, link: Link) -> str | None:
-    """Return the run that was made for `link` without an answer that arrived."""
+def _by_key(client: Any, store: Store, key: str) -> str | None:
+    """Return the run with this key: one whose making was not answered, or of a store that has moved."""
     experiment = client.get_experiment_by_name(store.experiment)
-    if experiment is None or not link.key:
+    if experiment is None or not key:
         return None
-    found = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{link.key}'")
+    found = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{key}'")
     return str(found[0].info.run_id) if found else None
 
 

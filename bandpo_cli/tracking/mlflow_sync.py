@@ -13,6 +13,7 @@ from bandpo_cli.tracking.mlflow_link import digest, find_link, note_files, read_
 from bandpo_cli.tracking.mlflow_mirror import MlflowMirror, Record, Sent
 from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
 from bandpo_cli.tracking.run_record import RunRecord, read_run
+from bandpo_cli.tracking.sqlite_store import sqlite_path
 from bandpo_cli.tracking.store import Store, tracking_store
 
 RECORDS_A_CALL = 50
@@ -59,11 +60,17 @@ def store_of(run: RunRecord, uri: str | None, environ: Mapping[str, str] = os.en
     experiment = str(run.tracking.get("experiment") or TrackingConfig().experiment)
     own = run.tracking.get("uri")
     first = next((link.uri for link in read_links(run.path) if link.experiment == experiment), None)
-    if first is not None and "***@" in first:  # kept without its password; the environment may have it whole
+    if first is not None and not _usable(first):
         first = None
     chosen = uri or own or first
     config = TrackingConfig.model_construct(uri=chosen, experiment=experiment)
     return tracking_store(config, runs_dir, environ)
+
+
+def _usable(uri: str) -> bool:
+    """Tell whether the address in a link leads somewhere: none without its password, none of a file that has moved."""
+    database = sqlite_path(uri)
+    return "***@" not in uri and (database is None or database.exists())
 
 
 def sync_run(store: Store, path: Path) -> Synced:

@@ -59,7 +59,7 @@ class MlflowTracker:
         folder: Path,
         warn: Callable[[str], None],
         say: Callable[[str], None] | None = None,
-        finish_within_s: float = 30.0,
+        finish_within_s: float = 60.0,
     ) -> None:
         self._store, self._folder = store, folder
         self._warn, self._say = warn, say or warn

@@ -79,7 +79,10 @@ def end_of(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ru
 
 
 def is_being_written(path: Path) -> bool:
-    """Tell whether another process holds the lock of the run in the folder `path`; one that is dead holds none."""
+    """Tell whether another process holds the lock of the run in the folder `path`; one that is dead holds none.
+
+    Not for the process that holds it: to close the file, as this does, would let go of its own lock.
+    """
     try:
         descriptor = os.open(path / LOCK, os.O_RDONLY)
     except OSError:

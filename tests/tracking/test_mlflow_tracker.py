@@ -116,15 +116,14 @@ def test_a_run_that_was_deleted_at_mlflow_is_made_anew(run):
 def test_an_address_that_refuses_costs_one_warning_and_is_told_at_the_end(run):
     warnings: list[str] = []
     uri = NOWHERE.replace("//", "//me:secret@")
-    begin = time.monotonic()
     said = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
-    assert time.monotonic() - begin < 25
     warnings += said
     assert len(warnings) == 1
     assert "cannot be reached" in warnings[0]
     assert len(closing) == 1
     assert "3 steps" in closing[0]
     assert "5 files" in closing[0]
+    assert closing[0].endswith(f"bandpo sync first --runs-dir {run.path.parent}")
     assert "secret" not in warnings[0] + closing[0]
     assert not any("\n" in line for line in warnings + closing)
 
@@ -193,17 +192,13 @@ from pathlib import Path
 from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
 from bandpo_cli.tracking.store import Store
 
-tracker = MlflowTracker(Store(sys.argv[1], "bandpo", None), Path(sys.argv[2]), print, finish_within_s=3.0)
+tracker = MlflowTracker(Store(sys.argv[1], "bandpo", None), Path(sys.argv[2]), print)
 tracker.start("first", {"seed": 1}, {})
-slowest = 0.0
 for step in range(200):
-    begin = time.perf_counter()
     tracker.log_metrics(step, {"step": step, "train/reward": 1.0})
-    slowest = max(slowest, time.perf_counter() - begin)
     time.sleep(0.01)
-begin = time.perf_counter()
 tracker.finish("FINISHED", [])
-print("slowest", slowest, "finish", time.perf_counter() - begin)
+print("mlflow" in sys.modules, tracker._thread.is_alive())
 """
 
 
@@ -220,11 +215,10 @@ def test_a_store_that_never_answers_holds_up_neither_a_step_nor_the_end_of_the_p
         )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    *lines, figures = done.stdout.splitlines()
-    assert "200 steps" in lines[-1]
-    _, slowest, _, finish = figures.split()
-    assert float(slowest) < 2.0  # MLflow's import takes the interpreter from the steps now and then, no more
-    assert float(finish) < 10.0  # 3 s, with room for a busy machine
+    line, figures = done.stdout.splitlines()
+    assert "200 steps" in line
+    # Not even MLflow's import was paid, and neither finish nor the process waited for the question's 10 s.
+    assert figures == "False True"
 
 
 def test_a_run_in_a_new_process_prints_nothing_and_calls_nobody(run):

@@ -1,0 +1,139 @@
+"""`bandpo sync` as a user types it: what it says, what it exits with, which runs it takes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.__main__ import main
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.sqlite_store import sqlite_uri
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sqlite_uri(tmp_path_factory.mktemp("store") / "mlflow.db")
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # so that the command's own setting does not stay
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "runs"
+
+
+def make(runs: Path, name: str, config: str = "seed: 3\n") -> RunFolder:
+    folder = RunFolder.create(runs, name)
+    folder.write_config(config)
+    folder.append_metrics({"step": 1, "train/reward": 0.5})
+    folder.write_summary({"status": "FINISHED", "steps": 1})
+    return folder
+
+
+def sync(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Return exit code, standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", ["bandpo", "sync", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.out, said.err
+
+
+def test_it_says_what_was_sent_and_the_second_time_that_nothing_was(
+    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(runs, "first")
+    code, out, _ = sync(monkeypatch, capsys, "first", "--tracking-uri", store)
+    assert code == 0
+    assert "sent 1 metric value, 1 param" in out
+    assert "3 files, status FINISHED" in out
+    code, out, _ = sync(monkeypatch, capsys, "runs/first", "--tracking-uri", store)
+    assert (code, out) == (
+        0,
+        "first  sent nothing; there already: 1 metric value, 3 files, status FINISHED\n",
+    )
+
+
+def test_all_takes_the_runs_of_sweeps_and_leaves_out_what_was_not_to_be_tracked(
+    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(runs, "alone")
+    make(runs, "private", "tracking:\n  mlflow: false\n")
+    make(runs / "sweep", "one")
+    (runs / "sweep" / "sweep.yaml").write_text("runs: []\n")
+    (runs / "an-evaluation").mkdir()
+    code, out, _ = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["alone", "sent"],
+        ["private", "left"],
+        ["one", "sent"],
+    ]
+    code, out, _ = sync(monkeypatch, capsys, "private", "sweep", "--tracking-uri", store)
+    assert code == 0
+    assert [" ".join(line.split()[:3]) for line in out.splitlines()] == [
+        "private sent 1",
+        "one sent nothing;",
+    ]
+
+
+def test_a_store_that_is_away_is_asked_once_and_ends_it_with_1(
+    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = NOWHERE.replace("//", "//me:secret@")
+    for name in ("a", "b"):
+        make(runs, name)
+    make(runs, "c", f"tracking:\n  uri: {store}\n")
+    code, _, err = sync(monkeypatch, capsys, "a", "b", "--tracking-uri", uri)
+    assert code == 1
+    assert err.count("cannot be reached") == err.count("\n") == 1
+    assert "secret" not in err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    code, out, err = sync(monkeypatch, capsys, "--all")
+    assert code == 1
+    assert out.startswith("c  sent 1 metric value")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["frist"], "did you mean 'first'?"),
+        ([], "--all"),
+        (["first", "--all"], "not both"),
+        (["--all", "--runs-dir", "elsewhere"], "no runs in elsewhere"),
+        (["damaged"], "metrics.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    runs: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(runs, "first")
+    make(runs, "damaged").metrics_path.write_text("no JSON\n")
+    code, _, err = sync(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_run_does_not_keep_the_others_back(
+    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(runs, "damaged").metrics_path.write_text("no JSON\n")
+    make(runs, "whole")
+    code, out, err = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
+    assert code == 2
+    assert out.startswith("whole  sent 1 metric value")
+    assert "metrics.jsonl" in err

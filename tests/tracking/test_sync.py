@@ -1,0 +1,330 @@
+"""A run folder alone is enough to give MLflow the whole record, once, with honest clocks and the right end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.tracking.lock import LOCK
+from bandpo_cli.tracking.mlflow_link import find_link, link_stamp, read_links, write_link
+from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
+from bandpo_cli.tracking.mlflow_sync import store_of, sync_run
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.run_record import is_being_written, read_records, read_run
+from bandpo_cli.tracking.store import Store, tracking_store
+
+NO_VARIABLES: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Return one SQLite store for all these tests: making its tables takes seconds."""
+    return tracking_store(TrackingConfig(), tmp_path_factory.mktemp("store"), NO_VARIABLES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Return a run of 3 steps that ended without a summary."""
+    folder = RunFolder.create(tmp_path / "runs", "first")
+    folder.write_config(to_yaml(RunConfig(seed=3)))
+    folder.write_env({"versions": {"python": "3.11"}, "git": {"commit": "abc", "dirty": False}})
+    for step in range(3):
+        folder.append_metrics({"step": step, "train/reward": step / 4, "time/step": 2.0, "ratio/max": None})
+    folder.write_eval(0, {"step": 0})
+    return folder
+
+
+def client_of(store: Store) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+
+
+def run_at(store: Store, folder: RunFolder) -> Any:
+    link = find_link(folder.path, store)
+    assert link is not None
+    return client_of(store).get_run(link.run_id)
+
+
+def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
+    there = run_at(store, folder)
+    return Counter(
+        (metric.key, metric.step, metric.value)
+        for key in there.data.metrics
+        for metric in client_of(store).get_metric_history(there.info.run_id, key)
+    )
+
+
+def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
+    return Counter(
+        (key, record["step"], float(value))
+        for record in folder.read_metrics()
+        for key, value in record.items()
+        if key != "step" and value is not None
+    )
+
+
+def track(store: Store, folder: RunFolder, config: RunConfig, parent: str | None = None) -> None:
+    """Track the run as `bandpo train` does."""
+    tracker = MlflowTracker(store, folder.path, pytest.fail)
+    env = json.loads((folder.path / "env.json").read_text())
+    tracker.start(folder.name, config.model_dump(mode="json"), run_tags(env, parent))
+    for record in folder.read_metrics():
+        tracker.log_metrics(record["step"], record)
+    tracker.finish("FINISHED", [])
+
+
+def test_a_run_that_was_never_tracked_is_sent_whole_and_only_once(store: Store, folder: RunFolder) -> None:
+    folder.write_summary({"status": "FAILED", "steps": 2})
+    sent = sync_run(store, folder.path)
+    assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (6, 0, 5, "FAILED")
+    assert history(store, folder) == metrics_of(folder)
+    there = run_at(store, folder)
+    assert there.info.run_name == "first"
+    assert there.data.params["seed"] == "3"
+    assert there.data.tags["mlflow.source.git.commit"] == "abc"
+    top = [file.path for file in client_of(store).list_artifacts(there.info.run_id)]
+    assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
+    again = sync_run(store, folder.path)
+    assert again.nothing
+    assert (again.metrics.there, again.files_there) == (6, 5)
+    assert history(store, folder) == metrics_of(folder)
+
+
+def test_it_sends_what_the_tracker_would_have_sent(store: Store, folder: RunFolder, tmp_path: Path) -> None:
+    """The params come from a YAML file here and from the settings in memory there: they must read the same."""
+    config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
+    folder.write_config(to_yaml(config))
+    other = RunFolder.create(tmp_path / "runs", "second")
+    for name in ("config.yaml", "env.json", "metrics.jsonl"):
+        (other.path / name).write_bytes((folder.path / name).read_bytes())
+    track(store, folder, config, parent="a-sweep")
+    sync_run(store, other.path)
+    tracked, synced = run_at(store, folder).data, run_at(store, other).data
+    assert synced.params == tracked.params
+    own = {"mlflow.runName", "bandpo.run"}
+    assert {k: v for k, v in synced.tags.items() if k not in own} == {
+        k: v for k, v in tracked.tags.items() if k not in own
+    }
+    assert synced.tags["mlflow.parentRunId"] == "a-sweep"
+    assert history(store, other) == history(store, folder)
+
+
+def test_only_what_is_missing_is_sent(store: Store, folder: RunFolder) -> None:
+    track(store, folder, RunConfig(seed=3))
+    for step in (3, 4):
+        folder.append_metrics({"step": step, "train/reward": 1.0, "time/step": 2.0})
+    sent = sync_run(store, folder.path)
+    assert (sent.metrics.new, sent.metrics.there, sent.params) == (4, 6, 0)
+    assert history(store, folder) == metrics_of(folder)
+
+
+def test_a_step_that_was_done_again_is_not_there_twice(store: Store, folder: RunFolder) -> None:
+    """Its time is another one; MLflow keeps the first, and the sync says so."""
+    sync_run(store, folder.path)
+    before = history(store, folder)
+    folder.rewind(1)
+    folder.append_metrics({"step": 2, "train/reward": 0.5, "time/step": 9.0})
+    sent = sync_run(store, folder.path)
+    assert (sent.metrics.new, sent.metrics.there, sent.metrics.differing) == (0, 6, 1)
+    assert history(store, folder) == before
+
+
+def test_a_changed_file_is_sent_again_and_one_that_mlflow_lost_too(store: Store, folder: RunFolder) -> None:
+    sync_run(store, folder.path)
+    folder.write_env({"versions": {"python": "3.12"}, "git": {"commit": "abc", "dirty": False}})  # as long
+    assert sync_run(store, folder.path).files == 1
+    artifacts = Path(run_at(store, folder).info.artifact_uri.removeprefix("file://"))
+    (artifacts / "metrics.jsonl").unlink()
+    assert sync_run(store, folder.path).files == 1
+    assert sync_run(store, folder.path).nothing
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from bandpo_cli.tracking.lock import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, folder: RunFolder) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "held\n"
+        sent = sync_run(store, folder.path)
+        assert (sent.writing, sent.files, sent.metrics.new) == (True, 0, 6)
+        assert run_at(store, folder).info.status == "RUNNING"
+        writer.kill()
+    assert (folder.path / LOCK).exists()
+    assert not is_being_written(folder.path)
+    sent = sync_run(store, folder.path)
+    assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
+    assert run_at(store, folder).info.status == "KILLED"  # it could not say so any more
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        (None, "KILLED"),
+        ({"status": "FINISHED", "steps": 2}, "FINISHED"),
+        ({"status": "FAILED", "steps": 2}, "FAILED"),
+        ({"status": "KILLED", "steps": 2}, "KILLED"),
+        ({"status": "FAILED", "steps": 1}, "KILLED"),  # of before a resume that was killed
+        ({"status": "lost"}, "KILLED"),
+    ],
+)
+def test_how_a_run_has_ended(folder: RunFolder, summary: dict[str, Any] | None, status: str) -> None:
+    if summary is not None:
+        folder.write_summary(summary)
+    assert read_run(folder.path).status == status
+
+
+def written(path: Path, second: float) -> None:
+    os.utime(path, (second, second))
+
+
+def test_clocks_come_from_the_seconds_of_the_steps_and_the_times_of_the_files(folder: RunFolder) -> None:
+    """By hand: the last line at 1000 s, so the one before at 998; its own completions say that it was at 900."""
+    written(folder.path / "metrics.jsonl", 1000)
+    written(folder.path / "evals" / "step-000000.json", 5000)  # a copy of a file says nothing
+    assert [record.clock_ms for record in read_records(folder.path)] == [996_000, 998_000, 1_000_000]
+    samples = folder.write_samples(1, [])
+    written(samples, 900)
+    assert [record.clock_ms for record in read_records(folder.path)] == [898_000, 900_000, 1_000_000]
+    written(folder.path / "config.yaml", 897)
+    run = read_run(folder.path)
+    assert (run.start_ms, run.end_ms) == (896_000, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "seed: ["),
+        ("config.yaml", ""),
+        ("env.json", "{"),
+        ("summary.json", "[]"),
+        ("metrics.jsonl", "half a line\n"),
+        ("metrics.jsonl", '{"step": "x"}\n'),
+    ],
+)
+def test_a_damaged_folder_is_told_by_its_file(folder: RunFolder, name: str, text: str) -> None:
+    (folder.path / name).write_text(text)
+    with pytest.raises(UserError, match=name) as told:
+        read_run(folder.path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_run_whose_making_was_not_answered_is_found_and_not_made_twice(
+    store: Store, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    make = MlflowClient.create_run
+
+    def unheard(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        raise TimeoutError("made, but the answer was lost")
+
+    monkeypatch.setattr(MlflowClient, "create_run", unheard)
+    with pytest.raises(TimeoutError):
+        sync_run(store, folder.path)
+    monkeypatch.setattr(MlflowClient, "create_run", make)
+    sync_run(store, folder.path)
+    (link,) = read_links(folder.path)
+    client = client_of(store)
+    experiment = client.get_experiment_by_name(store.experiment)
+    found = client.search_runs([experiment.experiment_id], f"tags.`bandpo.run` = '{link.key}'")
+    assert [each.info.run_id for each in found] == [link.run_id]
+
+
+def test_a_tracker_notices_that_a_sync_has_sent_meanwhile(store: Store, folder: RunFolder) -> None:
+    tracker = MlflowTracker(store, folder.path, pytest.fail)
+    mirror = MlflowMirror.connect(store, folder.path, folder.name, flat_params({}), {})
+    tracker._mirror, tracker._link = mirror, link_stamp(folder.path)  # connected, with nothing sent yet
+    sync_run(store, folder.path)  # what the tracker has seen of MLflow is out of date now
+    for record in folder.read_metrics():
+        tracker.log_metrics(record["step"], record)
+    tracker._reached = True
+    tracker._send_all()
+    assert history(store, folder) == metrics_of(folder)
+
+
+def test_a_resumed_run_is_tracked_with_what_mlflow_missed_of_before(store: Store, folder: RunFolder) -> None:
+    """The first process never reached MLflow; the second tells the tracker of its own steps only."""
+    tracker = MlflowTracker(store, folder.path, pytest.fail)
+    tracker.start(folder.name, {"seed": 3}, {})
+    record = {"step": 3, "train/reward": 1.0, "time/step": 2.0}
+    folder.append_metrics(record)
+    tracker.log_metrics(3, record)
+    tracker.finish("FINISHED", [])
+    assert history(store, folder) == metrics_of(folder)
+
+
+def test_a_sync_to_another_store_leaves_the_runs_own_link_first(store: Store, folder: RunFolder) -> None:
+    track(store, folder, RunConfig(seed=3))
+    elsewhere = Store(store.uri, "another experiment", store.artifact_location)
+    sync_run(elsewhere, folder.path)
+    assert [link.experiment for link in read_links(folder.path)] == ["bandpo", "another experiment"]
+    assert history(elsewhere, folder) == history(store, folder) == metrics_of(folder)
+
+
+def test_a_runs_folder_that_has_moved_keeps_its_mlflow_run(folder: RunFolder, store: Store) -> None:
+    """The address in the link leads nowhere; the run is found in the store by its key."""
+    sync_run(store, folder.path)
+    (link,) = read_links(folder.path)
+    moved = replace(link, uri=f"sqlite:///{folder.path}/gone.db")
+    (folder.path / "mlflow.json").unlink()
+    write_link(folder.path, moved)
+    found = store_of(read_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
+    assert found.uri == store.uri
+    assert sync_run(store, folder.path).nothing
+    assert run_at(store, folder).info.run_id == link.run_id
+
+
+def test_where_a_run_belongs(folder: RunFolder, store: Store) -> None:
+    """The option, the settings, where it was sent first, the environment, the runs folder: in this order."""
+    variables = {"MLFLOW_TRACKING_URI": "http://env"}
+    runs = folder.path.parent
+
+    def uri(option: str | None = None, environ: dict[str, str] = NO_VARIABLES) -> str:
+        return store_of(read_run(folder.path), option, environ).uri
+
+    assert uri() == f"sqlite:///{runs}/mlflow.db"
+    (runs / "sweep.yaml").write_text("runs: []\n")
+    assert uri() == f"sqlite:///{runs.parent}/mlflow.db"
+    assert uri(environ=variables) == "http://env"
+    sync_run(store, folder.path)
+    assert uri(environ=variables) == store.uri
+    folder.write_config(to_yaml(RunConfig(tracking=TrackingConfig(uri="http://own"))))
+    assert uri(environ=variables) == "http://own"
+    assert uri("http://option", variables) == "http://option"
+
+
+def test_a_password_is_not_taken_for_what_it_was_blotted_out_with(folder: RunFolder) -> None:
+    link = {"uri": "http://***@host", "experiment": "bandpo", "key": "k", "run_id": "r"}
+    (folder.path / "mlflow.json").write_text(json.dumps(link))
+    whole = "http://me:secret@host"
+    assert store_of(read_run(folder.path), None, {"MLFLOW_TRACKING_URI": whole}).uri == whole
