@@ -1,0 +1,164 @@
+"""Names cannot lead out of the runs folder, whoever wrote them: the user, a sweep's plan, a file in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.cli import sweep_request
+from bandpo_cli.cli.model_ref import find_model
+from bandpo_cli.cli.preflight import check_model_path, choose_name
+from bandpo_cli.config.task import task_layer
+from bandpo_cli.errors import UserError
+from bandpo_cli.reports.sweep import read_sweep, select_runs
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.tracking.eval_folder import EvalFolder
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.run_names import make_folder
+from tests.fuzz.mutate import NAMES
+from tests.fuzz.outcome import taken
+
+TEXTS = st.one_of(
+    st.text(),
+    st.text(alphabet="./\\~aA0_-+=,@ \x00\n", max_size=20),
+    st.lists(st.sampled_from(["..", ".", "a", "", "/", "\\", "con", "~"])).map("/".join),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_names_of_folders(tmp_path: Path, name: str) -> None:
+    _a_folder_of_its_own_or_none(tmp_path, name)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS)
+@example("a" * 200)
+@example("a" * 201)
+def test_any_text_as_a_name_is_refused_or_makes_a_folder_of_the_runs_folder(
+    tmp_path: Path, name: str
+) -> None:
+    _a_folder_of_its_own_or_none(tmp_path, name)
+
+
+def _a_folder_of_its_own_or_none(place: Path, name: str) -> None:
+    runs = place / "deep" / "runs"
+    before = set(place.rglob("*"))
+    made: list[Path] = []
+    if not taken(lambda: made.append(make_folder(runs, choose_name(runs, name, "d"))), name):
+        assert set(place.rglob("*")) == before
+        return
+    (path,) = made
+    assert path.parent == runs
+    assert path.is_dir()
+    assert path.resolve().parent == runs.resolve()
+    assert set(place.rglob("*")) - before <= {place / "deep", runs, path}
+    path.rmdir()
+
+
+@pytest.mark.parametrize("device", ["con", "NUL", "aux.txt", "COM1", "lpt9.log", "a.", "v1."])
+def test_names_that_windows_has_no_folder_of(tmp_path: Path, device: str) -> None:
+    with pytest.raises(UserError, match="Windows") as error:
+        make_folder(tmp_path, device)
+    other = str(error.value).rpartition("--name ")[2]
+    assert make_folder(tmp_path, other).is_dir(), "the name that is proposed can be used"
+
+
+def test_references_find_something_or_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of reference with every odd name, also in place of the runs folder."""
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    make_folder(runs, "real")
+    calls: list[Callable[[str], Any]] = [
+        lambda name: RunFolder.open(runs, name),
+        lambda name: SweepFolder.open(runs, name),
+        lambda name: EvalFolder.open(runs, name),
+        lambda name: find_model(name, runs),
+        lambda name: check_model_path(name),
+        lambda name: select_runs([Path(name)], runs),
+        lambda name: task_layer(name),
+        lambda name: choose_name(Path(name), None, "default"),
+        lambda name: RunFolder.open(Path(name), "real"),
+        lambda name: SweepFolder.open(Path(name), "real"),
+        lambda name: EvalFolder.open(Path(name), "real"),
+        lambda name: find_model("real", Path(name)),
+        lambda name: select_runs([Path("real")], Path(name)),
+    ]
+    for name in NAMES:
+        for call in calls:
+            taken(lambda call=call, name=name: call(name), name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["real", "runs"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_request, "check_settings", lambda config: None)
+
+
+def sweep_of_two(place: Path) -> Path:
+    request = sweep_request.plan(None, {"bounds.method": "clip,none"}, [], None, None, [], None, place)
+    return sweep_request.create_sweep(request, place, "s").path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "../s", "/tmp/x", "a/b", "..", ".", "", "plans", "report", "a\nb", "x" * 300, 5, None, ["a"]],
+    ids=repr,
+)
+def test_a_plan_that_was_handed_over_cannot_name_what_lies_elsewhere(tmp_path: Path, name: object) -> None:
+    folder = sweep_of_two(tmp_path / "runs")
+    plan = yaml.safe_load((folder / "sweep.yaml").read_text())
+    plan["runs"][0]["name"] = name
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(plan))
+    for written in (tmp_path / "x.yaml", folder / "x.yaml"):  # what such a name could find
+        written.write_text("seed: 0\n")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"sweep\.yaml"):
+        SweepFolder.open(tmp_path / "runs", "s")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", "a\nb"])
+def test_a_report_reads_no_run_from_elsewhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]}))
+    with pytest.raises(UserError, match="no folder's name"):
+        read_sweep(tmp_path)
+
+
+def test_a_run_twice_or_with_an_odd_seed_is_refused(tmp_path: Path) -> None:
+    folder = sweep_of_two(tmp_path)
+    plan = yaml.safe_load((folder / "sweep.yaml").read_text())
+    for change, part in (
+        ({"name": plan["runs"][1]["name"]}, "twice"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "0"}, "seed"),
+    ):
+        runs = [{**plan["runs"][0], **change}, plan["runs"][1]]
+        (folder / "sweep.yaml").write_text(yaml.safe_dump({**plan, "runs": runs}))
+        with pytest.raises(UserError, match=part):
+            SweepFolder.open(tmp_path, "s")
+
+
+def test_a_link_in_place_of_a_run_is_set_aside_and_never_followed(tmp_path: Path) -> None:
+    folder = SweepFolder.open(tmp_path, sweep_of_two(tmp_path).name)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    name = folder.runs[0].name
+    folder.run_path(name).symlink_to(elsewhere)
+    folder.set_aside(name)
+    assert not folder.run_path(name).exists()
+    assert (elsewhere / "kept").read_text() == "kept"
+    assert (folder.path / "attempts" / f"{name}-1").is_symlink()
+
+
+def test_an_arm_whose_name_is_too_long_for_a_folder(tmp_path: Path) -> None:
+    sweep = tmp_path / "s.yaml"
+    sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
+    with pytest.raises(UserError, match="a shorter one"):
+        sweep_request.plan(sweep, {}, [], None, None, [], None, tmp_path)
