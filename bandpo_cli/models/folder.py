@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.paths import check_regular, is_there, read_text
 
@@ -27,6 +28,7 @@ _MOST_JSON = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _COUNTS = ("layer", "expert", "block")
 """Parts of the names of settings that say how often something is made."""
+_MOST_OFTEN, _MOST_LAYERS = 10_000, 1000
 
 
 @contextmanager
@@ -72,6 +74,8 @@ def check_files(location: str, path: str) -> None:
             continue
         check_regular(folder / name, f"{where}: {name}")
         content = _object(folder / name, f"{where}: {name}") if name in _SMALL else {}
+        if name == "config.json":
+            _check_counts(content, f"{where}: {name}")
         if "transformers_weights" in content:
             names.append(content["transformers_weights"])
         if name == INDEX:
@@ -82,6 +86,15 @@ def check_files(location: str, path: str) -> None:
             raise UserError(
                 f"{where}: names {name!r} for its weights; a safetensors file beside it is expected"
             )
+
+
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a million layers before transformers writes a list of them."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value, where)
+        elif isinstance(value, int) and value > _MOST_OFTEN and any(part in name for part in _COUNTS):
+            raise UserError(f"{where}: {name} = {value!s:.20}: more than {_MOST_OFTEN:,}")
 
 
 def check_weights(location: str, path: str) -> None:
@@ -109,42 +122,32 @@ def _object(path: Path, where: str) -> dict[str, Any]:
     return content
 
 
-def check_sizes(location: str, described: PreTrainedConfig, path: str) -> None:
+def check_sizes(location: str, described: PreTrainedConfig, config: ModelConfig) -> None:
     """Refuse a config that asks for far more than the folder's weights hold, before any of it is made.
 
     Raises:
         UserError: with both sizes.
     """
     folder = Path(location)
-    if not folder.is_dir() or getattr(
-        described, "auto_map", None
-    ):  # code of its own need not run without data
+    own_code = config.trust_remote_code and getattr(described, "auto_map", None)
+    if not folder.is_dir() or own_code:  # code of its own need not run without data
         return
-    shapes = [shape for file in sorted(folder.glob("*.safetensors")) for shape in _shapes(file)]
-    where = f"model.path = {path!r}: config.json"
-    for name, count in _counts(described.to_dict()):
-        if count > (len(shapes) or 1000) * (1 if name == "num_hidden_layers" else 100) + 1000:
-            raise UserError(
-                f"{where}: {name} = {count} is too large; the weights are {len(shapes):,} tensors"
-            )
+    files = sorted(folder.glob("*.safetensors"))
+    shapes = [shape for file in files for shape in _shapes(file)]
+    where = f"model.path = {config.path!r}: config.json"
+    layers = getattr(described.get_text_config(), "num_hidden_layers", 0)
+    if layers > (len(shapes) if files else _MOST_LAYERS):
+        raise UserError(f"{where}: num_hidden_layers = {layers}, but the weights are {len(shapes):,} tensors")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(described)
+        model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
     asked, held = sum(each.numel() for each in model.parameters()), sum(map(math.prod, shapes))
-    if shapes and asked > 2 * held:  # an output embedding that is the input's is stored once
+    if files and asked > 2 * held:  # an output embedding that is the input's is stored once
         raise UserError(f"{where}: describes {asked:,} parameters, but the weights hold {held:,}")
 
 
 def _shapes(file: Path) -> list[list[int]]:
     with safe_open(file, "pt") as weights:
         return [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118 - no mapping
-
-
-def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _counts(value)
-        elif isinstance(value, int) and any(part in name for part in _COUNTS):
-            yield name, value
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:

@@ -109,7 +109,7 @@ def _load(
     check_weights(location, config.path)
     disable_progress_bar()  # its bars would break into the run's own view
     with loading(config.path), _quiet("transformers.modeling_utils"):
-        check_sizes(location, described, config.path)
+        check_sizes(location, described, config)
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=config.trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
@@ -121,8 +121,11 @@ def _load(
             output_loading_info=True,
         )
         check_loaded(model, info, config.path)
-        ids = tokenizer("1 + 1 = 2")["input_ids"]
-        tokenizer.decode(ids)
+        ids = tokenizer("1+1=2")["input_ids"]
+        if not ids or not isinstance(tokenizer.decode(ids), str):
+            raise UserError(
+                f"model.path = {config.path!r}: its tokenizer reads nothing; is tokenizer.json there?"
+            )
     return model, tokenizer
 
 

@@ -91,7 +91,7 @@ def shape_of(config: ModelConfig) -> PreTrainedModel:
     """
     described = read_config(config)
     with loading(config.path, "its config cannot be read"):
-        check_sizes(model_location(config), described, config.path)
+        check_sizes(model_location(config), described, config)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described,
