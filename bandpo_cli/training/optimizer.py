@@ -90,23 +90,23 @@ class Optimizer:
         Raises:
             ValueError: the state is of another model.
         """
-        narrow = [each for each in zip(self._names, self._pairs, strict=True) if each[1][0] is not each[1][1]]
-        moments = [key for key in state if not key.endswith(".master")]
-        unknown = {key.rpartition(".")[0] for key in state} - set(self._names)
-        if unknown or {f"{name}.master" for name, _ in narrow} != state.keys() - set(moments):
-            raise ValueError(
-                f"it is the state of other parameters{': ' if unknown else ''}{min(unknown, default='')}"
-            )
-        with torch.no_grad():
-            for name, (_, master) in narrow:
-                master.copy_(state[f"{name}.master"])
         masters = dict(zip(self._names, self._parameters, strict=True))
-        for key in moments:
-            name, _, moment = key.rpartition(".")
-            master = masters[name]
-            # AdamW counts its steps in a scalar that stays on the CPU, as it does in a run that was never stopped.
-            place = master.device if state[key].ndim else torch.device("cpu")
-            self._adamw.state[master][moment] = state[key].to(place)
+        narrow = {
+            name for name, (each, master) in zip(self._names, self._pairs, strict=True) if each is not master
+        }
+        keys = [(key, *key.rpartition(".")[::2]) for key in state]
+        strange = {name for _, name, _ in keys} - set(masters)
+        strange |= narrow ^ {name for _, name, kind in keys if kind == "master"}
+        if strange:
+            raise ValueError(f"it is the state of other parameters or types ({min(strange)} among them)")
+        for key, name, kind in keys:
+            master, tensor = masters[name], state[key]
+            if kind == "master":
+                with torch.no_grad():
+                    master.copy_(tensor)
+            else:
+                # AdamW counts its steps in a scalar that stays on the CPU, as in a run that was never stopped.
+                self._adamw.state[master][kind] = tensor.to(master.device) if tensor.ndim else tensor
         self.update, self.skipped_in_a_row = update, skipped_in_a_row
 
     def zero_grad(self) -> None:
