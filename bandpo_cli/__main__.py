@@ -7,6 +7,7 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
+from bandpo_cli.cli.machine import machine_trouble
 from bandpo_cli.errors import RunError, UserError, one_line
 from bandpo_cli.sweeps.child import end_with_parent
 
@@ -23,6 +24,12 @@ def main() -> None:
         sys.exit(_complain(str(error)))
     except RunError as error:
         _complain(str(error))
+        sys.exit(1)
+    except OSError as error:
+        trouble = machine_trouble(error)
+        if trouble is None:
+            raise
+        _complain(trouble)
         sys.exit(1)
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bandpo_cli.cli.lines import say, warn
+from bandpo_cli.cli.machine import machine_trouble
 from bandpo_cli.cli.memory import memory_advice
 from bandpo_cli.cli.resume import ResumePlan, resume_command
 from bandpo_cli.cli.stop_signals import StopSignals
@@ -157,8 +158,6 @@ def _recorded(run: Run) -> Iterator[Tracker]:
     tracker = open_tracker(run.config.tracking, folder.path, partial(warn, console))
     env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
     tracker.start(folder.name, run.config.model_dump(mode="json"), run_tags(env, run.config.tracking.parent))
-    for record in folder.read_metrics():  # of a resumed run; MLflow is not sent again what it has
-        tracker.log_metrics(record["step"], record)
     error: BaseException | None = None
     try:
         yield tracker
@@ -171,7 +170,8 @@ def _recorded(run: Run) -> Iterator[Tracker]:
         except OSError as failure:  # a full disk among them: what ended the run is the thing to tell
             if error is None:
                 raise
-            warn(console, f"the summary and the plots cannot be written: {failure.strerror or failure}")
+            why = machine_trouble(failure) or failure.strerror or failure
+            warn(console, f"the summary and the plots cannot be written: {why}")
         finally:
             if error is not None and (status_of(error) == "KILLED" or folder.checkpoints()):
                 say(console, f"go on by: {resume_command(folder, run.runs_dir)}")

@@ -83,8 +83,8 @@ def _check_room(policy: Policy, state: dict[str, torch.Tensor], folder: Path) ->
     free = shutil.disk_usage(folder.parent).free
     if free < takes:
         raise RunError(
-            f"no room for the checkpoint of {folder.name}: it takes {takes / 2**30:.1f} GiB and {folder.parent} has "
-            f"{free / 2**30:.1f} GiB; make room, or keep fewer by checkpoint.keep_last and checkpoint.keep_best"
+            f"no room for the checkpoint of {folder.name}: it takes {takes / 2**20:,.0f} MiB and {folder.parent} has "
+            f"{free / 2**20:,.0f} MiB; make room, or keep fewer by checkpoint.keep_last and checkpoint.keep_best"
         )
 
 

@@ -1,0 +1,137 @@
+"""What a run meets when the machine has no more to give: one line, exit code 1, and a record that goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.cli.machine import machine_trouble
+
+SMALL = [
+    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[4]",
+    "--set", "checkpoint.every=2", "--no-mlflow", "--name", "a",
+]  # fmt: skip
+
+
+def train(
+    *arguments: str, cwd: Path, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bandpo_cli", "train", *arguments], capture_output=True, text=True, cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240, preexec_fn=before,
+    )  # fmt: skip
+
+
+@contextmanager
+def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
+    """A disk of this size; the test is skipped where none can be mounted."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Fill a disk up to `leave` bytes, and return the file to remove again."""
+    state = os.statvfs(disk)
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        file.write(bytes(max(state.f_bavail * state.f_frsize - leave, 0)))
+    return filler
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 200) as disk:
+        runs = ["--runs-dir", str(disk / "runs")]
+        done = train("--steps", "2", *SMALL, *runs, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        filler = fill(disk, 1 << 20)
+        full = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
+        assert full.returncode == 1
+        assert full.stderr.startswith("error: no room for the checkpoint of step-000004")
+        assert full.stderr.count("\n") == 1
+        assert "go on by: bandpo train --resume a" in full.stdout
+        filler.unlink()
+        again = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
+        assert again.returncode == 0, again.stdout + again.stderr
+        lines = (disk / "runs/a/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+        # From the first byte on: nothing begins.
+        fill(disk, 0)
+        none = train("--steps", "2", *SMALL[:-1], "b", *runs, cwd=tmp_path)
+        assert none.returncode == 1
+        assert none.stderr.startswith("error: ")
+        assert "no room is left on the disk" in none.stderr
+        assert none.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_read_only_runs_folder_is_told_before_anything_loads(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
+        assert done.returncode == 2
+        assert "may not be written to; name another folder" in done.stderr
+
+
+@pytest.mark.slow
+def test_files_that_may_not_grow_end_the_run_in_a_line(tmp_path: Path) -> None:
+    """A limit that every user can set meets the same code as a full disk."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+
+    done = train("--steps", "2", *SMALL, cwd=tmp_path, before=limit)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
+    assert done.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["status"] == "FAILED"
+    assert not list((tmp_path / "runs/a/checkpoints").glob("step-*"))
+    again = train("--resume", "a", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.mark.slow
+def test_out_of_memory_names_what_takes_less(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
+
+    many = [
+        "--set",
+        "sampling.prompts=2048",
+        "--set",
+        "sampling.samples=64",
+        "--set",
+        "sampling.max_sequences=200000",
+    ]
+    done = train("--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit)
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr
+    assert "--set sampling.max_sequences=50000" in done.stderr
+
+
+def test_only_the_machines_troubles_are_told_so() -> None:
+    assert machine_trouble(OSError("no number")) is None
+    assert machine_trouble(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
+    assert machine_trouble(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
+    assert (
+        machine_trouble(OSError(errno.ENOSPC, "full")) == "no room is left on the disk; make some, and go on"
+    )
