@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import is_there, names_with, user_path
+from bandpo_cli.paths import check_regular, is_there, names_with, user_path
 from bandpo_cli.tracking.files import finite, remove_temporary, sync_file, write_json, write_text
 from bandpo_cli.tracking.run_names import make_folder
 from bandpo_cli.tracking.tables import SampleRow, write_sample_table, write_token_table
@@ -165,15 +165,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises UserError when another line is not a JSON object with a step.
     """
-    if not path.exists():
+    if not is_there(path):
         return []
+    check_regular(path, str(path))
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
             record["step"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             problem = f"is not a JSON object with a step: {line[:80]!r}"
             raise UserError(f"{path}, line {number} {problem}") from None
         records.append(record)

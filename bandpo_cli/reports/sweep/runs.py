@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import check_regular, is_there, read_text
+from bandpo_cli.paths import is_there, read_text
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.find import ArmRun
 from bandpo_cli.reports.sweep.settings import read_settings
@@ -133,11 +133,8 @@ def _read(run: ArmRun) -> RunRecord:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl in the order of their steps, with numbers alone (others are left out)."""
-    path = folder / "metrics.jsonl"
     try:
-        if is_there(path):
-            check_regular(path, str(path))
-        lines = read_metrics(path)
+        lines = read_metrics(folder / "metrics.jsonl")
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
     except OSError as error:
