@@ -1,0 +1,209 @@
+"""Files of problems, completions and probabilities from anyone, and those of sweeps that were handed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from bandpo_cli.cli.bounds_input import probabilities
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.task import task_layer
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.reports.sweep import select_runs
+from bandpo_cli.reports.sweep.runs import read_run
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.tasks import build_task
+from bandpo_cli.tasks.completions import read_completions
+from bandpo_cli.tasks.hub import read_hub
+from bandpo_cli.tracking.recorded import read_tokens
+from bandpo_cli.tracking.tables import TOKEN_COLUMNS, write_token_table
+from tests.fuzz.mutate import (
+    JSON_TEXTS,
+    KINDS,
+    YAML_TEXTS,
+    as_json,
+    as_yaml,
+    changed_values,
+    damaged,
+    no_file,
+)
+from tests.fuzz.outcome import taken
+from tests.reports.sweep_folders import write_run
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f"{i}+1?", "answer": str(i + 1), "level": i, "data_source": "x", "extra_info": {"a": [i]},
+     "completions": ["Answer: 1", "x"]}
+    for i in range(30)
+]  # fmt: skip
+LINES = b"\n".join(map(as_json, ROWS))
+EFFORT = pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
+SHORT = tuple(text for text in JSON_TEXTS if len(text) < 60_000)
+
+
+def written(path: Path) -> bytes:
+    """Write `ROWS` in the format of the ending."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif path.suffix == ".csv":
+        path.write_text("question,answer,completion\n" + "".join(f'"{i}, 1?",{i},x\n' for i in range(30)))
+    else:
+        path.write_bytes(as_json(ROWS) if path.suffix == ".json" else LINES)
+    return path.read_bytes()
+
+
+def contents(path: Path, count: int) -> Iterator[bytes]:
+    """Yield damaged files, and for JSON files with other values."""
+    good = written(path)
+    yield from damaged(good, () if path.suffix == ".parquet" else SHORT, 1, count)
+    if path.suffix == ".json":
+        yield from map(as_json, changed_values(ROWS, 2, count))
+    elif path.suffix == ".jsonl":
+        changed = (each for each in changed_values(ROWS, 3, count) if isinstance(each, list))
+        yield from (b"\n".join(map(as_json, each)) for each in changed)
+
+
+def problems(path: Path) -> None:
+    task = build_task(resolve([{"task": task_layer(str(path))}]).task)
+    task.train_problems()
+    task.heldout_sets()
+    task.notes()
+
+
+READERS: list[Callable[[Path], Any]] = [problems, read_completions]
+
+
+@EFFORT
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("read", READERS)
+def test_data_files(tmp_path: Path, read: Callable[[Path], Any], ending: str, count: int) -> None:
+    path = tmp_path / f"data{ending}"
+    found = []
+    for content in contents(path, count):
+        path.write_bytes(content)
+        found.append(taken(lambda: read(path), content[:2000]))
+    assert 0 < sum(found) < len(found)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    for ending in (".jsonl", ".parquet"):
+        path = tmp_path / f"data{ending}"
+        written(path)
+        with no_file(path, kind):
+            for read in READERS:
+                assert not taken(lambda read=read, path=path: read(path), (kind, ending))
+            assert not taken(lambda path=path: probabilities([], path), kind)
+
+
+@EFFORT
+def test_files_of_probabilities(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "p.txt"
+    found = []
+    for content in damaged(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, count):
+        path.write_bytes(content)
+        found.append(taken(lambda: probabilities([], path), content[:500]))
+    assert 0 < sum(found) < len(found)
+
+
+def test_a_script_beside_data_is_never_run(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    mark = tmp_path / "mark"
+    (folder / "set.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        list(read_hub(str(folder), None, "train", "give a file"))
+    assert not mark.exists()
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of two runs, one of them whole, as another person would hand it over."""
+    folder = tmp_path_factory.mktemp("runs") / "sweep"
+    runs = [{"name": f"{arm}-s0", "arm": arm, "seed": 0} for arm in ("clip", "none")]
+    for run in runs:
+        write_run(folder / run["name"], (f"bounds.method={run['arm']}",), steps=2)
+        (folder / run["name"] / "config.yaml").write_text(f"steps: 2\nbounds: {{method: {run['arm']}}}\n")
+    (folder / "plans").mkdir()
+    for run in runs:
+        (folder / "plans" / f"{run['name']}.yaml").write_text("seed: 0\n")
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": "sweep", "baseline": "clip", "runs": runs}))
+    (folder / "stopped.json").write_text('{"none-s0": "far behind"}')
+    write_token_table(
+        folder / "clip-s0" / "tokens" / "step-000001.parquet", {name: [0.5, 0.25] for name in TOKEN_COLUMNS}
+    )
+    return folder
+
+
+def read_all(sweep: Path) -> None:
+    """Read a sweep as `--resume` and `bandpo report` do."""
+    folder = SweepFolder.open(sweep.parent, sweep.name)
+    folder.stopped()
+    for run in folder.runs:
+        folder.is_whole(run.name)
+        folder.last_words(run.name)
+        assert folder.run_path(run.name).parent == folder.path
+        resolve([read_layer(folder.plan_path(run.name))])
+
+
+def report(sweep: Path) -> None:
+    for run in select_runs([sweep], sweep.parent).runs:
+        assert run.folder.parent == sweep
+        read_run(run)
+
+
+def tokens(sweep: Path) -> None:
+    read_tokens(sweep / "clip-s0")
+
+
+FILES: dict[str, tuple[tuple[str, ...], list[Callable[[Path], None]]]] = {
+    "sweep.yaml": (YAML_TEXTS, [read_all, report]),
+    "plans/clip-s0.yaml": (YAML_TEXTS, [read_all]),
+    "stopped.json": (JSON_TEXTS, [read_all]),
+    "clip-s0/config.yaml": (YAML_TEXTS, [report]),
+    "clip-s0/summary.json": (JSON_TEXTS, [read_all, report]),
+    "clip-s0/metrics.jsonl": (JSON_TEXTS, [report]),
+    "clip-s0/tokens/step-000001.parquet": ((), [tokens]),
+}
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_a_sweep_that_was_handed_over(sweep: Path, name: str, count: int) -> None:
+    path = sweep / name
+    good = path.read_bytes()
+    texts, calls = FILES[name]
+    texts = texts if count > 50 else tuple(text for text in texts if len(text) < 5000)[::3]
+    inputs = [*damaged(good, texts, 5, count)]
+    if path.suffix in (".yaml", ".json"):
+        write = as_yaml if path.suffix == ".yaml" else as_json
+        inputs += map(write, changed_values(yaml.safe_load(good), 6, count))
+    if path.suffix == ".jsonl":
+        lines = [json.loads(line) for line in good.splitlines()]
+        inputs += (as_json(each) for each in changed_values(lines, 7, count))
+        inputs += (
+            b"\n".join(map(as_json, each)) + b"\n"
+            for each in changed_values(lines, 8, count)
+            if isinstance(each, list)
+        )
+    before = {each for each in sweep.parent.rglob("*") if each != path}
+    try:
+        for content in inputs:
+            path.write_bytes(content)
+            for call in calls:
+                taken(lambda call=call: call(sweep), content[:2000])
+        for kind in KINDS:
+            with no_file(path, kind):
+                for call in calls:
+                    taken(lambda call=call: call(sweep), kind)
+    finally:
+        path.write_bytes(good)
+    read_all(sweep)
+    assert {each for each in sweep.parent.rglob("*") if each != path} == before
