@@ -7,12 +7,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 PARENT = "BANDPO_PARENT_PID"
 """The variable that tells a run which process it must not outlive."""
+
+
+ENDING = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
+"""What ends a run: the first lets its step end and a checkpoint be written, the second drops the step."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +122,16 @@ class LocalPool:
         return found
 
     def stop(self, name: str | None = None) -> None:
-        """Interrupt one job, or all, so that its run is closed in order; kill what takes longer than the grace."""
-        chosen = [child for each, child in self._children.items() if name in (None, each)]
-        for child in chosen:
-            _signal(child.process, signal.SIGINT)
-        end = time.monotonic() + self._grace_s
-        for child in chosen:
-            try:
-                child.process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal(child.process, signal.SIGKILL)
-                child.process.wait()
+        """Interrupt one job, or all, so that runs are closed in order; kill what takes twice the grace and longer."""
+        alive = [child for each, child in self._children.items() if name in (None, each)]
+        for number in ENDING:
+            for child in alive:
+                _signal(child.process, number)
+            end = time.monotonic() + self._grace_s
+            for child in alive:
+                with suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, end - time.monotonic()))
+            alive = [child for child in alive if child.process.poll() is None]
 
     def close(self) -> None:
         """Nothing is held once the children have ended."""

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.pool import PARENT, Ended, Job
+from bandpo_cli.sweeps.pool import ENDING, PARENT, Ended, Job
 
 GRACE_S = 20.0
 """Seconds that a run may take to close after it was asked to end."""
@@ -41,12 +42,11 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
                 time.sleep(0.2)
             return child.returncode
         except BaseException:
-            os.killpg(child.pid, signal.SIGINT)
-            try:
-                child.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            for number in ENDING:
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, number)
+                    child.wait(GRACE_S)
+                    break
             raise
 
 
