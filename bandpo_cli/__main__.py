@@ -19,6 +19,7 @@ def main() -> None:
     """Run the command line and exit: 0 all went well, 1 a run failed, 2 a user's mistake, 130 Ctrl-C."""
     end_with_parent()
     try:
+        _check_texts(sys.argv[1:])
         code = app(standalone_mode=False)
     except UserError as error:
         sys.exit(_complain(str(error)))
@@ -41,6 +42,13 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_texts(words: list[str]) -> None:
+    """Raise UserError for bytes on the command line that are no UTF-8: no record, table or page could name them."""
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UserError(f"{word}: not a text in UTF-8; rename it")
 
 
 def _complain(line: str) -> int:

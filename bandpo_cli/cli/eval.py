@@ -178,7 +178,6 @@ def evaluate(
         "--set": set_,
         "--legacy-best-at-k": legacy_best_at_k or None,
     }
-    _check_texts({**given, "--resume": resume, "--runs-dir": runs_dir})
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
         _refuse("--resume", "it goes on with its own settings", given, set(given))
@@ -255,15 +254,3 @@ def _refuse(flag: str, why: str, given: dict[str, Any], others: set[str]) -> Non
     extra = [name for name, value in given.items() if name in others and value not in (None, [])]
     if extra:
         raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
-
-
-def _check_texts(given: dict[str, Any]) -> None:
-    """Raise a UserError for bytes on the command line that are no UTF-8: no record could name them."""
-    from bandpo_cli.errors import UserError
-
-    for flag, value in given.items():
-        for text in map(str, value if isinstance(value, list) else [value]):
-            if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise UserError(
-                    f"{flag} {text.encode(errors='replace').decode()}: not a text in UTF-8; rename it"
-                )

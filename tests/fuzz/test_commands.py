@@ -45,7 +45,7 @@ def test_bad_files_of_every_command(tmp_path: Path) -> None:
         codes.append(ends_well(tmp_path, "train", "--task", "t.jsonl"))
         (tmp_path / "p.txt").write_bytes(content)
         codes.append(ends_well(tmp_path, "bounds", "--file", "p.txt"))
-    assert len(codes) > 150
+    assert len(codes) == 150
     assert set(codes) == {2}
 
 
@@ -78,7 +78,7 @@ def test_bad_models_of_train_and_eval(tmp_path: Path) -> None:
             shutil.copy(kept / name, model / name)
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300])
+@pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300, "x\udcff"])
 def test_bad_names_of_commands(tmp_path: Path, name: str) -> None:
     for arguments in (
         ("train", "--name", name),
