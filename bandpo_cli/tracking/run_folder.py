@@ -168,7 +168,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not is_there(path):
         return []
     check_regular(path, str(path))
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
