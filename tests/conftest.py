@@ -1,10 +1,15 @@
-"""Small random-weight models, made on the spot: no network and no GPU needed."""
+"""What all tests share: small random-weight models made on the spot, and a Ctrl-C that reaches what they start."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHAPE = {
     "vocab_size": 23,

@@ -81,7 +81,7 @@ def test_left_out_runs_are_said(report, tmp_path):
     _, out, _ = report("runs")
     words = " ".join(out.split())
     assert "left out: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in words
-    assert "left out: c: config.yaml is not readable as YAML" in words
+    assert "left out: c: config.yaml, line 1: not readable as YAML" in words
 
 
 @pytest.mark.parametrize(
