@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,3 +40,12 @@ def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(params=["qwen2", "llama"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return random_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums are split among threads, so what is to be equal bit for bit has the same number of them everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

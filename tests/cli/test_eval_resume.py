@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pandas as pd
 import pytest
-import torch
 
 from bandpo_cli.tracking import eval_folder
 from tests.cli.eval_command import bandpo, good, record_of, refused, samples_of
 from tests.tasks.test_completions import FOREIGN
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = [
     "--n",
@@ -50,15 +50,6 @@ LONG = [
     "--no-mlflow",
 ]
 """40 batches of one problem, for signals to fall between."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums are split among threads, so what is to be equal bit for bit has the same number of them everywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
@@ -22,21 +21,14 @@ from bandpo_cli.tracking.checkpoints import Progress, write_state
 from bandpo_cli.tracking.run_folder import RunFolder
 from tests.cli.eval_command import WITHOUT_TORCH, Done, bandpo, good, refused
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = [
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.every=2", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
     "--set", "evaluation.k=[1,4]", "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=null",
     "--seed", "3", "--no-mlflow",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums are split among threads, so what is to be equal bit for bit has the same number of them everywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
@@ -19,6 +17,8 @@ from bandpo_cli.tracking.run_folder import RunFolder
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.parts import Parts, build
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL: dict[str, Any] = {
     "steps": 5,
     "sampling": {"prompts": 4, "samples": 4},
@@ -26,15 +26,6 @@ SMALL: dict[str, Any] = {
     "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
     "checkpoint": {"every": 2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums are split among threads, so what is to be equal bit for bit has the same number of them everywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_until(config: RunConfig, folder: RunFolder, parts: Parts, first: int, last: int) -> Parts:
