@@ -1,4 +1,4 @@
-"""Whole runs with vLLM, from the command line: the gap of every step on record, and a run that goes on from another."""
+"""Whole runs with vLLM, from the command line: the gap of every step, a resume, and a run that goes on from another."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ def train(runs: Path, name: str, *arguments: str) -> list[dict[str, float]]:
     ]  # fmt: skip
     for setting in settings:
         command += ["--set", setting]
+    return record(command, runs / name)
+
+
+def record(command: list[str], run: Path) -> list[dict[str, float]]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == "", "the engine's own words would break into the run's view"
-    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
@@ -43,6 +47,12 @@ def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
     assert len(steps) == 3
     assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in steps)
     assert all(line["time/sync"] > 0 for line in steps)
+
+    resume = ["--resume", "first", "--runs-dir", str(tmp_path), "--steps", "5"]
+    longer = record([sys.executable, "-m", "bandpo_cli", "train", *resume], tmp_path / "first")
+    assert longer[: len(first)] == first
+    assert [line["step"] for line in longer] == [1, 2, 3, 4, 5]
+    assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in longer)
 
     checkpoint = next((tmp_path / "first" / "checkpoints").iterdir())
     second = train(tmp_path, "second", "--model", str(checkpoint))
