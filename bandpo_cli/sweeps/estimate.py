@@ -34,6 +34,12 @@ def wall_seconds(seconds: Sequence[float], jobs: int) -> float:
     return max(slots)
 
 
+_DAMAGED = (
+    UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What the files of a run raise that is not whole, or not of this version."""
+
+
 def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
     """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none.
 
@@ -52,7 +58,7 @@ def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | No
             if alike and summary["status"] == "FINISHED" and _shape(there) == shape:
                 trained = summary["time/train_s"] / summary["steps"] * config.steps
                 found.append((path.stat().st_mtime, START_S + trained))
-        except Exception:  # noqa: BLE001 - an estimate needs no damaged run, however it is damaged
+        except _DAMAGED:  # an estimate needs no damaged run
             continue
     latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]
     return statistics.median(latest) if latest else None
