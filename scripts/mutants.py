@@ -30,8 +30,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).resolve().with_suffix("")
-PRELOADED = ["torch", "transformers", "transformers.models.qwen2", "transformers.models.llama", "pandas", "pyarrow",
-             "scipy.optimize", "matplotlib.pyplot", "hypothesis", "pytest", "typer.testing", "mpmath", "rich.live"]  # fmt: skip
+PRELOADED = [
+    "torch",
+    "transformers",
+    "transformers.models.qwen2",
+    "transformers.models.llama",
+    "pandas",
+    "pyarrow",
+    "scipy.optimize",
+    "matplotlib.pyplot",
+    "hypothesis",
+    "pytest",
+    "typer.testing",
+    "mpmath",
+    "rich.live",
+]
 LIMIT_S = 300.0
 """Seconds after which the tests of a mutant count as failed: an endless loop is caught as well."""
 PYTEST = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=line"]

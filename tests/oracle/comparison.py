@@ -1,0 +1,364 @@
+"""A step of the package and of the reference implementation on the same rollouts, and how far apart they are.
+
+The package's side is the real loop with the real loader, run folder and optimizer; only the sampler and the grader are
+replaced by ones that return given completions and grades.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.models.embedded_default import embedded_model_path
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.training.loop import train
+from bandpo_cli.training.parts import Parts, build
+from bandpo_cli.types import Completion, Grade, Problem
+from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
+
+PROMPTS = ("1 2 3=6:", "7 8=15:", "4 4 9 1=18:", "5=5:", "6 3=9:", "2 2 2=8:", "9 9=0:", "1 8 8=17:")
+END, MAX_TOKENS, SAMPLES = 1, 6, 4
+BASE: dict[str, Any] = {
+    "steps": 5,
+    "sampling": {"prompts": 4, "samples": SAMPLES, "max_tokens": MAX_TOKENS},
+    # A large eps: AdamW divides the gradient by its own size, which would blow the rounding of zeros up to full steps.
+    "optim": {"updates": 4, "lr": 4e-3, "warmup_steps": 2, "eps": 1e-5, "weight_decay": 0.01},
+    "evaluation": {"every": 1},  # makes the loop write the token table; there is no evaluation set
+    "checkpoint": {"every": 0},
+    "tracking": {"mlflow": False},
+}
+"""Settings of all cases: rates at which ratios leave their bounds within the four updates of a step."""
+
+
+def save_model(folder: Path, kind: str = "qwen2") -> Path:
+    """Write a random model of 2 layers with the embedded model's tokenizer; its distributions are far from uniform."""
+    shape = {
+        "vocab_size": 20,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(5)
+    model: PreTrainedModel = (
+        LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
+        if kind == "llama"
+        else Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10.0 if "embed" in name or "head" in name else 6.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(folder)
+    return folder
+
+
+class GivenTask:
+    """The prompts of `PROMPTS` as a task without evaluation sets."""
+
+    name = "given"
+
+    def train_problems(self) -> Sequence[Problem]:
+        return [Problem(prompt, prompt, "", "given", "countdown") for prompt in PROMPTS]
+
+    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
+        return {}
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def grade_text(text: str) -> Grade:
+    """Return a grade that depends on the text alone: right, half right, wrong, or without a verdict."""
+    kind = sum(map(ord, text)) % 7
+    verdicts = ["correct", "wrong", "partial", "malformed", "correct", "timeout", "grader-error"]
+    credits = [1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0]
+    return Grade(credits[kind], credits[kind] == 1.0, verdicts[kind])
+
+
+class GivenSampler:
+    """Samples one token at a time, reports log-probs with noise, and keeps what it returned in `given`."""
+
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, noise: float, shares_weights: bool, seed: int
+    ) -> None:
+        self.shares_weights = shares_weights
+        self.given: list[list[GivenGroup]] = []
+        self._model, self._temperature, self._noise = model, temperature, noise
+        self._random, self._version = random.Random(seed), 0
+        self._tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+
+    def sample(
+        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        groups = [self._group(tuple(prompt), place) for place, prompt in enumerate(prompts_P)]
+        self.given.append(groups)
+        return [
+            [
+                Completion(
+                    r.token_ids, r.sampler_logprobs, "length" if r.truncated else "stop", self._version
+                )
+                for r in group
+            ]
+            for group in groups
+        ]
+
+    @torch.no_grad()
+    def _group(self, prompt: tuple[int, ...], place: int) -> GivenGroup:
+        rows = [list(prompt) for _ in range(SAMPLES)]
+        logprobs: list[list[float]] = [[] for _ in rows]
+        for _ in range(MAX_TOKENS):
+            logits = self._model(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1].double()
+            for row, found, policy in zip(
+                rows, logprobs, _log_softmax(logits / self._temperature), strict=True
+            ):
+                # Partly uniform and more often at an end than the model: rare tokens, completions of every length.
+                shares = [0.7 * math.exp(each) + 0.3 / len(policy) for each in policy]
+                shares[END] += 0.15
+                row += self._random.choices(range(len(policy)), shares)
+                found.append(min(policy[row[-1]] + self._random.gauss(0, self._noise), -1e-3))
+        rollouts = [
+            self._rollout(prompt, row[len(prompt) :], found)
+            for row, found in zip(rows, logprobs, strict=True)
+        ]
+        # Every third group consists of one and the same completion, so that its rewards are all alike.
+        return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
+
+    def _rollout(self, prompt: tuple[int, ...], ids: list[int], logprobs: list[float]) -> GivenRollout:
+        length = ids.index(END) + 1 if END in ids else len(ids)
+        grade = grade_text(self._tokenizer.decode(ids[:length], skip_special_tokens=True))
+        return GivenRollout(
+            prompt,
+            tuple(ids[:length]),
+            tuple(logprobs[:length]),
+            grade.reward,
+            grade.correct,
+            grade.verdict,
+            truncated=END not in ids,
+        )
+
+    def sleep(self) -> None:
+        pass
+
+    def sync(self, model: PreTrainedModel, version: int) -> None:
+        self._version = version
+
+    def close(self) -> None:
+        pass
+
+
+def _log_softmax(logits: torch.Tensor) -> list[list[float]]:
+    found: list[list[float]] = torch.log_softmax(logits, dim=-1).tolist()
+    return found
+
+
+class TextGrader:
+    """Grades by `grade_text`."""
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        return [grade_text(text) for text in texts]
+
+    def close(self) -> None:
+        pass
+
+
+class Differences(NamedTuple):
+    """Largest differences between package and reference over the steps of a case, relative unless said otherwise.
+
+    Attributes:
+        loss: of the mean loss of a step, to its size or 0.01, whichever is larger.
+        gradient: ‖difference‖ / ‖reference‖ over all parameters, the worst update.
+        weights: ‖difference‖ / ‖change since the start‖ over all parameters, after the last update.
+        metrics: of any metric, to its size or 0.01; counts may differ by tokens whose ratio is a bound up to rounding.
+        columns: of any entry of the token table, to its size or 0.01.
+        worst_metric: its name.
+    """
+
+    loss: float
+    gradient: float
+    weights: float
+    metrics: float
+    columns: float
+    worst_metric: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """The outcome of a comparison, with both sides for further checks.
+
+    Attributes:
+        records: the lines of metrics.jsonl after step 0, without `time/`.
+        results: what the reference computed for these steps.
+        gradients: the package's, per update a tensor per parameter, before clipping.
+    """
+
+    differences: Differences
+    records: list[dict[str, float]]
+    results: list[StepResult]
+    gradients: list[list[torch.Tensor]]
+    parts: Parts
+    reference: ReferenceTrainer
+
+
+def compare(
+    folder: Path,
+    model_folder: Path,
+    *layers: dict[str, Any],
+    steps: int = 1,
+    exact_sampler: bool = True,
+    given_gradients: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
+
+    Args:
+        exact_sampler: the sampler says that it runs the trainer's own model; else its log-probs are off by noise
+            of 0.3 nats.
+        given_gradients: the reference's AdamW takes the package's gradients, for types in which they are coarse.
+        seed: of the completions.
+    """
+    config = resolve([BASE, {"model": {"path": str(model_folder)}}, *layers])
+    settings = config.model_dump()
+    start = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=getattr(torch, config.model.dtype)
+    ).eval()
+    built = build(config, GivenTask())
+    noise = 0.05 if exact_sampler else 0.3
+    sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed)
+    parts = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
+    gradients = record_gradients(parts)
+    run = RunFolder.create(folder, "package")
+    reference = ReferenceTrainer(start, settings, exact_sampler, narrow=config.model.dtype == "bfloat16")
+    results = []
+    columns = 0.0
+    loop = train(config, parts, run)
+    assert next(loop).step == 0
+    for step in range(1, steps + 1):
+        sampler.given.clear()
+        done = len(gradients)
+        assert next(loop).step == step
+        take = (lambda index, done=done: gradients[done + index]) if given_gradients else None
+        result = reference.step(sampler.given, take)
+        results.append(result)
+        columns = max(columns, _column_difference(run.path / f"tokens/step-{step:06d}.parquet", result))
+    loop.close()
+    records = [
+        {key: value for key, value in record.items() if not key.startswith("time/")}
+        for record in run.read_metrics()[1:]
+    ]
+    differences = _differences(records, results, gradients, parts, reference, columns)
+    return Case(differences, records, results, gradients, parts, reference)
+
+
+def record_gradients(parts: Parts) -> list[list[torch.Tensor]]:
+    """Return a list that receives the gradients of each update, float64 copies from before clipping."""
+    recorded: list[list[torch.Tensor]] = []
+    step = parts.optimizer.step
+
+    def spy() -> float:
+        recorded.append(
+            [
+                torch.zeros_like(each).double() if each.grad is None else each.grad.double().clone()
+                for each in parts.optimizer._parameters
+            ]
+        )
+        return step()
+
+    parts.optimizer.step = spy  # type: ignore[method-assign]
+    return recorded
+
+
+def relative(value: float, expected: float) -> float:
+    """Return |value − expected| in proportion to |expected|, or to 0.01 where that is larger."""
+    if value == expected:
+        return 0.0
+    return abs(value - expected) / max(abs(expected), 0.01)
+
+
+def _column_difference(path: Path, result: StepResult) -> float:
+    table = pd.read_parquet(path)
+    tokens = [token for update in result.updates for token in update.tokens]
+    assert len(table) == len(tokens)
+    names = {
+        "old_logprob": "old_logprob",
+        "ratio": "ratio",
+        "lower": "lower",
+        "upper": "upper",
+        "advantage": "advantage",
+    }
+    return max(
+        relative(value, getattr(token, attribute))
+        for column, attribute in names.items()
+        for value, token in zip(table[column].tolist(), tokens, strict=True)
+    )
+
+
+def _differences(
+    records: Sequence[Mapping[str, float]],
+    results: Sequence[StepResult],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    parts: Parts,
+    reference: ReferenceTrainer,
+    columns: float,
+) -> Differences:
+    updates = [update for result in results for update in result.updates]
+    assert len(updates) == len(gradients)
+    gradient = max(
+        norm([a - b for a, b in zip(ours, update.gradient, strict=True)]) / max(norm(update.gradient), 1e-6)
+        for ours, update in zip(gradients, updates, strict=True)
+    )
+    weights = [parameter.detach().double() for parameter in parts.optimizer._parameters]
+    start = list(reference.start.parameters())
+    change = norm([a - b.detach() for a, b in zip(reference.masters, start, strict=True)])
+    apart = norm([a - b for a, b in zip(weights, reference.masters, strict=True)])
+    worst, name = 0.0, ""
+    for record, result in zip(records, results, strict=True):
+        assert set(record) == {"step", *result.record}
+        for key, expected in result.record.items():
+            difference = relative(record[key], expected)
+            if key.startswith("clip/") and abs(record[key] - expected) <= _undecided(result) + 1e-12:
+                difference = 0.0
+            if difference > worst:
+                worst, name = difference, key
+    loss = max(
+        relative(a["optim/loss"], b.record["optim/loss"]) for a, b in zip(records, results, strict=True)
+    )
+    return Differences(loss, gradient, apart / change, worst, columns, name)
+
+
+def _undecided(result: StepResult) -> float:
+    """Return the share of tokens that rounding moves across a bound: counts may differ by as much."""
+    tokens = [token for update in result.updates for token in update.tokens]
+    close = [t for t in tokens if min(abs(t.ratio - t.lower), abs(t.ratio - t.upper)) < 1e-5 * t.ratio]
+    return len(close) / len(tokens)
+
+
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the Euclidean norm of all entries together."""
+    return math.sqrt(sum(float((each.double() ** 2).sum()) for each in tensors))

@@ -1,0 +1,407 @@
+"""Reference implementation of a training step: plain, slow, float64, and nothing of the package in it.
+
+One sequence at a time, without packing, full logits, the bounds by bisection on their definition, AdamW written out.
+Settings are the plain dictionaries of a configuration file. The only thing shared with the package is the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GivenRollout:
+    """One completion as an engine and a grader returned it.
+
+    Attributes:
+        sampler_logprobs: nats, one per token.
+        credit: the grader's reward, 0 to 1.
+        truncated: cut at the token limit.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    credit: float
+    correct: bool
+    verdict: str
+    truncated: bool
+
+
+GivenGroup = list[GivenRollout]
+
+
+@dataclass
+class Token:
+    """What the step computed for one sampled token, as plain numbers."""
+
+    old_logprob: float
+    own_logprob: float
+    sampler_logprob: float
+    ref_logprob: float
+    entropy: float
+    lower: float
+    upper: float
+    advantage: float
+    importance: float
+    new_logprob: float = math.nan
+    ratio: float = math.nan
+
+
+@dataclass
+class Update:
+    """One optimizer update: its tokens in order, its loss, and the gradient before clipping, a tensor per parameter."""
+
+    tokens: list[Token]
+    loss: float = 0.0
+    gradient: list[torch.Tensor] = field(default_factory=list)
+    grad_norm: float = 0.0
+
+
+@dataclass
+class StepResult:
+    """One step: the metrics, the groups that were trained on, their shaped rewards, and the updates."""
+
+    record: dict[str, float]
+    trained: list[GivenGroup]
+    rewards: list[float]
+    updates: list[Update]
+
+
+class ReferenceTrainer:
+    """A policy in float64 with its optimizer state.
+
+    Args:
+        model: copied; its weights at this moment are those of the reference model too.
+        settings: the whole configuration as plain values.
+        narrow: round the weights to bfloat16 before every forward pass, as a model in that type holds them.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, exact_sampler: bool, narrow: bool = False
+    ) -> None:
+        self.settings = settings
+        self.exact_sampler = exact_sampler
+        self.narrow = narrow
+        self.model = copy.deepcopy(model).double()
+        self.start = copy.deepcopy(self.model)
+        self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.first_moments = [torch.zeros_like(master) for master in self.masters]
+        self.second_moments = [torch.zeros_like(master) for master in self.masters]
+        self.updates_done = 0
+
+    def step(
+        self,
+        batches: Sequence[Sequence[GivenGroup]],
+        take_gradient: Callable[[int], list[torch.Tensor]] | None = None,
+    ) -> StepResult:
+        """Do one step on the batches of groups that dynamic sampling may ask for; without it on the first of them.
+
+        Args:
+            take_gradient: returns the gradient (before clipping) that AdamW shall use for the update of this index
+                instead of the one computed here.
+        """
+        sampled, trained = self._select(batches)
+        size = len(trained) // self.settings["optim"]["updates"]
+        parts = [trained[i : i + size] for i in range(0, len(trained), size)]
+        # Everything that π_old fixes is computed before the first update.
+        updates = [Update(self._fixed_by_old_policy(part)) for part in parts]
+        for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
+            self._forward_backward(part, update)
+            given = update.gradient if take_gradient is None else take_gradient(index)
+            lr = self._adamw(given)
+        record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
+        return StepResult(record, trained, [self._reward(r) for group in trained for r in group], updates)
+
+    # -- rewards, groups, advantages --------------------------------------------------------------------------------
+
+    def _reward(self, rollout: GivenRollout) -> float:
+        reward, limit = self.settings["reward"], self.settings["sampling"]["max_tokens"]
+        value: float = rollout.credit * reward["correct"] + (1 - rollout.credit) * reward["wrong"]
+        buffer = reward["overlong_buffer"]
+        if buffer:
+            start = limit - buffer
+            if len(rollout.token_ids) > start:
+                value -= reward["overlong_penalty"] * (len(rollout.token_ids) - start) / buffer
+        return value
+
+    def _uniform(self, group: GivenGroup) -> bool:
+        return all(self._reward(rollout) == self._reward(group[0]) for rollout in group)
+
+    def _select(self, batches: Sequence[Sequence[GivenGroup]]) -> tuple[list[GivenGroup], list[GivenGroup]]:
+        sampling = self.settings["sampling"]
+        if not sampling["dynamic"]:
+            return list(batches[0]), list(batches[0])
+        sampled: list[GivenGroup] = []
+        for batch in batches[: sampling["dynamic_batches"]]:
+            sampled += batch
+            if sum(not self._uniform(group) for group in sampled) >= sampling["prompts"]:
+                break
+        mixed = [group for group in sampled if not self._uniform(group)]
+        return sampled, (mixed + [group for group in sampled if self._uniform(group)])[: sampling["prompts"]]
+
+    def _advantages(self, group: GivenGroup) -> list[float]:
+        rewards = [self._reward(rollout) for rollout in group]
+        mean = math.fsum(rewards) / len(rewards)
+        if self._uniform(group):
+            return [0.0] * len(rewards)
+        if not self.settings["objective"]["advantage_std"]:
+            return [reward - mean for reward in rewards]
+        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+        return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
+
+    # -- what π_old fixes -------------------------------------------------------------------------------------------
+
+    def _fixed_by_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
+        objective = self.settings["objective"]
+        tokens = []
+        for group in groups:
+            for rollout, advantage in zip(group, self._advantages(group), strict=True):
+                with torch.no_grad():
+                    logits = self._logits(self.model, rollout)
+                    own = self._logprobs(logits, rollout).tolist()
+                    ref = [math.nan] * len(own)
+                    if objective["reference_kl"] > 0:
+                        ref = self._logprobs(self._logits(self.start, rollout), rollout).tolist()
+                    entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
+                for i, sampler in enumerate(rollout.sampler_logprobs):
+                    old = own[i] if objective["old_logprobs"] == "trainer" else sampler
+                    lower, upper = ratio_bounds(self.settings["bounds"], old)
+                    importance = 1.0
+                    if self._corrects():
+                        importance = min(math.exp(own[i] - sampler), objective["importance_cap"])
+                    tokens.append(
+                        Token(old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance)
+                    )
+        return tokens
+
+    def _corrects(self) -> bool:
+        objective = self.settings["objective"]
+        by_trainer = objective["old_logprobs"] == "trainer"
+        return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
+
+    def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
+        """Return [tokens, vocabulary], the logits that each sampled token was chosen by."""
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
+        first = len(rollout.prompt_ids) - 1
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, first:-1]
+        return logits
+
+    def _logprobs(self, logits: torch.Tensor, rollout: GivenRollout) -> torch.Tensor:
+        scaled = logits / self.settings["sampling"]["temperature"]
+        chosen = scaled[torch.arange(len(scaled)), torch.tensor(rollout.token_ids)]
+        return chosen - torch.logsumexp(scaled, dim=-1)
+
+    # -- one update -------------------------------------------------------------------------------------------------
+
+    def _forward_backward(self, groups: Sequence[GivenGroup], update: Update) -> None:
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        rollouts = [rollout for group in groups for rollout in group]
+        total_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        place = 0
+        for rollout in rollouts:
+            new = self._logprobs(self._logits(self.model, rollout), rollout)
+            length = len(rollout.token_ids)
+            terms = []
+            for token, logprob in zip(update.tokens[place : place + length], new, strict=True):
+                token.new_logprob = logprob.item()
+                token.ratio = math.exp(token.new_logprob - token.old_logprob)
+                terms.append(self._token_loss(token, logprob))
+            weight = {
+                "seq-mean-token-mean": 1 / length / len(rollouts),
+                "token-mean": 1 / total_tokens,
+                "seq-sum-norm": 1 / self.settings["sampling"]["max_tokens"] / len(rollouts),
+            }[self.settings["objective"]["aggregation"]]
+            loss = weight * torch.stack(terms).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            update.loss += loss.item()
+            place += length
+        update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
+
+    def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a token by the sign of its advantage, which is what min and clamp come to."""
+        objective = self.settings["objective"]
+        ratio = torch.exp(logprob - token.old_logprob)
+        size = abs(token.advantage)
+        loss = 0.0 * logprob
+        if token.advantage > 0:
+            loss = loss - size * (ratio if ratio.item() < token.upper else token.upper)
+        elif token.advantage < 0:
+            limit = math.inf if objective["dual_clip"] is None else objective["dual_clip"]
+            loss = loss + size * (
+                ratio if token.lower < ratio.item() < limit else min(max(ratio.item(), token.lower), limit)
+            )
+        if objective["reference_kl"] > 0:
+            log_u = token.ref_logprob - logprob
+            loss = loss + objective["reference_kl"] * (torch.exp(log_u) - 1 - log_u)
+        return token.importance * loss
+
+    def _adamw(self, gradient: Sequence[torch.Tensor]) -> float:
+        """Apply one update (arXiv 1711.05101, algorithm 2) and return its learning rate."""
+        optim = self.settings["optim"]
+        norm = math.sqrt(sum(float((g * g).sum()) for g in gradient))
+        limit = optim["max_grad_norm"]
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        lr: float = optim["lr"] * self._schedule()
+        self.updates_done += 1
+        beta1, beta2 = optim["betas"]
+        with torch.no_grad():
+            for master, m, v, raw, parameter in zip(
+                self.masters,
+                self.first_moments,
+                self.second_moments,
+                gradient,
+                self.model.parameters(),
+                strict=True,
+            ):
+                g = raw.double() * scale
+                m.copy_(beta1 * m + (1 - beta1) * g)
+                v.copy_(beta2 * v + (1 - beta2) * g * g)
+                unbiased_m = m / (1 - beta1**self.updates_done)
+                unbiased_v = v / (1 - beta2**self.updates_done)
+                decayed = master * (1 - lr * optim["weight_decay"])
+                master.copy_(decayed - lr * unbiased_m / (unbiased_v.sqrt() + optim["eps"]))
+                parameter.copy_(master.bfloat16() if self.narrow else master)
+        return lr
+
+    def _schedule(self) -> float:
+        optim, done = self.settings["optim"], self.updates_done
+        warmup = optim["warmup_steps"]
+        if done < warmup:
+            return float((done + 1) / warmup)
+        progress = (done - warmup) / (self.settings["steps"] * optim["updates"] - warmup)
+        if optim["schedule"] == "linear":
+            return float(1 - progress)
+        return 1.0 if optim["schedule"] == "constant" else (1 + math.cos(math.pi * progress)) / 2
+
+    # -- metrics ----------------------------------------------------------------------------------------------------
+
+    def _sample_metrics(self, groups: Sequence[GivenGroup]) -> dict[str, float]:
+        rollouts = [rollout for group in groups for rollout in group]
+
+        def mean(values: Sequence[float]) -> float:
+            return math.fsum(values) / len(values)
+
+        return {
+            "train/reward": mean([self._reward(r) for r in rollouts]),
+            "train/accuracy": mean([1.0 if r.correct else 0.0 for r in rollouts]),
+            "train/response_length": mean([len(r.token_ids) for r in rollouts]),
+            "train/truncated_fraction": mean([1.0 if r.truncated else 0.0 for r in rollouts]),
+            "train/uniform_group_fraction": mean([1.0 if self._uniform(g) else 0.0 for g in groups]),
+            "train/groups_drawn": float(len(groups)),
+            "grade/malformed_fraction": mean([1.0 if r.verdict == "malformed" else 0.0 for r in rollouts]),
+            "grade/timeout_fraction": mean([1.0 if r.verdict == "timeout" else 0.0 for r in rollouts]),
+            "grade/error_fraction": mean([1.0 if r.verdict == "grader-error" else 0.0 for r in rollouts]),
+        }
+
+    def _token_metrics(self, updates: Sequence[Update]) -> dict[str, float]:
+        tokens = [token for update in updates for token in update.tokens]
+
+        def mean(values: Sequence[float]) -> float:
+            return math.fsum(values) / len(values)
+
+        def share(chosen: Sequence[Token], of: Sequence[Token]) -> float:
+            return len(chosen) / len(of)
+
+        gaps = [abs(t.sampler_logprob - t.own_logprob) for t in tokens]
+        at_upper = [t for t in tokens if t.advantage > 0 and t.ratio > t.upper]
+        at_lower = [t for t in tokens if t.advantage < 0 and t.ratio < t.lower]
+        outside = [t for t in tokens if not t.lower <= t.ratio <= t.upper]
+        record = {
+            "train/entropy": mean([t.entropy for t in tokens]),
+            "sampler/logprob_gap_mean": mean(gaps),
+            "sampler/logprob_gap_max": max(gaps),
+            "optim/skipped_updates": 0.0,
+            "optim/loss": mean([update.loss for update in updates]),
+            "optim/grad_norm": mean([update.grad_norm for update in updates]),
+            "ratio/mean": mean([t.ratio for t in tokens]),
+            "ratio/max": max(t.ratio for t in tokens),
+            "kl/old_new": mean([_k3(t.new_logprob - t.old_logprob) for t in tokens]),
+            "clip/active_fraction": share([*at_upper, *at_lower], tokens),
+            "clip/upper_fraction": share(at_upper, tokens),
+            "clip/lower_fraction": share(at_lower, tokens),
+            "clip/outside_fraction": share(outside, tokens),
+        }
+        if self._corrects():
+            record["sampler/importance_mean"] = mean([t.importance for t in tokens])
+            record["sampler/importance_max"] = max(t.importance for t in tokens)
+        if self.settings["objective"]["reference_kl"] > 0:
+            record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
+        edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
+        for low, high in itertools.pairwise(edges):
+            inside = [t for t in tokens if low < math.exp(t.old_logprob) <= high]
+            active = [t for t in (*at_upper, *at_lower) if low < math.exp(t.old_logprob) <= high]
+            record[f"clip/token_share/p_{low:g}_{high:g}"] = share(inside, tokens)
+            if inside:
+                record[f"clip/active_fraction/p_{low:g}_{high:g}"] = share(active, inside)
+        return record
+
+
+def _k3(log_u: float) -> float:
+    return math.exp(log_u) - 1 - log_u
+
+
+# -- bounds, from their definitions ---------------------------------------------------------------------------------
+
+GENERATORS: dict[str, Callable[[float], float]] = {
+    "kl": lambda u: -math.log(u) + u - 1 if u > 0 else math.inf,
+    "reverse-kl": lambda u: u * math.log(u) - u + 1 if u > 0 else 1.0,
+    "tv": lambda u: abs(u - 1) / 2,
+    "chi2": lambda u: (u - 1) ** 2,
+    "neyman": lambda u: (u - 1) ** 2 / u if u > 0 else math.inf,
+    "hellinger": lambda u: (math.sqrt(u) - 1) ** 2,
+    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
+    "js": lambda u: (0.5 * u * math.log(2 * u / (1 + u)) if u > 0 else 0.0) + 0.5 * math.log(2 / (1 + u)),
+}
+
+
+def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
+    """Return the interval of ratios that a method's settings allow a token of this log-probability."""
+    p = math.exp(old_logprob)
+    method = bounds["method"]
+    if method == "none":
+        return 0.0, math.inf
+    if method in ("clip", "clip-higher"):
+        return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
+    cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
+    if method == "dcpo":
+        lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
+        return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)
+    assert method == "band"
+    lower, upper = band(GENERATORS[bounds["divergence"]], old_logprob, bounds["delta"])
+    upper = min(upper, cap)
+    if bounds["relax"] is not None:
+        lower = min(lower, 1 - bounds["relax"]["eps_low"])
+        upper = max(upper, 1 + bounds["relax"]["eps_high"])
+    return lower, upper
+
+
+def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple[float, float]:
+    """Bisect p·f(r) + (1−p)·f((1−rp)/(1−p)) = δ on [0, 1] and on [1, 1/p]; an end within δ is the bound itself."""
+    p, rest = math.exp(old_logprob), -math.expm1(old_logprob)
+
+    def divergence(r: float) -> float:
+        return p * f(r) + rest * f(max(0.0, 1 - p * (r - 1) / rest))
+
+    def bisect(inside: float, outside: float) -> float:
+        if divergence(outside) <= delta:
+            return outside
+        for _ in range(200):
+            middle = 0.5 * (inside + outside)
+            inside, outside = (middle, outside) if divergence(middle) <= delta else (inside, middle)
+        return inside
+
+    return bisect(1.0, 0.0), bisect(1.0, 1 / p)
