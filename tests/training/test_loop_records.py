@@ -1,0 +1,275 @@
+"""Records of the training loop: metrics, samples, evaluations and checkpoints, by hand from the recorded calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from safetensors.torch import load_file
+
+from tests.training.by_hand import shaped
+from tests.training.recording import Recording, Sampled, execute, prepare_run, run, same_weights
+
+
+def mean(values: list[Any]) -> float:
+    return sum(values) / len(values)
+
+
+def share(groups: list[list[Sampled]], holds: Callable[[Sampled], bool]) -> float:
+    return mean([holds(each) for group in groups for each in group])
+
+
+def check_sample_metrics(recording: Recording, step: int) -> None:
+    """Require the sample-level metrics of a step to be those of everything that it sampled."""
+    groups, config = recording.steps[step].training_groups(), recording.config
+    rewards = [[shaped(each, config) for each in group] for group in groups]
+    line = recording.line(step)
+    expected = {
+        "train/reward": mean([reward for group in rewards for reward in group]),
+        "train/accuracy": share(groups, lambda each: each.grade.correct),
+        "train/response_length": mean([len(each.completion.token_ids) for group in groups for each in group]),
+        "train/truncated_fraction": share(groups, lambda each: each.completion.finish_reason == "length"),
+        "train/uniform_group_fraction": mean([len(set(group)) == 1 for group in rewards]),
+        "train/groups_drawn": len(groups),
+        "grade/malformed_fraction": share(groups, lambda each: each.grade.verdict == "malformed"),
+        "grade/timeout_fraction": share(groups, lambda each: each.grade.verdict == "timeout"),
+        "grade/error_fraction": share(groups, lambda each: each.grade.verdict == "grader-error"),
+    }
+    assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_sample_metrics_are_those_of_the_recorded_rollouts(recorded: Recording, step: int) -> None:
+    check_sample_metrics(recorded, step)
+
+
+def test_sample_metrics_tell_apart_what_they_count(recorded: Recording) -> None:
+    """The run has truncated and finished completions, and no two shares are always the same."""
+    names = (
+        "train/accuracy",
+        "train/truncated_fraction",
+        "grade/malformed_fraction",
+        "grade/timeout_fraction",
+    )
+    columns = [[recorded.line(step)[name] for step in range(1, 6)] for name in names]
+    assert all(one != other for one, other in combinations(columns, 2))
+    truncated = columns[1]
+    assert any(0 < value < 1 and value != 0.5 for value in truncated)
+
+
+def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
+    tmp_path: Path, small_model: Path
+) -> None:
+    recording = run(
+        tmp_path / "a",
+        small_model,
+        {"steps": 1, "sampling": {"dynamic": True}, "evaluation": {"every": 0}},
+        {"reward": {"overlong_buffer": 0}},
+        uniform=lambda ids: set(ids[:3]),
+    )
+    assert len(recording.steps[1].training_groups()) == 8
+    assert recording.line(1)["train/uniform_group_fraction"] == 3 / 8
+    check_sample_metrics(recording, 1)
+    check_samples(recording, 1)
+
+
+def check_samples(recording: Recording, step: int) -> None:
+    """Require the sample table of a step to hold every recorded rollout, in order."""
+    expected = [
+        {
+            "source": each.problem.source,
+            "problem_id": each.problem.id,
+            "prompt": each.problem.prompt,
+            "reference": each.problem.answer,
+            "grader": each.problem.grader,
+            "extra": json.dumps(dict(each.problem.extra)),
+            "text": each.text,
+            "reward": pytest.approx(shaped(each, recording.config), rel=1e-12),
+            "accuracy": float(each.grade.correct),
+            "length": len(each.completion.token_ids),
+            "finish_reason": each.completion.finish_reason,
+            "verdict": each.grade.verdict,
+            "logprob_sum": pytest.approx(sum(each.completion.logprobs), rel=1e-9),
+        }
+        for group in recording.steps[step].training_groups()
+        for each in group
+    ]
+    table = pd.read_parquet(recording.folder.path / "samples" / f"step-{step:06d}.parquet")
+    rows = table.to_dict("records")
+    assert rows == expected
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_the_sample_table_holds_the_recorded_rollouts(recorded: Recording, step: int) -> None:
+    check_samples(recorded, step)
+
+
+def test_token_tables_are_written_at_evaluated_steps(recorded: Recording) -> None:
+    folder = recorded.folder.path / "tokens"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step-00000{step}.parquet" for step in (2, 4, 5)
+    ]
+    for step in (2, 4, 5):
+        groups = recorded.steps[step].training_groups()
+        count = sum(len(each.completion.token_ids) for group in groups for each in group)
+        assert len(pd.read_parquet(folder / f"step-{step:06d}.parquet")) == count
+
+
+def pass_by_subsets(group: list[Sampled], k: int) -> float:
+    """Return the share of the subsets of k completions that hold a correct one."""
+    return mean([any(each.grade.correct for each in subset) for subset in combinations(group, k)])
+
+
+def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return metrics by set and problem id."""
+    groups = iter(recording.steps[step].evaluation_groups())
+    sets = recording.parts.heldout
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for label, problems in sets.items():
+        found[label] = {}
+        for problem in problems:
+            group = next(groups)
+            assert {each.problem.id for each in group} == {problem.id}
+            found[label][problem.id] = {
+                "mean_at_3": share([group], lambda each: each.grade.correct),
+                "pass_at_1": pass_by_subsets(group, 1),
+                "pass_at_2": pass_by_subsets(group, 2),
+                "answer_format_rate": share([group], lambda each: each.grade.verdict != "malformed"),
+                "truncation_rate": share([group], lambda each: each.completion.finish_reason == "length"),
+                "response_length": mean([len(each.completion.token_ids) for each in group]),
+                "timeout_rate": share([group], lambda each: each.grade.verdict == "timeout"),
+                "grader_error_rate": share([group], lambda each: each.grade.verdict == "grader-error"),
+            }
+    assert next(groups, None) is None
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 2, 4, 5])
+def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded: Recording, step: int) -> None:
+    """Correctness as the grader gave it: the shaping of the reward is no part of an evaluation."""
+    by_hand, line = evaluation_by_hand(recorded, step), recorded.line(step)
+    written = json.loads((recorded.folder.path / "evals" / f"step-{step:06d}.json").read_text())
+    assert written["step"] == step
+    assert list(written["sets"]) == ["first", "second"]
+    for label, problems in by_hand.items():
+        scores = written["sets"][label]
+        assert scores["completions"] == 3 * len(problems)
+        assert list(scores["by_problem"]) == list(problems)
+        for id_, values in problems.items():
+            assert {name: scores["by_problem"][id_][name] for name in values} == pytest.approx(values)
+        for name in next(iter(problems.values())):
+            expected = pytest.approx(mean([values[name] for values in problems.values()]))
+            assert line[f"eval/{label}/{name}"] == expected
+            assert scores["figures"][name]["value"] == expected
+
+
+def test_evaluations_are_due_at_the_start_every_second_step_and_the_end(recorded: Recording) -> None:
+    lines = recorded.folder.read_metrics()
+    assert [line["step"] for line in lines] == list(range(6))
+    assert [line["step"] for line in lines if any(key.startswith("eval/") for key in line)] == [0, 2, 4, 5]
+    names = sorted(path.name for path in (recorded.folder.path / "evals").iterdir())
+    assert names == [f"step-00000{step}.json" for step in (0, 2, 4, 5)]
+    assert not [key for key in lines[0] if not key.startswith(("step", "eval/", "time/"))]
+
+
+def check_checkpoint(recording: Recording, step: int) -> None:
+    """Require a checkpoint to hold the weights and progress after the updates of its step."""
+    folder = recording.folder.checkpoint_dir(step)
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    counts = (state["step"], state["updates"], state["position"])
+    assert counts == (step, 2 * step, 4 * step)
+    saved = load_file(folder / "model.safetensors")
+    weights = recording.steps[step].updates[-1].weights
+    assert saved
+    assert same_weights(saved, {name: weights[name] for name in saved})
+    assert weights.keys() - saved.keys() <= {"lm_head.weight"}, "tied to the embeddings"
+
+
+def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(recorded: Recording) -> None:
+    assert list(recorded.folder.checkpoints()) == [3, 5]
+    for step in (3, 5):
+        check_checkpoint(recorded, step)
+    at_line = {step: each.checkpoints_at_line for step, each in recorded.steps.items()}
+    assert at_line == {0: [], 1: [], 2: [], 3: [3], 4: [3], 5: [3, 5]}
+
+
+def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Path, small_model: Path) -> None:
+    keep = {
+        "steps": 3,
+        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
+        "evaluation": {"every": 0},
+    }
+    recording = run(tmp_path / "a", small_model, keep)
+    at_line = {step: each.checkpoints_at_line for step, each in recording.steps.items()}
+    assert at_line == {1: [1], 2: [1, 2], 3: [2, 3]}
+    assert list(recording.folder.checkpoints()) == [3]
+
+
+def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording) -> None:
+    update = ["sample", "grade", "logprobs", "update", "sync", "record"]
+    extra = {0: ["eval"], 1: [], 2: ["eval"], 3: ["checkpoint"], 4: ["eval"], 5: ["eval", "checkpoint"]}
+    for number, step in recorded.steps.items():
+        expected = [*(update if number else []), *extra[number]]
+        assert step.phases == expected
+        times = {key for key in recorded.line(number) if key.startswith("time/")}
+        assert times == {"time/step", *(f"time/{phase}" for phase in expected)}
+
+
+def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded: Recording) -> None:
+    for number, step in recorded.steps.items():
+        assert step.report is not None
+        assert step.report.record == recorded.line(number)
+        if not number:
+            assert step.report.sample is None
+            continue
+        first = step.training_groups()[0][0]
+        assert step.report.sample is not None
+        assert step.report.sample.completion == first.completion
+        assert (step.report.sample.problem, step.report.sample.text) == (first.problem, first.text)
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_later_first_step_skips_the_evaluation_before_training(
+    tmp_path: Path, small_model: Path, first: int
+) -> None:
+    recording = execute(prepare_run(tmp_path / "a", small_model), first=first)
+    assert list(recording.steps) == list(range(first, 6))
+    assert recording.steps[first].order[0] == "sample"
+    assert len(recording.steps[first].training) == 1
+
+
+@pytest.mark.parametrize("last", [1, 2, 4])
+def test_a_stop_keeps_the_last_complete_step_as_a_checkpoint(
+    tmp_path: Path, small_model: Path, last: int
+) -> None:
+    recording = prepare_run(tmp_path / "a", small_model)
+    execute(recording, stop=lambda: last in recording.steps)
+    assert list(recording.steps) == list(range(last + 1))
+    assert recording.current.order == [], "no call of the next step"
+    assert list(recording.folder.checkpoints()) == sorted({last} | ({3} if last > 3 else set()))
+    check_checkpoint(recording, last)
+
+
+def test_a_stop_before_the_first_step_writes_no_checkpoint(tmp_path: Path, small_model: Path) -> None:
+    recording = execute(prepare_run(tmp_path / "a", small_model), stop=lambda: True)
+    assert list(recording.steps) == [0]
+    assert not recording.folder.checkpoints()
+
+
+def test_a_stop_leaves_a_checkpoint_that_is_there_already(tmp_path: Path, small_model: Path) -> None:
+    recording = prepare_run(tmp_path / "a", small_model)
+    written: list[int] = []
+
+    def stop() -> bool:
+        if 3 in recording.steps:
+            written.append((recording.folder.checkpoint_dir(3) / "config.json").stat().st_ino)
+        return bool(written)
+
+    execute(recording, stop=stop)
+    assert list(recording.steps) == [0, 1, 2, 3]
+    assert written == [(recording.folder.checkpoint_dir(3) / "config.json").stat().st_ino]

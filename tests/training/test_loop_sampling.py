@@ -1,0 +1,191 @@
+"""Calls of the sampler by the training loop: prompts, settings, seeds, versions, weights, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
+from bandpo_cli.types import Completion
+from tests.training.recording import Recording, execute, prepare_run, run, same_weights
+
+NO_EVALUATION: dict[str, Any] = {"evaluation": {"every": 0}}
+TWO_BATCHES: dict[str, Any] = {
+    "steps": 3,
+    "reward": {"overlong_buffer": 0},
+    "sampling": {"dynamic": True, "dynamic_batches": 2},
+}
+"""With `uniform=set` no group has spread, so that every step samples both batches."""
+
+
+def flat(seeds: dict[int, list[int]]) -> list[int]:
+    return [seed for of_step in seeds.values() for seed in of_step]
+
+
+def test_every_training_batch_has_a_seed_of_its_own(tmp_path: Path, small_model: Path) -> None:
+    recording = run(tmp_path / "a", small_model, TWO_BATCHES, uniform=set)
+    training, evaluation = recording.seeds("training"), recording.seeds("evaluation")
+    assert [len(training[step]) for step in (1, 2, 3)] == [2, 2, 2]
+    assert len(set(flat(training))) == 6
+    assert not set(flat(training)) & set(flat(evaluation))
+
+
+def test_a_seed_depends_on_run_seed_step_and_batch_only(tmp_path: Path, small_model: Path) -> None:
+    other_settings = {"optim": {"lr": 1e-2}, "steps": 2, "evaluation": {"every": 1}}
+    one = run(tmp_path / "a", small_model, TWO_BATCHES, uniform=set)
+    same = run(tmp_path / "b", small_model, TWO_BATCHES, other_settings, uniform=set)
+    other = run(tmp_path / "c", small_model, TWO_BATCHES, {"seed": 8}, uniform=set)
+    for step in (1, 2):
+        assert one.seeds("training")[step] == same.seeds("training")[step]
+    assert one.seeds("evaluation")[0] == same.seeds("evaluation")[0]
+    for kind in ("training", "evaluation"):
+        assert not set(flat(one.seeds(kind))) & set(flat(other.seeds(kind)))
+
+
+def test_a_step_samples_with_the_same_seeds_wherever_the_run_began(
+    recorded: Recording, tmp_path: Path, small_model: Path
+) -> None:
+    late = execute(prepare_run(tmp_path / "a", small_model), first=3)
+    assert list(late.steps) == [3, 4, 5]
+    for kind in ("training", "evaluation"):
+        assert late.seeds(kind) == {step: recorded.seeds(kind)[step] for step in (3, 4, 5)}
+
+
+def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded: Recording) -> None:
+    seeds = {step: each for step, each in recorded.seeds("evaluation").items() if each}
+    assert list(seeds) == [0, 2, 4, 5]
+    assert seeds[0] == seeds[2] == seeds[4] == seeds[5]
+    assert len(set(seeds[0])) == len(seeds[0]) == 5
+
+
+def test_training_samples_with_the_training_settings(recorded: Recording) -> None:
+    policy = recorded.parts.policy
+    expected = SamplingParams(samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids)
+    calls = [call for step in recorded.steps.values() for call in step.training]
+    assert len(calls) == 5
+    for call in calls:
+        assert call.params == expected
+        assert len(call.prompts_P) == 4
+        assert [len(group) for group in call.completions_PG] == [4] * 4
+
+
+def test_evaluation_samples_with_the_evaluation_settings(recorded: Recording) -> None:
+    policy = recorded.parts.policy
+    expected = SamplingParams(samples=3, temperature=1.3, max_tokens=6, stop_ids=policy.stop_ids)
+    for step in (0, 2, 4, 5):
+        assert {call.params for call in recorded.steps[step].evaluation} == {expected}
+
+
+def test_evaluation_batches_hold_whole_problems_of_one_set(recorded: Recording) -> None:
+    """7 completions at once are 2 problems of 3; sets of 5 and 3 problems, each in its own batches."""
+    parts = recorded.parts
+    sizes = {"first": (2, 2, 1), "second": (2, 1)}
+    expected = []
+    for label, problems in parts.heldout.items():
+        prompts = [tuple(parts.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
+        for size in sizes[label]:
+            expected.append(prompts[:size])
+            prompts = prompts[size:]
+    for step in (0, 2, 4, 5):
+        assert [call.prompts_P for call in recorded.steps[step].evaluation] == expected
+
+
+def test_training_takes_the_problems_of_the_stream_in_order(recorded: Recording) -> None:
+    parts = recorded.parts
+    problems = parts.stream.take(0, 20)
+    prompts = [tuple(parts.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
+    sampled = [call.prompts_P for step in range(1, 6) for call in recorded.steps[step].training]
+    assert [ids for batch in sampled for ids in batch] == prompts
+    assert len(set(prompts)) == 20
+    assert parts.stream.position == 20
+
+
+def test_the_problem_order_follows_the_run_seed(
+    recorded: Recording, tmp_path: Path, small_model: Path
+) -> None:
+    same = prepare_run(tmp_path / "a", small_model)
+    other = prepare_run(tmp_path / "b", small_model, {"seed": 8})
+    order = recorded.parts.stream.take(0, 20)
+    assert same.parts.stream.take(0, 20) == order
+    assert other.parts.stream.take(0, 20) != order
+
+
+def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(recorded: Recording) -> None:
+    assert not recorded.steps[0].syncs
+    for number in range(1, 6):
+        step = recorded.steps[number]
+        (sync,) = step.syncs
+        assert sync.version == 2 * number
+        assert sync.model is recorded.parts.policy.model
+        assert same_weights(sync.weights, step.updates[-1].weights)
+        assert not same_weights(sync.weights, recorded.weights_before(number))
+        assert not same_weights(sync.weights, step.updates[0].weights)
+
+
+def test_completions_carry_the_version_of_their_weights(recorded: Recording) -> None:
+    def versions(groups: list[list[Any]]) -> set[int]:
+        return {each.completion.policy_version for group in groups for each in group}
+
+    assert versions(recorded.steps[0].evaluation_groups()) == {0}
+    for number in range(1, 6):
+        step = recorded.steps[number]
+        assert versions(step.training_groups()) == {2 * (number - 1)}
+        assert versions(step.evaluation_groups()) <= {2 * number}
+
+
+def test_the_calls_of_a_step_come_in_order(recorded: Recording) -> None:
+    update = ["sample", "grade", "sleep", "update", "update", "sync", "write samples"]
+    evaluation = ["sample", "grade"] * 5 + ["write eval"]
+    assert recorded.steps[0].order == [*evaluation, "write line"]
+    for number in (1, 3):
+        assert recorded.steps[number].order == [*update, "write line"]
+    for number in (2, 4, 5):
+        assert recorded.steps[number].order == [*update, "write tokens", *evaluation, "write line"]
+
+
+def test_a_step_with_two_batches_samples_both_before_the_engine_sleeps(
+    tmp_path: Path, small_model: Path
+) -> None:
+    recording = run(tmp_path / "a", small_model, TWO_BATCHES, NO_EVALUATION, uniform=set)
+    for step in recording.steps.values():
+        assert step.order[:6] == ["sample", "grade", "sample", "grade", "sleep", "update"]
+
+
+def test_a_stale_engine_stops_the_run_before_its_completions_are_used(
+    tmp_path: Path, small_model: Path
+) -> None:
+    recording = prepare_run(tmp_path / "a", small_model, NO_EVALUATION, stale=True)
+    with pytest.raises(StaleEngineError, match="weights of update 0, the policy is at 2"):
+        execute(recording)
+    assert list(recording.steps) == [1]
+    assert recording.current.order == ["sample"]
+
+
+def test_a_stale_engine_is_not_evaluated(tmp_path: Path, small_model: Path) -> None:
+    recording = prepare_run(tmp_path / "a", small_model, {"evaluation": {"every": 1}}, stale=True)
+    with pytest.raises(StaleEngineError, match="weights of update 0, the policy is at 2"):
+        execute(recording)
+    assert [line["step"] for line in recording.folder.read_metrics()] == [0]
+    assert not (recording.folder.path / "evals" / "step-000001.json").exists()
+
+
+@pytest.mark.parametrize("version", [-1, 1, 7])
+def test_one_stale_completion_stops_the_run(tmp_path: Path, small_model: Path, version: int) -> None:
+    recording = prepare_run(tmp_path / "a", small_model, NO_EVALUATION)
+    sampler: Any = recording.parts.sampler
+    sample = sampler.sample
+
+    def with_a_stale_one(
+        prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        groups: list[list[Completion]] = sample(prompts_P, params, seed)
+        groups[-1][-1] = replace(groups[-1][-1], policy_version=version)
+        return groups
+
+    sampler.sample = with_a_stale_one
+    with pytest.raises(StaleEngineError, match=f"weights of update {version}, the policy is at 0"):
+        execute(recording)
