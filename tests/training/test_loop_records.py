@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -16,7 +15,7 @@ from tests.training.by_hand import shaped
 from tests.training.recording import Recording, Sampled, execute, prepare_run, run, same_weights
 
 
-def mean(values: list[Any]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
