@@ -79,3 +79,35 @@ def test_what_no_band_matches() -> None:
     for prob, upper in ((1.0, 1.2), (0.0, 1.2), (0.1, 1.0), (0.1, math.nan)):
         with pytest.raises(ConfigError):
             matching_delta("kl", prob, upper)
+
+
+@pytest.mark.parametrize(
+    ("cap", "band", "dcpo"),
+    [
+        (3.0, [3.0, 2.25], [3.0, 0.5 + 0.5 * math.sqrt(11.0)]),
+        (20.0, [20.0, 2.25], [0.5 + 0.5 * math.sqrt(801.0), 0.5 + 0.5 * math.sqrt(11.0)]),
+        (None, [101.0, 2.25], [0.5 + 0.5 * math.sqrt(801.0), 0.5 + 0.5 * math.sqrt(11.0)]),
+    ],
+)
+def test_max_ratio_caps_the_upper_bound(cap: float | None, band: list[float], dcpo: list[float]) -> None:
+    """At p = 0.001 and 0.08: 1 + 0.1/p, and ½ + ½√(1 + 0.8/p)."""
+    upper = ratio_bounds(BandBounds(divergence="tv", delta=0.1, max_ratio=cap))(LOGP[:2]).upper
+    assert upper.tolist() == pytest.approx(band)
+    upper = ratio_bounds(DcpoBounds(max_ratio=cap))(LOGP[:2]).upper
+    assert upper.tolist() == pytest.approx(dcpo)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "config",
+    [BandBounds(relax=Relax()), ClipBounds(), ClipHigherBounds(), DcpoBounds()],
+    ids=lambda c: c.method,
+)
+def test_log_probs_of_half_precision_have_the_bounds_of_float64_rounded_to_float32(
+    config: BoundsConfig, dtype: torch.dtype
+) -> None:
+    """A bound of 1.2 is 1.203 in bfloat16, and 1/p has two digits there."""
+    half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)
+    for got, exact in zip(ratio_bounds(config)(half), ratio_bounds(config)(half.double()), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, exact.float(), rtol=3e-7, atol=0)

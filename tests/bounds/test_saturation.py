@@ -1,0 +1,28 @@
+"""Where the trust region reaches an end of the simplex: ratio 0, or the certain token at ratio 1/p."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath as mp
+import pytest
+
+from bandpo_cli.bounds.band import saturates
+from bandpo_cli.bounds.divergences import DIVERGENCES
+from tests.bounds.oracle import oracle
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("prob", [1e-3, 0.08, 0.6, 0.97])
+@pytest.mark.parametrize("delta", [0.02, 0.3, 1.5])
+def test_saturation_is_where_the_bounds_reach_the_ends(name: str, prob: float, delta: float) -> None:
+    """At 50 digits: the region reaches ratio 0, or the certain token at 1/p."""
+    lower, upper = oracle(name, math.log(prob), delta)
+    at_zero, at_simplex = saturates(DIVERGENCES[name], prob, delta)
+    assert at_zero == (lower == 0)
+    assert at_simplex == (upper == 1 / mp.exp(mp.mpf(math.log(prob))))
+
+
+def test_a_certain_token_saturates_at_the_simplex() -> None:
+    for name, divergence in DIVERGENCES.items():
+        assert saturates(divergence, 1.0, 1e-3)[1], name
