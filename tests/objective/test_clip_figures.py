@@ -1,0 +1,75 @@
+"""Clip metrics by hand: which tokens count, in which bin of the old probability, and what a share is taken of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bandpo_cli.objective.clip_figures import BIN_NAMES, clip_counts, clip_fractions
+from bandpo_cli.objective.loss import LossInputs, clipped_objective
+
+
+def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
+    """Count tokens given as (old probability, ratio, advantage) under the bounds 0.75 and 1.25."""
+    probabilities, ratios, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(1)
+    lower, upper = torch.full_like(ratios, 0.75), torch.full_like(ratios, 1.25)
+    return clip_counts(ratios, lower, upper, advantages, probabilities.log())
+
+
+def test_the_share_of_a_bin_is_taken_of_the_tokens_in_that_bin() -> None:
+    """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
+    figures = clip_fractions(
+        counts_of(
+            (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
+            (0.95, 0.5, -1.0), (0.95, 1.0, -1.0),
+        )
+    )  # fmt: skip
+    assert figures["clip/active_fraction/p_0.001_0.01"] == 1 / 4
+    assert figures["clip/active_fraction/p_0.9_1"] == 1 / 2
+    assert figures["clip/token_share/p_0.001_0.01"] == pytest.approx(4 / 6)
+    assert figures["clip/active_fraction"] == pytest.approx(2 / 6)
+    assert figures["clip/upper_fraction"] == figures["clip/lower_fraction"] == pytest.approx(1 / 6)
+    assert figures["clip/outside_fraction"] == pytest.approx(4 / 6)
+
+
+def test_counts_of_updates_add_up_whatever_bins_they_have_tokens_in() -> None:
+    rare, likely = counts_of((0.0005, 2.0, 1.0)), counts_of((0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
+    together = counts_of((0.0005, 2.0, 1.0), (0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
+    for name, count in together.items():
+        assert torch.equal(rare[name] + likely[name], count), name
+
+
+def test_one_token_is_a_share_of_one() -> None:
+    figures = clip_fractions(counts_of((0.0005, 2.0, 1.0)))
+    assert figures["clip/active_fraction"] == figures["clip/upper_fraction"] == 1.0
+    assert figures["clip/token_share/p_0_0.001"] == figures["clip/active_fraction/p_0_0.001"] == 1.0
+    assert figures["clip/token_share/p_0.9_1"] == 0.0
+
+
+def test_a_ratio_on_a_bound_is_inside() -> None:
+    counts = counts_of((0.3, 0.75, -1.0), (0.3, 1.25, 1.0))
+    assert [int(counts[name]) for name in ("active", "upper", "lower", "outside")] == [0, 0, 0, 0]
+
+
+def test_a_bin_holds_its_upper_edge() -> None:
+    """exp(log 0.5) is 0.5 exactly, the upper edge of the bin from 0.1."""
+    counts = counts_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
+    in_bins = dict(zip(BIN_NAMES, counts["tokens_by_bin"].tolist(), strict=True))
+    assert (in_bins["p_0.1_0.5"], in_bins["p_0.5_0.9"]) == (1, 1)
+
+
+def test_without_settings_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
+    """Ratio 15 at advantage −1 costs 10, at +1 gains the bound; the reference's log-probs cost nothing."""
+    old = torch.full((2,), -5.0, dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs=old + math.log(15.0),
+        old_logprobs=old,
+        lower=torch.zeros_like(old),
+        upper=torch.full_like(old, 12.0),
+        advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),
+        weights=torch.tensor([1.0, 0.5], dtype=torch.float64),
+        ref_logprobs=old,
+    )
+    assert clipped_objective(inputs).loss.item() == pytest.approx(10.0 - 0.5 * 12.0)
