@@ -1,0 +1,54 @@
+"""Checks between settings of a run, and defaults that come from elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import flag_layer, resolve
+from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("refused", "accepted"),
+    [
+        ({"sampling": {"top_p": 0.9}}, {"sampling": {"top_p": 1.0}}),
+        ({"sampling": {"top_k": 20}}, {"sampling": {"top_k": 0}}),
+        ({"sampling": {"min_p": 0.05}}, {"sampling": {"min_p": 0.0}}),
+        ({"reward": {"correct": 0.5, "wrong": 0.5}}, {"reward": {"correct": 0.5, "wrong": 0.4}}),
+        (
+            {"sampling": {"max_tokens": 20}, "reward": {"overlong_buffer": 21}},
+            {"sampling": {"max_tokens": 20}, "reward": {"overlong_buffer": 20}},
+        ),
+        (
+            {"evaluation": {"temperature": 0, "samples": 2, "k": [1]}},
+            {"evaluation": {"temperature": 0, "samples": 1, "k": [1]}},
+        ),
+        ({"evaluation": {"samples": 3, "k": [4]}}, {"evaluation": {"samples": 4, "k": [4]}}),
+        ({"checkpoint": {"best_metric": "time/step"}}, {"checkpoint": {"best_metric": "train/accuracy"}}),
+        ({"optim": {"updates": 3}}, {"optim": {"updates": 2}}),
+    ],
+    ids=["top-p", "top-k", "min-p", "rewards", "buffer", "greedy", "k", "best", "updates"],
+)
+def test_settings_that_contradict_each_other_are_refused_and_their_limit_is_not(
+    refused: dict[str, Any], accepted: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(refused))):
+        resolve([refused])
+    resolve([accepted])
+
+
+def test_adamw_has_the_betas_and_eps_of_torch() -> None:
+    torchs = inspect.signature(torch.optim.AdamW).parameters
+    assert OptimConfig().betas == torchs["betas"].default
+    assert OptimConfig().eps == torchs["eps"].default
+
+
+def test_a_flag_of_zero_is_a_value_and_none_is_a_flag_that_was_not_given() -> None:
+    flags = {("seed",): 0, ("bounds", "delta"): None, ("optim", "warmup_steps"): 0, ("optim", "lr"): 1e-4}
+    assert flag_layer(flags) == {"seed": 0, "optim": {"warmup_steps": 0, "lr": 1e-4}}
+    assert resolve([{"seed": 3}, flag_layer(flags)]).seed == 0
