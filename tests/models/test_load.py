@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -108,3 +110,23 @@ def test_layers_that_carry_a_state_are_refused() -> None:
     hybrid.config.layer_types = None  # an architecture that does not say so
     with pytest.raises(UserError, match=r"packed rows|without padding"):
         check_forward(hybrid)
+
+
+def test_an_architecture_that_cannot_be_trained_is_refused_for_training_alone(tmp_path: Path) -> None:
+    """Mamba's layers carry a state from row to row; sampling and evaluation run each sequence alone."""
+    tokenizer = load_policy(ModelConfig(device="cpu")).tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    shape = MambaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    MambaForCausalLM(shape).save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), device="cpu")
+    with pytest.raises(UserError, match="linear_attention layers"):
+        load_policy(settings)
+    assert load_policy(settings, for_training=False).model.config.model_type == "mamba"

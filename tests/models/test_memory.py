@@ -84,3 +84,18 @@ def test_a_model_without_a_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="its config cannot be read"):
         shape_of(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_completion_longer_than_a_micro_batch_counts_whole(tmp_path: Path) -> None:
+    """A single row is never cut, so one of 30 + 20 tokens is a forward pass of 50."""
+    random_model().save_pretrained(tmp_path)
+
+    def update_bytes(micro_batch_tokens: int) -> int:
+        layer = {
+            "model": {"path": str(tmp_path)},
+            "sampling": {"max_prompt_tokens": 30, "max_tokens": 20},
+            "optim": {"micro_batch_tokens": micro_batch_tokens},
+        }
+        return sum(estimate_memory(resolve([layer]), own_sampler=True).update.values())
+
+    assert update_bytes(8) == update_bytes(50) < update_bytes(100)
