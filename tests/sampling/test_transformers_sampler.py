@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.batch import Row, collate
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.sampling import build_sampler
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler, draw
 from tests.conftest import random_model
@@ -78,3 +83,31 @@ def test_the_extreme_draws_stay_inside() -> None:
     for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
         drawn, _ = draw(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
         assert drawn.item() == token
+
+
+def test_no_more_completions_are_sampled_side_by_side_than_max_sequences() -> None:
+    """Eleven completions at most: two prompts of five each, then the third."""
+    model = random_model()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, arguments, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+    )
+    config = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_sequences": 11}})
+    policy: Any = SimpleNamespace(model=model, device=model.device, pad_id=0)
+    build_sampler(config, policy).sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
+    assert max(sizes) == 10
+
+
+def test_prompts_that_are_sampled_in_turn_have_random_numbers_of_their_own() -> None:
+    first, second = TransformersSampler(random_model(), 0, max_sequences=5).sample([(4,), (4,)], PARAMS, 7)
+    assert first != second
+
+
+def test_what_a_completion_samples_does_not_depend_on_when_others_end() -> None:
+    """Without end-of-sequence tokens the same numbers give the same completions, and more behind them."""
+    sampler = TransformersSampler(random_model(), 0)
+    endless = sampler.sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
+    for group, longer in zip(sampler.sample(PROMPTS, PARAMS, seed=7), endless, strict=True):
+        for completion, more in zip(group, longer, strict=True):
+            assert len(more.token_ids) == PARAMS.max_tokens
+            assert completion.token_ids == more.token_ids[: len(completion.token_ids)]
