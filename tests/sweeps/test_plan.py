@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bandpo_cli.config.bounds import BandBounds
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
@@ -102,6 +103,25 @@ def test_a_mistake_is_one_line(settings: dict[str, Any], words: list[str]) -> No
 def test_axes_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         SweepConfig(**settings)
+
+
+def test_the_matched_radius_is_that_of_each_arms_own_band() -> None:
+    """The matcher here is a stand-in: its radius says which Band and which method it was asked about."""
+    asked: list[tuple[str, float | None, str]] = []
+
+    def match(band: BandBounds, method: str) -> float:
+        asked.append((band.divergence, band.max_ratio, method))
+        return {"kl": 0.03, "tv": 0.04}[band.divergence]
+
+    sweep = SweepConfig(
+        axes={"bounds.divergence": ["kl", "tv"], "bounds.delta": [0.5, "match:clip"]},
+        fixed={"bounds": {"max_ratio": 7.0}},
+        seeds=(0, 1),
+    )
+    runs = plan_runs(sweep, [{"bounds": {"method": "clip"}}, {"bounds": {"method": "band"}}], match)
+    assert asked == [("kl", 7.0, "clip"), ("tv", 7.0, "clip")]
+    radii = [(run.config.bounds.divergence, run.config.bounds.delta) for run in runs]
+    assert radii == [("kl", 0.5), ("kl", 0.03), ("tv", 0.5), ("tv", 0.04)] * 2
 
 
 def test_an_empty_place_in_a_list_is_refused() -> None:

@@ -51,6 +51,31 @@ def test_each_slot_has_its_environment_and_exit_codes_come_back(tmp_path: Path) 
     assert (tmp_path / "logs" / "three.log").read_text() == "a\n"
 
 
+def test_the_variables_of_a_slot_replace_those_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "everywhere")
+    monkeypatch.setenv("KEPT", "yes")
+    pool = LocalPool([{"PLACE": "a"}])
+    pool.start(job(tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['KEPT'])"))
+    assert wait(pool, 1) == {"one": 0}
+    assert (tmp_path / "logs" / "one.log").read_text() == "a yes\n"
+
+
+def test_a_job_gets_the_slot_that_has_become_free(tmp_path: Path) -> None:
+    """Never the slot of a job that still runs: both would use one GPU."""
+    pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
+    code = "import os; print(os.environ['PLACE'], flush=True)"
+    pool.start(job(tmp_path, "short", code))
+    pool.start(job(tmp_path, "long", code + "; import time; time.sleep(60)"))
+    assert wait(pool, 1) == {"short": 0}
+    pool.start(job(tmp_path, "next", code))
+    assert wait(pool, 1) == {"next": 0}
+    pool.stop()
+    places = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("short", "next")}
+    assert places == {"short": "a\n", "next": "a\n"}
+
+
 def test_stopping_interrupts_and_then_kills_with_all_that_was_started(tmp_path: Path) -> None:
     pool = LocalPool([{}, {}], grace_s=1.0)
     polite = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"

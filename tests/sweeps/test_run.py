@@ -80,6 +80,18 @@ def test_all_run_once_and_what_failed_is_run_again(
     assert execute(reopened, monkeypatch, {}) == ({}, [], {})
 
 
+def test_further_flags_reach_each_run(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed gets them too."""
+    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
+    code = "import sys; print(sys.argv[1:])"
+    for name in ("run_command", "resume_command"):
+        monkeypatch.setattr(run_module, name, lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(run_module, "POLL_S", 0.02)
+    flags = ["--tracking-uri", "http://a server"]
+    run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None, flags)
+    assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
+
+
 def test_a_hopeless_run_is_ended_and_stays_ended(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.data import Fields
 from bandpo_cli.tasks.fields import (
+    ANSWER_NAMES,
     FieldNames,
     as_answer,
     as_json,
@@ -169,3 +170,20 @@ def test_a_known_set_s_fields_come_before_the_usual_names_but_a_solution_comes_l
     row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
     assert find_fields([row], NONE, known) == FieldNames("prompt", "solution", "level", None)
     assert find_fields([{**row, "answer": "1"}], NONE, known).answer == "answer"
+
+
+@pytest.mark.parametrize("name", [name for name in ANSWER_NAMES if name != "solution"])
+@pytest.mark.parametrize("known", [NONE, Fields(answer="solution")])
+def test_a_worked_solution_is_read_only_where_no_field_has_the_answer(name: str, known: Fields) -> None:
+    """Also for a copy of a known data set whose own rows have nothing but a worked solution."""
+    section, _, key = name.partition(".")
+    row = {"question": "1+1?", "solution": "It is \\boxed{3}.", section: {key: "2"} if key else "2"}
+    assert find_fields([row], NONE, known).answer == name
+    del row[section]
+    assert find_fields([row], NONE, known).answer == "solution"
+
+
+def test_the_answer_field_of_a_known_set_goes_before_the_usual_names() -> None:
+    row = {"question": "1+1?", "answer": "a comment", "final_answer": "2"}
+    assert find_fields([row], NONE, Fields(answer="final_answer")).answer == "final_answer"
+    assert find_fields([row], NONE, NONE).answer == "answer"

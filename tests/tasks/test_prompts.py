@@ -46,6 +46,12 @@ def test_an_instruction_that_came_with_the_question_is_replaced_not_doubled() ->
     assert build_prompt(PAPER, "Q: {question}") == (Message("user", f"Q: {PAPER}"),)
 
 
+@pytest.mark.parametrize("end", ["\n", "  ", "\n\n \t"])
+def test_an_instruction_comes_off_whatever_blanks_follow_it(end: str) -> None:
+    assert bare_question(PAPER + end) == "What is $1+1$?"
+    assert build_prompt(PAPER + end, "boxed") == build_prompt("What is $1+1$?", "boxed")
+
+
 @given(question=st.text(min_size=1), template=st.sampled_from(TEMPLATE_NAMES))
 def test_a_known_instruction_comes_off_again(question: str, template: str) -> None:
     (message,) = build_prompt(question, template)

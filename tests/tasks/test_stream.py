@@ -34,6 +34,15 @@ def test_pieces_make_the_whole(size: int, seed: int, start: int, counts: list[in
     assert pieces == whole
 
 
+@given(size=SIZES, seed=SEEDS, positions=st.lists(st.integers(0, 60), max_size=8))
+def test_a_position_has_its_problem_whatever_was_asked_before(
+    size: int, seed: int, positions: list[int]
+) -> None:
+    stream = ProblemStream(problems(size), seed)
+    fresh = [ProblemStream(problems(size), seed).take(position, 1) for position in positions]
+    assert [stream.take(position, 1) for position in positions] == fresh
+
+
 def test_epochs_and_seeds_differ() -> None:
     stream = ProblemStream(problems(100), seed=0)
     assert stream.take(0, 100) != stream.take(100, 100)
