@@ -115,7 +115,7 @@ def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
 def test_samples_hold_every_completion(tmp_path):
     problem = Problem("p1", "1 2=3:", "3", "countdown", "countdown")
     completion = Completion((5, 6, 7), (-0.5, -0.25, -1.0), "stop", policy_version=4)
-    rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(1.0, True, "correct"))
+    rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(0.5, True, "correct"))
     folder = RunFolder.create(tmp_path, "a")
     path = folder.write_samples(10, sample_rows([Group(problem, (rollout, rollout))]))
     assert path == tmp_path / "a/samples/step-000010.parquet"
@@ -128,7 +128,7 @@ def test_samples_hold_every_completion(tmp_path):
             "grader": "countdown",
             "extra": "{}",
             "text": "1+2",
-            "reward": 1.0,
+            "reward": 0.5,
             "accuracy": 1.0,
             "length": 3,
             "finish_reason": "stop",
