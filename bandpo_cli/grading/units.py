@@ -27,7 +27,8 @@ _SHORT_UNIT = re.compile(
 
 _FONT = re.compile(r"\\(?:text(?:bf|rm|it|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
-_UNIT = re.compile(r"(?:[A-Za-z]+|[ ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
+# One letter at a time: with "[A-Za-z]+" here, a text that fails would take time exponential in its letters.
+_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,19 @@ def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) ->
     assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
 
 
+def test_garbled_completions_of_a_half_trained_model_are_judged_in_seconds(tmp_path: Path) -> None:
+    path = Path(__file__).parents[2].parent / "shared" / "data" / "garbled_completions.jsonl"
+    if not path.is_file():
+        pytest.skip("no garbled_completions.jsonl here")
+    command = [sys.executable, "-m", "bandpo_cli", "eval", "--samples", path, "--name", "a", "--no-mlflow"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    samples = samples_of(tmp_path / "runs" / "a")
+    assert len(samples) == 32
+    # None of these texts is right; those without GSM8K's mark have no answer (none has a box or "Answer:").
+    expected = ["wrong" if "####" in text else "malformed" for text in samples["text"]]
+    assert list(samples["verdict"]) == expected
+
+
 @pytest.mark.slow
 def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
     """120 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""

@@ -1,0 +1,97 @@
+"""Units after a number: a tail of any length is read in linear time, and the same tails as ever are accepted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bandpo_cli.grading import units
+from bandpo_cli.grading.answers import grade_math
+from bandpo_cli.types import Grade, Problem
+
+NESTED = re.compile(r"(?:[A-Za-z]+|[ ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
+"""The same language by an ambiguous pattern, exponential in the letters of a text that it refuses: short texts only."""
+SENTENCE = " apples because the total number, "
+
+
+def test_the_accepted_tails_of_up_to_six_characters_are_those_of_the_nested_pattern() -> None:
+    texts = ["".join(each) for n in range(7) for each in itertools.product("a ^{}-15", repeat=n)]
+    different = [text for text in texts if bool(NESTED.fullmatch(text)) != bool(units._UNIT.fullmatch(text))]
+    assert not different
+    assert 100 < sum(bool(units._UNIT.fullmatch(text)) for text in texts) < len(texts) / 2
+
+
+def test_the_accepted_tails_are_those_of_the_nested_pattern_on_random_pieces() -> None:
+    pieces = [
+        "km",
+        "per hour",
+        "/",
+        "^{-2}",
+        "^ 3",
+        "^{ 4 }",
+        "²",
+        "(s)",
+        "'",
+        "-",
+        " ",
+        ".",
+        "^5",
+        ",",
+        "é",
+        "{",
+        "ſ",
+    ]
+    draw = random.Random(0)
+    accepted = 0
+    for _ in range(20_000):
+        text = "".join(draw.choices(pieces, k=draw.randrange(1, 6)))[:18]
+        assert bool(NESTED.fullmatch(text)) == bool(units._UNIT.fullmatch(text)), text
+        accepted += bool(NESTED.fullmatch(text))
+    assert accepted > 1000
+
+
+def test_each_single_character_is_accepted_or_refused_as_by_the_nested_pattern() -> None:
+    for code in range(0x3000):
+        assert bool(NESTED.fullmatch(chr(code))) == bool(units._UNIT.fullmatch(chr(code))), chr(code)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    ["' ' + 'a' * 200_000 + ','", "' word' * 40_000 + '5'", "' a^2' * 40_000 + '^'", f"{SENTENCE!r} * 6_000"],
+)
+def test_a_long_tail_that_is_no_unit_is_refused_without_backtracking(tail: str) -> None:
+    code = f"from bandpo_cli.grading.units import read_unit; assert read_unit({tail}) is None"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_a_long_unit_is_accepted() -> None:
+    assert units.read_unit(" apples" * 30_000) == units.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        (r"5000 pens should be produced for a cost of $\$ 200$.", "5000"),
+        (f"5{SENTENCE}", "7"),
+        ("7", f"5{SENTENCE}"),
+        ("7", "5" + " some words that go on" * 40 + "!"),
+    ],
+)
+def test_a_sentence_after_a_number_is_left_to_the_symbolic_comparison(reference: str, answer: str) -> None:
+    verdict = grade_math(Problem("1", "", reference, "set", "math"), f"Answer: {answer}")
+    assert not isinstance(verdict, Grade)
+
+
+def test_the_sentence_of_a_reference_with_two_numbers_is_right_for_itself_alone() -> None:
+    reference = r"5000 pens should be produced for a cost of $\$ 200$."
+    problem = Problem("1", "", reference, "college_math", "math")
+    verdict = grade_math(problem, rf"So we conclude: \boxed{{{reference}}}")
+    assert isinstance(verdict, Grade)
+    assert verdict.verdict == "correct"
+    # no plain number: neither of its two numbers alone decides, here and now, that an answer is right
+    assert not isinstance(grade_math(problem, r"\boxed{200}"), Grade)
