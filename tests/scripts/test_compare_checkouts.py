@@ -1,0 +1,196 @@
+"""The comparers of scripts/compare_checkouts, on hand-made folders: what counts as a difference, and what does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scripts.compare_checkouts.commands import COMMANDS, Command, Stdout, choose
+from scripts.compare_checkouts.compare import compare_files, first_difference, numbers_in, settings_in
+from scripts.compare_checkouts.judge import judge_all
+from scripts.compare_checkouts.run import Outcome, Side, stamps
+
+WEIGHTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_tensor(path: Path, values: tuple[float, ...]) -> None:
+    """Write one float32 tensor of shape (2, 3) as a safetensors file, by hand."""
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "embed.weight": entry}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<6f", *values))
+
+
+def write_run(folder: Path, seconds: float = 1.5) -> None:
+    """Write a run folder whose durations and paths depend on the arguments."""
+    (folder / "samples").mkdir(parents=True)
+    records = [{"step": step, "optim/loss": 0.1 + step, "time/step": seconds + step} for step in range(3)]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    (folder / "config.yaml").write_text(f"seed: 1\nmodel:\n  path: {folder.parents[1]}/model\n")
+    write_json(folder / "summary.json", {"status": "FINISHED", "last_step": records[-1]})
+    write_tensor(folder / "checkpoints" / "step-000002" / "model.safetensors", WEIGHTS)
+    table = pa.table({"text": ["1+1", "2*3"], "reward": [0.0, math.nan]})
+    pq.write_table(table, folder / "samples" / "step-000001.parquet")
+    (folder / "plot.png").write_bytes(str(seconds).encode())
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Side, Side]:
+    """Return two sides with the same run, at different times."""
+    both = tuple(Side(name, tmp_path / f"{name}-checkout", tmp_path / name) for name in ("old", "new"))
+    for side, seconds in zip(both, (1.5, 2.5), strict=True):
+        write_run(side.work / "runs" / "a", seconds)
+    return both[0], both[1]
+
+
+def outcome(side: Side, **changes: Any) -> Outcome:
+    """Return the outcome of a command that wrote every file of a side."""
+    values = {"code": 0, "stdout": "", "stderr": "", "seconds": 1.0, "written": frozenset(stamps(side.work))}
+    return Outcome(**{**values, **changes})
+
+
+def differences(sides: tuple[Side, Side], command: Command | None = None, *outcomes: Outcome) -> list[str]:
+    """Return what the comparison of one command reports."""
+    command = command or Command("train", ("train",))
+    pair = (outcomes[0], outcomes[1]) if outcomes else (outcome(sides[0]), outcome(sides[1]))
+    (verdict,) = judge_all([command], {command.name: pair}, sides, messages=False)
+    return [str(each) for each in verdict.differences]
+
+
+def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Side]) -> None:
+    assert differences(sides) == []
+
+
+def test_a_float_that_differs_in_its_last_bit_is_found(sides: tuple[Side, Side]) -> None:
+    path = sides[1].work / "runs" / "a" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("2.1", repr(math.nextafter(2.1, 3))))
+    assert differences(sides) == ["runs/a/metrics.jsonl: [2]: optim/loss: 2.1 != 2.1000000000000005"]
+
+
+def test_a_missing_file_is_found(sides: tuple[Side, Side]) -> None:
+    (sides[1].work / "runs" / "a" / "plot.png").unlink()
+    assert differences(sides) == ["runs/a/plot.png: file: 'present' != missing"]
+
+
+def test_a_tensor_that_differs_in_one_element_is_found(sides: tuple[Side, Side]) -> None:
+    changed = (*WEIGHTS[:4], 0.75, 0.6)
+    write_tensor(sides[1].work / "runs" / "a" / "checkpoints" / "step-000002" / "model.safetensors", changed)
+    (found,) = differences(sides)
+    assert "model.safetensors: embed.weight[4] (1 of 6 elements differ): 0.5 != 0.75" in found
+
+
+def test_a_parquet_cell_and_a_parquet_type_are_found(sides: tuple[Side, Side]) -> None:
+    path = sides[1].work / "runs" / "a" / "samples" / "step-000001.parquet"
+    pq.write_table(pa.table({"text": ["1+1", "2*4"], "reward": [0.0, math.nan]}), path)
+    assert differences(sides) == [
+        "runs/a/samples/step-000001.parquet: columns: text[1]: '2*3' != '2*4'",
+    ]
+    pq.write_table(
+        pa.table({"text": ["1+1", "2*3"], "reward": pa.array([0.0, math.nan], pa.float32())}), path
+    )
+    assert differences(sides) == [
+        "runs/a/samples/step-000001.parquet: types: reward: 'double' != 'float'",
+    ]
+
+
+def test_an_added_key_and_a_removed_line_are_found(sides: tuple[Side, Side]) -> None:
+    folder = sides[1].work / "runs" / "a"
+    write_json(folder / "summary.json", {**json.loads((folder / "summary.json").read_text()), "steps": 3})
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    found = differences(sides)
+    assert found[0].startswith("runs/a/metrics.jsonl: [2]: {'step': 2")
+    assert found[0].endswith("!= missing")
+    assert found[1] == "runs/a/summary.json: steps: missing != 3"
+
+
+def test_a_broken_file_is_a_difference(sides: tuple[Side, Side]) -> None:
+    (sides[1].work / "runs" / "a" / "summary.json").write_text('{"status": "FIN')
+    (found,) = differences(sides)
+    assert found.startswith("runs/a/summary.json: cannot be read")
+
+
+def test_exit_codes_tracebacks_and_written_files_are_compared(sides: tuple[Side, Side]) -> None:
+    wrong = Command("wrong", ("train", "--steps", "0"), code=2, writes=False)
+    nothing: dict[str, Any] = {"code": 2, "written": frozenset()}
+    good, bad = outcome(sides[0], **nothing), outcome(sides[1], **{**nothing, "code": 0})
+    assert differences(sides, wrong, good, good) == []
+    assert differences(sides, wrong, good, bad) == ["exit code (expected 2; ): 2 != 0"]
+    assert differences(sides, wrong, bad, bad) == ["exit code (expected 2; ): 0 != 0"]
+    trace = outcome(sides[1], **nothing, stderr="Traceback (most recent call last):\n")
+    assert differences(sides, wrong, good, trace) == ["shows a traceback: False != True"]
+    wrote = outcome(sides[1], **{**nothing, "written": frozenset(["runs/a/metrics.jsonl"])})
+    assert differences(sides, wrong, good, wrote) == ["writes files: [] != ['runs/a/metrics.jsonl']"]
+
+
+def test_output_is_compared_as_the_command_asks(sides: tuple[Side, Side]) -> None:
+    def found(stdout: Stdout, old: str, new: str) -> list[str]:
+        command = Command("bounds", ("bounds",), stdout=stdout, writes=False)
+        return differences(
+            sides, command, *(outcome(sides[0], stdout=text, written=frozenset()) for text in (old, new))
+        )
+
+    assert found(Stdout.BYTES, "a 1\n", "a  1\n") == ["stdout[0]: 'a 1' != 'a  1'"]
+    assert found(Stdout.NUMBERS, "p is 1.50e-3\n", "p: 1.50e-3\n") == []
+    assert found(Stdout.NUMBERS, "p is 1.50e-3\n", "p is 1.51e-3\n") == ["stdout[0]: '1.50e-3' != '1.51e-3'"]
+    report = '{"finding": "%s", "accuracy": %s, "seconds_per_step": %s}'
+    assert found(Stdout.JSON, report % ("a", 1, 2), report % ("b", 1, 3)) == []
+    assert found(Stdout.JSON, report % ("a", 1, 2), report % ("a", 1.0, 2)) == ["stdout: accuracy: 1 != 1.0"]
+    assert found(Stdout.WORDS, "a", "b") == []
+
+
+def test_settings_of_a_dry_run_are_read_between_sentences() -> None:
+    text = "model  the model\nseed: 1\nsteps: 3\noptim:\n  lr: 0.1\n\nmemory 1.5 GiB\n"
+    expected = {"settings": {"seed": 1, "steps": 3, "optim": {"lr": 0.1}}, "numbers": ["1.5"]}
+    assert settings_in(text) == expected
+    assert numbers_in("mean@4 0.375 to -1e-05") == ["4", "0.375", "-1e-05"]
+
+
+def test_values_are_equal_only_if_they_are_the_same_number() -> None:
+    assert first_difference({"a": [math.nan, None, "x"]}, {"a": [math.nan, None, "x"]}) is None
+    for old, new in ((0.0, -0.0), (1, 1.0), (1, True), (0.1, 0.1 + 2**-56), (None, "None"), ([], {})):
+        assert first_difference([old], [new]) is not None, (old, new)
+
+
+def test_metrics_of_the_mlflow_store_are_compared(tmp_path: Path) -> None:
+    paths = []
+    for name, loss in (("old", 0.5), ("new", 0.25)):
+        path = tmp_path / name / "mlflow.db"
+        path.parent.mkdir()
+        with sqlite3.connect(path) as store:
+            store.execute("CREATE TABLE runs (run_uuid, name, status)")
+            store.execute("CREATE TABLE params (key, value, run_uuid)")
+            store.execute("CREATE TABLE tags (key, value, run_uuid)")
+            store.execute("CREATE TABLE metrics (key, value, step, is_nan, run_uuid)")
+            store.execute("INSERT INTO runs VALUES (?, 'a', 'FINISHED')", (f"id-{name}",))
+            store.execute("INSERT INTO tags VALUES ('bandpo.run', ?, ?)", (name, f"id-{name}"))
+            rows = [("optim/loss", loss, 1, 0, f"id-{name}"), ("time/step", 2 * loss, 1, 0, f"id-{name}")]
+            store.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?)", rows)
+        store.close()
+        paths.append(path)
+    assert compare_files(paths[0], paths[0], (str, str)) is None
+    found = compare_files(paths[0], paths[1], (str, str))
+    assert str(found) == "a: metrics: optim/loss[0][1]: 0.5 != 0.25"
+
+
+def test_only_takes_the_commands_that_others_need() -> None:
+    names = [command.name for command in choose(["eval-again"])]
+    assert names == ["eval-file", "eval-again"]
+    with pytest.raises(ValueError, match="no such command"):
+        choose(["no-such"])
+    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+    assert sum(command.name.startswith("wrong-") for command in COMMANDS) >= 20
