@@ -128,7 +128,7 @@ _EVAL = [
     _command(
         "eval-rescore-step",
         "eval --samples runs/kl/samples/step-000003.parquet --name rescored-step --no-mlflow --format json",
-        stdout=Stdout.BYTES,
+        stdout=Stdout.JSON,
         needs=("train-kl",),
     ),
     _command(
@@ -213,7 +213,7 @@ _DRY = [
     ),
     _command(
         "dry-sweep",
-        "sweep --method band,clip,none --seeds 0,1 --steps 2 --dry-run",
+        "sweep -c small.yaml --delta 0.1,0.2 --seeds 0,1 --steps 2 --dry-run",
         stdout=Stdout.NONE,
         writes=False,
     ),

@@ -39,13 +39,14 @@ WORDING_KEYS = {
 FILE_KEYS = {
     "env.json": {"git": "the commit differs by design", "resumes": "holds dates and the step of the kill"},
     "eval.json": {"sha256": "digest of a stored file whose content is compared itself"},
+    "stdout": {"sha256": "as in eval.json"},
     "mlflow.json": {
         "key": "random",
         "run_id": "random",
         "files": "digests of files that contain durations",
     },
 }
-"""Keys that are ignored in files of these names, with the reason."""
+"""Keys that are ignored in files of these names, and in JSON on standard output, with the reason."""
 
 PRESENCE_ONLY = {
     ".png": "plots of durations differ, and the data behind all plots is compared",

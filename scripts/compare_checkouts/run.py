@@ -46,8 +46,11 @@ class Side:
     work: Path
 
     def plain(self, text: str) -> str:
-        """Return `text` with names in place of the two folders."""
-        return text.replace(str(self.work), "<work>").replace(str(self.checkout), "<checkout>")
+        """Return `text` with names in place of the two folders; one may lie in the other, or begin like it."""
+        names = {str(self.work): "<work>", str(self.checkout): "<checkout>"}
+        for path in sorted(names, key=len, reverse=True):
+            text = text.replace(path, names[path])
+        return text
 
 
 @dataclass(frozen=True)

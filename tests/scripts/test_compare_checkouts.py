@@ -75,6 +75,11 @@ def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Si
     assert differences(sides) == []
 
 
+def test_the_paths_of_both_folders_are_replaced(sides: tuple[Side, Side]) -> None:
+    texts = [side.plain(f"{side.checkout}/bandpo_cli {side.work}/runs") for side in sides]
+    assert texts == ["<checkout>/bandpo_cli <work>/runs"] * 2
+
+
 def test_a_float_that_differs_in_its_last_bit_is_found(sides: tuple[Side, Side]) -> None:
     path = sides[1].work / "runs" / "a" / "metrics.jsonl"
     path.write_text(path.read_text().replace("2.1", repr(math.nextafter(2.1, 3))))
