@@ -7,9 +7,9 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.cli.machine import machine_trouble
+from bandpo_cli.cli.machine import system_error_message
 from bandpo_cli.errors import RunError, UserError, one_line
-from bandpo_cli.sweeps.child import end_with_parent
+from bandpo_cli.sweeps.pool import exit_with_parent
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells report a program stopped by Ctrl-C."""
@@ -17,41 +17,41 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit: 0 all went well, 1 a run failed, 2 a user's mistake, 130 Ctrl-C."""
-    end_with_parent()
+    exit_with_parent()
     try:
-        _check_texts(sys.argv[1:])
+        _check_utf8(sys.argv[1:])
         code = app(standalone_mode=False)
     except UserError as error:
-        sys.exit(_complain(str(error)))
+        sys.exit(_print_error(str(error)))
     except RunError as error:
-        _complain(str(error))
+        _print_error(str(error))
         sys.exit(1)
     except OSError as error:
-        trouble = machine_trouble(error)
+        trouble = system_error_message(error)
         if trouble is None:
             raise
-        _complain(trouble)
+        _print_error(trouble)
         sys.exit(1)
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(2)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
-        sys.exit(_complain(f"{message} (see {command} --help)"))
+        sys.exit(_print_error(f"{message} (see {command} --help)"))
     except typer.Abort:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _check_texts(words: list[str]) -> None:
+def _check_utf8(words: list[str]) -> None:
     """Raise UserError for bytes on the command line that are no UTF-8: no record, table or page could name them."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise UserError(f"{word}: not a text in UTF-8; rename it")
 
 
-def _complain(line: str) -> int:
+def _print_error(line: str) -> int:
     print(f"error: {one_line(line)}", file=sys.stderr)
     return 2
 

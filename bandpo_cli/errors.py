@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_MOST_SHOWN = 1000
+_MAX_MESSAGE_CHARS = 1000
 
 
 def one_line(text: str) -> str:
@@ -13,19 +13,21 @@ def one_line(text: str) -> str:
 
     A message repeats what the user gave: names of files, lines of a file from elsewhere. Those may hold anything.
     """
-    shown = "".join(map(_visible, _cut(text.strip())))
-    return _cut(shown)
+    shown = "".join(map(_escape_unprintable, _shorten(text.strip())))
+    return _shorten(shown)
 
 
-def _visible(letter: str) -> str:
+def _escape_unprintable(letter: str) -> str:
     if letter.isprintable():
         return letter
     return " " if letter in "\n\r\t" else letter.encode("unicode_escape").decode()
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     """Leave out the middle: the beginning says where the mistake is, the end what to type instead."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[:700]} ... {text[-(_MOST_SHOWN - 705) :]}"
+    return (
+        text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-(_MAX_MESSAGE_CHARS - 705) :]}"
+    )
 
 
 class UserError(Exception):

@@ -27,7 +27,7 @@ def final_answer(text: str) -> str | None:
     None when there is none of them, or the last one is empty or a box that never closes.
     """
     tail = text[-MAX_CHARS:]
-    marker = _last(_MARKER, tail)
+    marker = _last_match(_MARKER, tail)
     if marker is None:
         return None
     if marker["box"]:
@@ -39,7 +39,7 @@ def final_answer(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""Return what is in the last `\boxed{...}` (`\fbox`, `\framebox`), unwrapped; None without one that closes."""
     tail = text[-MAX_CHARS:]
-    marker = _last(_LAST_BOX, tail)
+    marker = _last_match(_LAST_BOX, tail)
     return None if marker is None else _box_content(tail, marker.end())
 
 
@@ -57,7 +57,7 @@ def unwrap(answer: str) -> str:
         answer = bare
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     last = None
     for last in pattern.finditer(text):  # noqa: B007  (only the last is wanted)
         pass

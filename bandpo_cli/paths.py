@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bandpo_cli.errors import ConfigError
 
-MOST_TEXT = 2**20
+MAX_CONFIG_BYTES = 2**20
 """Bytes that a file of settings may have: more than ten thousand times what one needs."""
 
 
@@ -19,7 +19,7 @@ def user_path(text: str) -> Path:
         return Path(text)
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Tell whether there is a file or folder that can be looked at; a name that no file can have is none."""
     try:
         return path.exists()
@@ -27,7 +27,7 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def names_with(folder: Path, file: str) -> list[str]:
+def folders_containing(folder: Path, file: str) -> list[str]:
     """Return the names of what lies in `folder` and has such a file; none where no such folder can be."""
     try:
         return sorted(path.parent.name for path in folder.glob(f"*/{file}"))
@@ -35,7 +35,7 @@ def names_with(folder: Path, file: str) -> list[str]:
         return []
 
 
-def check_regular(path: Path, where: str) -> int:
+def check_regular_file(path: Path, where: str) -> int:
     """Return the size of a regular file, in bytes. A pipe or a device could be read for ever.
 
     Raises:
@@ -53,13 +53,13 @@ def check_regular(path: Path, where: str) -> int:
     return found.st_size
 
 
-def read_text(path: Path, where: str, most: int = MOST_TEXT) -> str:
+def read_text(path: Path, where: str, most: int = MAX_CONFIG_BYTES) -> str:
     """Read a text file of `most` bytes at most, in UTF-8 with or without a byte order mark.
 
     Raises:
         ConfigError: that is not what lies there; the line begins with `where`.
     """
-    check_regular(path, where)
+    check_regular_file(path, where)
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)

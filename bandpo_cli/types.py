@@ -3,6 +3,7 @@
 Suffixes name a dimension: `_P` problem, `_G` completion of a group, `_T` token.
 """
 
+# MERGED: The grades that graders give.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,3 +103,27 @@ class Group:
 
     problem: Problem
     rollouts_G: tuple[Rollout, ...]
+
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run ended, in MLflow's words. KILLED: stopped from outside, by Ctrl-C or a signal."""
+
+
+def status_of(error: BaseException | None) -> RunStatus:
+    """Return how a run ended that left its loop by `error`, None for one that reached its end.
+
+    Ctrl-C and an exit asked for by a signal handler (SystemExit) are KILLED, any other exception is FAILED.
+    """
+    if error is None:
+        return "FINISHED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+
+
+CORRECT = Grade(1.0, correct=True, verdict="correct")
+WRONG = Grade(0.0, correct=False, verdict="wrong")
+MALFORMED = Grade(0.0, correct=False, verdict="malformed")
+TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
+GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
+
+UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
+"""Verdicts that say nothing about the answer."""

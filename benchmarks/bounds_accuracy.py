@@ -24,9 +24,12 @@ import torch
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.bounds.table import WORTHWHILE
+from bandpo_cli.bounds.solver import MIN_TOKENS_FOR_TABLE
 
-BATCH = {True: 4096, False: WORTHWHILE}  # tokens that make a batch large enough for tables: kl, the solver
+BATCH = {
+    True: 4096,
+    False: MIN_TOKENS_FOR_TABLE,
+}  # tokens that make a batch large enough for tables: kl, the solver
 F = {
     "kl": lambda u: -mp.log(u),
     "reverse-kl": lambda u: u * mp.log(u) if u else mp.mpf(0),

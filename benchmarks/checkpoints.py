@@ -18,10 +18,10 @@ from pathlib import Path
 from unittest import mock
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.training import loop
-from bandpo_cli.training.parts import build
+from bandpo_cli.training.components import build_components
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         removing.append(time.perf_counter() - start)
 
     prune = loop.prune
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     start = time.perf_counter()
     with mock.patch.object(loop, "prune", timed_prune):
         for _ in loop.train(config, parts, folder):

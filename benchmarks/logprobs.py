@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from bandpo_cli.models.linear_logprobs import linear_logprobs
+from bandpo_cli.models.logprobs import linear_logprobs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 PLAIN_MATRICES, SPARE_MB = 2.6, 4000  # matrices that it holds at its peak; what is left for others

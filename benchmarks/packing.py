@@ -23,9 +23,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from bandpo_cli.models.batch import Row, collate, split_rows
-from bandpo_cli.models.linear_logprobs import linear_logprobs
-from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.logprobs import linear_logprobs, token_logprobs
+from bandpo_cli.models.packing import Row, batch_rows, collate
 
 VOCABULARY = 8192
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def make_model() -> PreTrainedModel:
 def packed(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
     """Accumulate the gradient over packed batches and return the log-probs."""
     found = []
-    for part in split_rows(rows, budget):
+    for part in batch_rows(rows, budget):
         logprobs = token_logprobs(model, collate(part, CPU)).logprobs
         logprobs.sum().backward()
         found.append(logprobs.detach())
@@ -79,7 +78,7 @@ def padded(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[tor
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
         attended = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
         hidden = model.base_model(input_ids=ids, attention_mask=attended, use_cache=False).last_hidden_state
-        predictors = torch.tensor(
+        predictor_index = torch.tensor(
             [
                 index * width + place
                 for index, row in enumerate(part)
@@ -88,7 +87,7 @@ def padded(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[tor
         )
         targets = torch.tensor([token for row in part for token in row.completions[0]])
         head = model.get_output_embeddings()
-        logprobs, _ = linear_logprobs(hidden.flatten(0, 1)[predictors], head.weight, head.bias, targets)
+        logprobs, _ = linear_logprobs(hidden.flatten(0, 1)[predictor_index], head.weight, head.bias, targets)
         logprobs.sum().backward()
         found.append(logprobs.detach())
     return found

@@ -29,7 +29,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # bit for bit means the same number of threads
 
 import bandpo_cli.reports.run_plots
-import bandpo_cli.training.parts  # noqa: F401 - imported once, for all that are forked
+import bandpo_cli.training.components  # noqa: F401 - imported once, for all that are forked
 from bandpo_cli.__main__ import main as bandpo
 
 SETTINGS = [

@@ -119,7 +119,7 @@ def measure(work: Workload, rounds: int, eager: bool) -> None:
         syncs.append(time.perf_counter() - start)
     ours.close()
 
-    params, count = work.params, work.policy.parameters_count
+    params, count = work.params, work.policy.parameter_count
     print(
         f"\n{work.name}: {count / 1e6:.1f}M parameters, {str(work.policy.model.dtype).removeprefix('torch.')}, "
         f"{work.prompts} prompts of {work.prompt_tokens} tokens × {params.samples} completions of at most "

@@ -6,8 +6,8 @@
 Importing this needs numpy alone; torch is used when a tensor comes in.
 """
 
+from bandpo_cli.bounds.arrays import RatioBounds
 from bandpo_cli.bounds.band import band_bounds
-from bandpo_cli.bounds.methods import Method, ratio_bounds
-from bandpo_cli.bounds.values import RatioBounds
+from bandpo_cli.bounds.methods import BoundsFunction, ratio_bounds
 
-__all__ = ["Method", "RatioBounds", "band_bounds", "ratio_bounds"]
+__all__ = ["BoundsFunction", "RatioBounds", "band_bounds", "ratio_bounds"]

@@ -3,12 +3,15 @@
 Torch is never imported here: a tensor can only come from someone who has imported it.
 """
 
+# MERGED: What the solvers are given and what they return.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +38,7 @@ def namespace(x: Array) -> Any:
     return sys.modules["torch"] if is_tensor(x) else np
 
 
-def place(x: Array) -> Any:
+def device_of(x: Array) -> Any:
     """Where new arrays that meet `x` must be made: a `torch.device`, or None for numpy."""
     return x.device if is_tensor(x) else None
 
@@ -49,12 +52,12 @@ def arange(count: int, xp: Any, device: Any) -> Array:
     )
 
 
-def asking_is_free(x: Array) -> bool:
+def is_on_host(x: Array) -> bool:
     """Whether a value may be looked at without making the host wait for an accelerator."""
     return not is_tensor(x) or x.device.type == "cpu"
 
 
-def quiet(x: Array) -> AbstractContextManager[Any]:
+def no_grad_no_warnings(x: Array) -> AbstractContextManager[Any]:
     """No gradient is recorded, and numpy does not warn of the infinities that the limits p→0 and p→1 pass by.
 
     It holds for one thread; tensors made in torch's inference mode may only be written in that mode.
@@ -73,12 +76,12 @@ def output_dtype(x: Array) -> Any:
     return xp.float32 if floating and x.dtype.itemsize < 8 else xp.float64
 
 
-def pick(table: Array, index: Array) -> Array:
+def take(table: Array, index: Array) -> Array:
     """`table[index]` in one dimension, by the faster way that torch has for it."""
     return table.index_select(0, index) if is_tensor(table) else table[index]
 
 
-def no_flags(x: Array) -> Array:
+def false_like(x: Array) -> Array:
     """Booleans of the shape of `x`, all False."""
     xp = namespace(x)
     return xp.zeros_like(x, dtype=xp.bool if is_tensor(x) else np.bool_)
@@ -101,7 +104,44 @@ def cast(x: Array, dtype: Any) -> Array:
 
 def blocks(x: Array) -> Iterator[slice]:
     """Equal slices that cover the one-dimensional `x`: of bounded size on a CPU, one on an accelerator."""
-    count = -(-len(x) // CPU_BLOCK) if asking_is_free(x) else 1
+    count = -(-len(x) // CPU_BLOCK) if is_on_host(x) else 1
     size = max(-(-len(x) // max(count, 1)), 1)
     for begin in range(0, len(x), size):
         yield slice(begin, begin + size)
+
+
+Generator = Callable[[Array, Array], Array]
+"""`f(u, x)` with x = u−1."""
+
+
+class RatioBounds(NamedTuple):
+    """The interval of ratios π/π_old that each token is allowed: 0 ≤ lower ≤ 1 ≤ upper.
+
+    Attributes:
+        lower: shape of the log-probabilities that it was computed from.
+        upper: the same shape.
+    """
+
+    lower: Array
+    upper: Array
+
+
+@dataclass(frozen=True)
+class TokenProbs:
+    """Probabilities of the sampled tokens under π_old, in float64, accurate at both ends.
+
+    Attributes:
+        logp: log p ≤ 0, never NaN. Shape (T,).
+    """
+
+    logp: Array
+
+    @cached_property
+    def p(self) -> Array:
+        """The probability, shape (T,)."""
+        return namespace(self.logp).exp(self.logp)
+
+    @cached_property
+    def m(self) -> Array:
+        """1−p, from log p and so accurate where p rounds to 1. Shape (T,)."""
+        return -namespace(self.logp).expm1(self.logp)

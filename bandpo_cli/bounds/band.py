@@ -8,19 +8,20 @@ import numpy as np
 
 from bandpo_cli.bounds.arrays import (
     Array,
+    RatioBounds,
+    TokenProbs,
     as_array,
     blocks,
     cast,
     empty_like,
     is_tensor,
     namespace,
+    no_grad_no_warnings,
     output_dtype,
-    quiet,
     to_float64,
 )
-from bandpo_cli.bounds.divergences import Divergence, find
-from bandpo_cli.bounds.kl import WORTHWHILE
-from bandpo_cli.bounds.values import RatioBounds, Tokens
+from bandpo_cli.bounds.divergences import Divergence, find_divergence
+from bandpo_cli.bounds.kl import MIN_TOKENS_FOR_TABLE
 from bandpo_cli.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ def band_bounds(
 
     Raises ConfigError for an unknown divergence, a delta that is not a number > 0, or a max_ratio not > 1.
     """
-    found = find(divergence)
+    found = find_divergence(divergence)
     if not (delta > 0.0 and math.isfinite(delta)):
         raise ConfigError(f"delta must be a finite number > 0, not {delta!r}")
     if max_ratio is not None and not max_ratio > 1.0:
@@ -61,27 +62,29 @@ def band_bounds(
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
     flat, dtype = x.reshape(-1), output_dtype(x)
     lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
-    short = dtype == namespace(x).float32 and len(flat) >= WORTHWHILE
-    with quiet(lower):
+    short = dtype == namespace(x).float32 and len(flat) >= MIN_TOKENS_FOR_TABLE
+    with no_grad_no_warnings(lower):
         for part in blocks(flat):
-            lower[part], upper[part] = _band_of(cast(flat[part], dtype), divergence, delta, max_ratio, short)
+            lower[part], upper[part] = _solve_block(
+                cast(flat[part], dtype), divergence, delta, max_ratio, short
+            )
     return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
-def _band_of(
+def _solve_block(
     logp: Array, divergence: Divergence, delta: float, max_ratio: float | None, short: bool
 ) -> RatioBounds:
     """One block, by the float32 method where there is one and it is enough, else in float64."""
     xp = namespace(logp)
-    if short and divergence.solve_short is not None:
+    if short and divergence.solve_float32 is not None:
         logp = xp.clip(logp, None, 0.0)
-        return _clamp(divergence.solve_short(logp, delta), logp, max_ratio)
+        return _clamp_to_interval(divergence.solve_float32(logp, delta), logp, max_ratio)
     logp = xp.clip(to_float64(logp), None, 0.0)
     known = xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)
-    return _clamp(divergence.roots(Tokens(known), delta), logp, max_ratio)
+    return _clamp_to_interval(divergence.roots(TokenProbs(known), delta), logp, max_ratio)
 
 
-def _clamp(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
+def _clamp_to_interval(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
     """0 ≤ lower ≤ 1 ≤ upper ≤ cap; a NaN on the way in becomes [1, 1]."""
     xp = namespace(logp)
     # max hands a NaN of either side on, and log p ≤ 0 never wins against a bound otherwise.
@@ -91,7 +94,7 @@ def _clamp(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBou
     return RatioBounds(*(xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in (lower, upper)))
 
 
-def saturates(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
+def saturation(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
     """Whether the region reaches ratio 0, and whether it reaches ratio 1/p (the simplex), at one p in (0, 1]."""
     p, m = np.float64(prob), np.maximum(np.float64(1.0 - prob), 1e-300)
     zero, minus_one = np.float64(0.0), np.float64(-1.0)

@@ -10,28 +10,36 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bandpo_cli.bounds.arrays import Array, as_array, empty_like, namespace, output_dtype, quiet, to_float64
+from bandpo_cli.bounds.arrays import (
+    Array,
+    RatioBounds,
+    as_array,
+    empty_like,
+    namespace,
+    no_grad_no_warnings,
+    output_dtype,
+    to_float64,
+)
 from bandpo_cli.bounds.band import band_bounds
-from bandpo_cli.bounds.values import RatioBounds
-from bandpo_cli.config.bounds import (
-    BandBounds,
-    BoundsConfig,
-    ClipBounds,
-    ClipHigherBounds,
-    DcpoBounds,
-    NoBounds,
+from bandpo_cli.config.methods import (
+    BandSettings,
+    ClipHigherSettings,
+    ClipSettings,
+    DcpoSettings,
+    MethodSettings,
+    NoClipSettings,
 )
 
-Method = Callable[[Array], RatioBounds]
+BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape, with `band_bounds`' rules on types, NaN and devices."""
 
 
-def ratio_bounds(config: BoundsConfig) -> Method:
+def ratio_bounds(config: MethodSettings) -> BoundsFunction:
     """The method that `config` describes."""
     return _BUILDERS[type(config)](config)
 
 
-def _band(config: BandBounds) -> Method:
+def band(config: BandSettings) -> BoundsFunction:
     def bounds(old_logprobs: Array) -> RatioBounds:
         band = band_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
         if config.relax is None:
@@ -45,7 +53,7 @@ def _band(config: BandBounds) -> Method:
     return bounds
 
 
-def _fixed(lower: float, upper: float) -> Method:
+def _fixed(lower: float, upper: float) -> BoundsFunction:
     def bounds(old_logprobs: Array) -> RatioBounds:
         x = as_array(old_logprobs)
         low, high = (empty_like(x, output_dtype(x)) for _ in range(2))
@@ -55,21 +63,21 @@ def _fixed(lower: float, upper: float) -> Method:
     return bounds
 
 
-def _clip(config: ClipBounds | ClipHigherBounds) -> Method:
+def clip(config: ClipSettings | ClipHigherSettings) -> BoundsFunction:
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 
 
-def _none(config: NoBounds) -> Method:
+def no_clip(config: NoClipSettings) -> BoundsFunction:
     return _fixed(0.0, math.inf)
 
 
-def _dcpo(config: DcpoBounds) -> Method:
+def dcpo(config: DcpoSettings) -> BoundsFunction:
     """½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
 
     def bounds(old_logprobs: Array) -> RatioBounds:
         x = as_array(old_logprobs)
         xp, dtype = namespace(x), output_dtype(x)
-        with quiet(x):
+        with no_grad_no_warnings(x):
             inverse_p = xp.exp(-xp.clip(to_float64(x), None, 0.0))
             lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
             upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
@@ -82,10 +90,10 @@ def _dcpo(config: DcpoBounds) -> Method:
     return bounds
 
 
-_BUILDERS: dict[type, Callable[[Any], Method]] = {
-    BandBounds: _band,
-    ClipBounds: _clip,
-    ClipHigherBounds: _clip,
-    DcpoBounds: _dcpo,
-    NoBounds: _none,
+_BUILDERS: dict[type, Callable[[Any], BoundsFunction]] = {
+    BandSettings: band,
+    ClipSettings: clip,
+    ClipHigherSettings: clip,
+    DcpoSettings: dcpo,
+    NoClipSettings: no_clip,
 }

@@ -81,7 +81,7 @@ def bounds(
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
     """
-    from bandpo_cli.bounds.divergences import find
+    from bandpo_cli.bounds.divergences import find_divergence
     from bandpo_cli.cli import bounds_input as given
     from bandpo_cli.cli.bounds_match import print_matches
     from bandpo_cli.errors import UserError
@@ -91,7 +91,7 @@ def bounds(
     radii = given.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
-        find(name)
+        find_divergence(name)
     peers = given.names("--compare", compare or [], tuple(show.PEERS))
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
@@ -112,7 +112,7 @@ def bounds(
     rows = [
         row for name in regions for radius in radii for row in show.band_rows(wanted, name, radius, max_ratio)
     ]
-    rows += [row for name in peers for row in show.peer_rows(wanted, name)]
+    rows += [row for name in peers for row in show.method_rows(wanted, name)]
     if wanted and style == "table":
         show.print_table(rows, max_ratio)
     elif wanted or style != "table":

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.match import matching_delta
+from bandpo_cli.bounds.matching import matching_delta
 from bandpo_cli.cli.bounds_input import names, probabilities
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.interval_table import PEERS

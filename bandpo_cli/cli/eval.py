@@ -25,7 +25,16 @@ eval_app = typer.Typer(
 )
 
 FORMATS = ("table", "json")
-_DRAWING = {"--model", "--task", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed"}
+_SAMPLING_FLAGS = {
+    "--model",
+    "--task",
+    "--n",
+    "--temperature",
+    "--max-tokens",
+    "--sampler",
+    "--limit",
+    "--seed",
+}
 
 
 @eval_app.callback()
@@ -159,7 +168,7 @@ def evaluate(
     from bandpo_cli.errors import UserError
     from bandpo_cli.paths import user_path
 
-    style = one_of("--format", format_, FORMATS)
+    style = check_choice("--format", format_, FORMATS)
     console = Console(stderr=style == "json")
     given: dict[str, Any] = {
         "--model": model,
@@ -180,7 +189,7 @@ def evaluate(
     }
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
-        _refuse("--resume", "it goes on with its own settings", given, set(given))
+        refuse_with("--resume", "it goes on with its own settings", given, set(given))
         from bandpo_cli.cli.run_eval import resume_evaluation
 
         return resume_evaluation(resume, runs_dir, console, style, tracking)
@@ -195,7 +204,7 @@ def evaluate(
     }
     layers = [*map(read_layer, config or []), flag_layer(flags), read_assignments(set_ or [])]
     if samples is not None:
-        _refuse("--samples", "nothing is sampled", given, _DRAWING)
+        refuse_with("--samples", "nothing is sampled", given, _SAMPLING_FLAGS)
         request = planning.samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
     else:
         judge = [] if grader is None else [{"task": {"grader": grader}}]
@@ -234,11 +243,11 @@ def compare(
 
     from bandpo_cli.cli.eval_compare import print_comparison
 
-    style = one_of("--format", format_, FORMATS)
+    style = check_choice("--format", format_, FORMATS)
     print_comparison(Console(), a, b, runs_dir, show, style)
 
 
-def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
     """Return `value` if it is one of `allowed`, else raise a UserError."""
     from bandpo_cli.errors import UserError, nearest
 
@@ -247,7 +256,7 @@ def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _refuse(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
+def refuse_with(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
     """Raise a UserError where `flag` is given together with flags that it makes meaningless."""
     from bandpo_cli.errors import UserError
 

@@ -9,15 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.cli.eval_views import figure_name, figure_text, interval_text, plural
-from bandpo_cli.cli.lines import say
+from bandpo_cli.cli.eval_views import interval_text, metric_label, metric_text, plural
+from bandpo_cli.cli.lines import print_line
 from bandpo_cli.cli.model_ref import find_run
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.evaluation.compare import Comparison, compare
-from bandpo_cli.paths import is_there, names_with, user_path
-from bandpo_cli.tracking.eval_folder import RECORD, read_record
-from bandpo_cli.tracking.files import finite
-from bandpo_cli.tracking.run_folder import step_of
+from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
+from bandpo_cli.storage.files import replace_nonfinite, step_of
 
 
 def print_comparison(console: Console, a: str, b: str, runs_dir: Path, show: int, style: str) -> None:
@@ -28,12 +27,14 @@ def print_comparison(console: Console, a: str, b: str, runs_dir: Path, show: int
         sets = {label: each.as_json() for label, each in found.items()}
         print(
             json.dumps(
-                finite({"a": str(path_a), "b": str(path_b), "sets": sets}), indent=2, ensure_ascii=False
+                replace_nonfinite({"a": str(path_a), "b": str(path_b), "sets": sets}),
+                indent=2,
+                ensure_ascii=False,
             )
         )
         return
-    say(console, str(path_a), "A")
-    say(console, str(path_b), "B")
+    print_line(console, str(path_a), "A")
+    print_line(console, str(path_b), "B")
     for label, each in found.items():
         _print_set(console, label, each, show)
 
@@ -45,16 +46,18 @@ def find_record(text: str, runs_dir: Path) -> Path:
         UserError: there is none.
     """
     for path in (runs_dir / text, user_path(text)):
-        if text and is_there(path / RECORD):
-            return path / RECORD
+        if text and path_exists(path / RECORD_FILE):
+            return path / RECORD_FILE
     if Path(text).suffix == ".json":
         return user_path(text)
     found = find_run(text, runs_dir)
     if found is None:
-        names = sorted([*names_with(runs_dir, RECORD), *names_with(runs_dir, "config.yaml")])
+        names = sorted(
+            [*folders_containing(runs_dir, RECORD_FILE), *folders_containing(runs_dir, "config.yaml")]
+        )
         raise UserError(
             f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
-            f"{RECORD}, or RUN@STEP"
+            f"{RECORD_FILE}, or RUN@STEP"
         )
     run, step = found
     steps: dict[int, Path] = {
@@ -72,27 +75,27 @@ def find_record(text: str, runs_dir: Path) -> Path:
 
 def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
     console.print()
-    say(console, _problems(comparison), label)
+    print_line(console, _problems(comparison), label)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
     for heading in ("A", "B", "B − A", "95% interval"):
         table.add_column(heading, justify="right")
     for name, each in comparison.figures.items():
         table.add_row(
-            figure_name(name),
-            figure_text(name, each.a),
-            figure_text(name, each.b),
+            metric_label(name),
+            metric_text(name, each.a),
+            metric_text(name, each.b),
             _signed(name, each.change.value),
             interval_text(name, each.change),
         )
     console.print(table)
-    say(
+    print_line(
         console,
         f"a higher share right in B on {plural(comparison.wins, 'problem')}, lower on {comparison.losses:,}, the same "
         f"on {comparison.ties:,}",
     )
     for id_, before, after in comparison.moved[:show]:
-        say(console, f"  {before:.2f} → {after:.2f}  {id_}")
+        print_line(console, f"  {before:.2f} → {after:.2f}  {id_}")
 
 
 def _problems(comparison: Comparison) -> str:
@@ -106,5 +109,5 @@ def _problems(comparison: Comparison) -> str:
 
 
 def _signed(name: str, value: float) -> str:
-    text = figure_text(name, value)
+    text = metric_text(name, value)
     return text if text.startswith("-") or float(text.replace(",", "")) == 0 else f"+{text}"

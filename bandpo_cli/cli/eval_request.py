@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.cli.eval_tasks import task_layer
-from bandpo_cli.cli.model_ref import ModelRef, find_model
+from bandpo_cli.cli.eval_tasks import eval_task_layer
+from bandpo_cli.cli.model_ref import ModelRef, resolve_model
 from bandpo_cli.cli.preflight import check_model_path
-from bandpo_cli.config.engine import check_engine
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.grading import check_grader
-from bandpo_cli.paths import is_there, user_path
-from bandpo_cli.tasks import build_task
+from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.storage.eval_folder import SAMPLES_FILE
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
-from bandpo_cli.tracking.eval_folder import SAMPLES
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
 """The k of pass@k and maj@k where none is asked for: those of these within n, and n itself."""
 
-_MOST_K = 10**6
-_STEM = 100  # characters of an evaluation's name that say what was evaluated
+_MAX_K = 10**6
+_MAX_STEM_CHARS = 100  # characters of an evaluation's name that say what was evaluated
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class EvalRequest:
     def stem(self) -> str:
         """The evaluation's name, the time apart."""
         if isinstance(self.source, SamplesFile):
-            return _plain(f"eval-{_origin(self.source.path)}"[:_STEM] + "-rescored")
+            return _plain(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
         model, task = self.source
         labels = "+".join(task.heldout_sets())
         return _plain(
-            f"eval-{model.stem}-{labels}"[:_STEM] + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
+            f"eval-{model.stem}-{labels}"[:_MAX_STEM_CHARS]
+            + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
         )
 
     def default_name(self) -> str:
@@ -78,7 +79,7 @@ class EvalRequest:
         sections = ("seed", "model", "task", "sampling", "grading", "evaluation", "tracking")
         dump = self.config.model_dump(mode="json")
         for source in (*dump["task"].get("train", ()), *dump["task"].get("heldout", ())):
-            source["path"] = _from_anywhere(source["path"])
+            source["path"] = _absolute_path(source["path"])
         common = {"config": {name: dump[name] for name in sections}, "legacy_best_at_k": self.legacy}
         if isinstance(self.source, SamplesFile):
             where = {
@@ -89,13 +90,13 @@ class EvalRequest:
             return {"model": None, "samples": where, **common}
         model, _ = self.source
         run = None if model.run is None else str(model.run.path.absolute())
-        made = {"path": _from_anywhere(model.path), "run": run, "step": model.step}
+        made = {"path": _absolute_path(model.path), "run": run, "step": model.step}
         return {"model": made, "samples": None, **common}
 
 
-def _from_anywhere(path: str | None) -> str | None:
+def _absolute_path(path: str | None) -> str | None:
     """Return the path of a local file or folder as it is seen from any folder; other texts as they are."""
-    if not path or path == EMBEDDED_MODEL or not is_there(user_path(path)):
+    if not path or path == EMBEDDED_MODEL or not path_exists(user_path(path)):
         return path
     return str(user_path(path).absolute())
 
@@ -112,10 +113,10 @@ def model_request(
     Raises:
         UserError: a mistake in any of them; one line.
     """
-    ref = find_model(model, runs_dir)
+    ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
     own = resolve(base) if base else None
-    config = resolve([*base, task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
+    config = resolve([*base, eval_task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
     check_engine(config.sampling.engine)
     if ref.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(
@@ -138,7 +139,7 @@ def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], leg
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
     layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
     # What the layers say of drawing means nothing here, and must not forbid a k.
-    k = _resolve_for(layers, max(fewest, _MOST_K)).evaluation.k
+    k = _resolve_for(layers, max(fewest, _MAX_K)).evaluation.k
     if max(k, default=1) > fewest:
         raise ConfigError(
             f"--k {max(k)}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
@@ -169,9 +170,9 @@ def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
 def read_k(text: str) -> list[int]:
     """Read `--k 1,8,32`. Raises ConfigError for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MOST_K for part in parts):
+    if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MAX_K for part in parts):
         raise ConfigError(
-            f"--k {text[:100]!r}: whole numbers from 1 to {_MOST_K:,}, apart by commas, as in --k 1,8,32"
+            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, apart by commas, as in --k 1,8,32"
         )
     return sorted({int(part) for part in parts})
 
@@ -186,10 +187,10 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _origin(path: Path) -> str:
+def _samples_name(path: Path) -> str:
     """Name a samples file: those that this package writes by the evaluation or run that they are of."""
     path = path.absolute()
-    if path.name == SAMPLES:
+    if path.name == SAMPLES_FILE:
         return path.parent.name.removeprefix("eval-")
     return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
 
@@ -198,7 +199,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", name)
 
 
-def request_of(record: Mapping[str, Any], folder: Path, tracking: Layer, complete: bool) -> EvalRequest:
+def request_from_record(
+    record: Mapping[str, Any], folder: Path, tracking: Layer, complete: bool
+) -> EvalRequest:
     """Return the request that the `eval.json` of `folder` was made from, with other settings of `tracking` only.
 
     Args:
@@ -219,7 +222,7 @@ def request_of(record: Mapping[str, Any], folder: Path, tracking: Layer, complet
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: its eval.json lacks what a resume needs ({error})") from None
     if samples is not None:
-        if not complete and (not is_there(path) or _digest(path) != digest):
+        if not complete and (not path_exists(path) or _digest(path) != digest):
             raise UserError(
                 f"--resume {folder}: {path} has changed since, or is gone; start a new evaluation"
             )

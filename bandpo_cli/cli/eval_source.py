@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from bandpo_cli.cli.eval_request import EvalRequest, SamplesFile
-from bandpo_cli.cli.lines import say
-from bandpo_cli.cli.memory import memory_advice
+from bandpo_cli.cli.lines import print_line
+from bandpo_cli.cli.memory import out_of_memory_errors
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.tasks.questions import stable_hash
-from bandpo_cli.tracking.eval_folder import PartKey
+from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.tasks.questions import text_hash
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch
 
 
 @dataclass(frozen=True)
-class Source:
+class CompletionSource:
     """Where completions come from.
 
     Attributes:
@@ -41,12 +41,11 @@ class Source:
     def planned(self) -> dict[str, Any]:
         """Return what the record says of the sets before their figures; a resume finds the same problems there."""
         return {
-            label: {"problems": len(ids), "ids": stable_hash("\n".join(ids))}
-            for label, ids in self.ids.items()
+            label: {"problems": len(ids), "ids": text_hash("\n".join(ids))} for label, ids in self.ids.items()
         }
 
 
-def open_source(request: EvalRequest, console: Console, stack: ExitStack) -> Source:
+def open_completion_source(request: EvalRequest, console: Console, stack: ExitStack) -> CompletionSource:
     """Say what is evaluated, and load what it takes; `stack` closes it.
 
     Raises:
@@ -60,7 +59,9 @@ def open_source(request: EvalRequest, console: Console, stack: ExitStack) -> Sou
     )
 
 
-def _open_samples(config: RunConfig, file: SamplesFile, console: Console, stack: ExitStack) -> Source:
+def _open_samples(
+    config: RunConfig, file: SamplesFile, console: Console, stack: ExitStack
+) -> CompletionSource:
     from bandpo_cli.evaluation.batches import regrade_batches
     from bandpo_cli.grading import GraderPool
 
@@ -69,7 +70,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, console: Console, stack:
     rows = [("samples", escape(f"{file.path}, {total:,} completions")), ("tasks", _counts(ids))]
     print_statement(console, rows, [], [])
     pool = stack.enter_context(GraderPool(config.grading))
-    return Source(
+    return CompletionSource(
         ids,
         total,
         lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
@@ -77,7 +78,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, console: Console, stack:
     )
 
 
-def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> Source:
+def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> CompletionSource:
     assert not isinstance(request.source, SamplesFile)
     config, (_, task) = request.config, request.source
     settings = config.evaluation
@@ -95,19 +96,22 @@ def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> Sou
     # The lines that only count problems say what "tasks" has said.
     notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
     print_statement(console, statement, notes, [])
-    with console.status("loading torch and the model …"), memory_advice(config):
-        from bandpo_cli.evaluation.evaluate import draw_batches
-        from bandpo_cli.evaluation.sets import check_context, fitting_sets
+    with console.status("loading torch and the model …"), out_of_memory_errors(config):
+        from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading import GraderPool
         from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling import SamplingParams, build_sampler
-        from bandpo_cli.sampling.prompts import PromptEncoder
+        from bandpo_cli.sampling.engines import SamplingParams, build_sampler
+        from bandpo_cli.sampling.rollouts import (
+            PromptEncoder,
+            check_context_length,
+            drop_long_prompts_in_sets,
+        )
 
         policy = load_policy(config.model, for_training=False)
-        check_context(policy, config)
+        check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
         left_out: list[str] = []
-        fitting = fitting_sets(encoder, sets, config, left_out)
+        fitting = drop_long_prompts_in_sets(encoder, sets, config, left_out)
         sampler = build_sampler(config, policy)
     stack.callback(sampler.close)
     pool = stack.enter_context(GraderPool(config.grading))
@@ -115,11 +119,11 @@ def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> Sou
         settings.samples, settings.temperature, config.sampling.max_tokens, policy.stop_ids
     )
     for note in left_out:
-        say(console, note, "note:", "yellow")
+        print_line(console, note, "note:", "yellow")
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
-        with memory_advice(config):
-            yield from draw_batches(
+        with out_of_memory_errors(config):
+            yield from sample_batches(
                 sampler,
                 encoder,
                 pool.grade,
@@ -132,7 +136,7 @@ def _open_model(request: EvalRequest, console: Console, stack: ExitStack) -> Sou
             )
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
-    return Source(ids, sum(map(len, ids.values())) * settings.samples, batches, lambda: pool.errors)
+    return CompletionSource(ids, sum(map(len, ids.values())) * settings.samples, batches, lambda: pool.errors)
 
 
 def _counts(problems: Mapping[str, Sized]) -> str:

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, Source
+from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, Source
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.paths import is_there, user_path
-from bandpo_cli.tasks.known import evaluation_sources
-from bandpo_cli.tasks.sources import label_of
+from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.tasks.datasets import evaluation_sources
+from bandpo_cli.tasks.rows import source_label
 
 _TASKS = ("countdown", *DATASETS)
 
 
-def task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
     """Return the settings of the tasks that are asked for; the run's own template, system message and grader stay.
 
     Raises:
@@ -41,13 +41,13 @@ def task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
 def _sources(tasks: Sequence[str]) -> list[Any]:
     files = [name for name in tasks if name not in DATASETS]
     for name in files:
-        if name and is_there(user_path(name)):
+        if name and path_exists(user_path(name)):
             continue
-        if Path(name).suffix.lower() in FILE_ENDINGS:
+        if Path(name).suffix.lower() in FILE_SUFFIXES:
             raise ConfigError(f"--task {name[:200]}: no such file")
         raise ConfigError(
             f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
-            f"{', '.join(FILE_ENDINGS)} file"
+            f"{', '.join(FILE_SUFFIXES)} file"
         )
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []
@@ -64,6 +64,6 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
 
 def _label_of(path: str) -> str:
     try:
-        return label_of(Source(path=path))
+        return source_label(Source(path=path))
     except ConfigError:  # nothing of the name may stand in a metric's name
         return "data"

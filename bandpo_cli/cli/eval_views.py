@@ -12,9 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.evaluation.histogram import success_counts
-from bandpo_cli.evaluation.intervals import Interval
-from bandpo_cli.evaluation.scores import Scores
+from bandpo_cli.evaluation.metrics import Interval
+from bandpo_cli.evaluation.scores import Scores, success_histogram
 
 PLAIN_LINES = 20
 """About this many progress lines in a log file, however many completions."""
@@ -34,7 +33,7 @@ class EvalProgress(Protocol):
         """Take in that so many more completions of a set are judged and stored."""
 
 
-class Pace:
+class ProgressRate:
     """Counts completions; the ones that were there before do not count for the rate."""
 
     def __init__(self, total: int, done: int) -> None:
@@ -57,32 +56,32 @@ class Pace:
         if self.done == self._before:
             return words
         left = (self.total - self.done) / self.rate
-        return f"{words} · {self._rate_words()}/s · {clock(left)} left"
+        return f"{words} · {self._rate_words()}/s · {format_duration(left)} left"
 
     def summary(self) -> str:
         """Return `2,048 completions in 0:00:07, 310 a second`, counting what came since the start."""
         new = self.done - self._before
         before = f" after {self._before:,} that were there" if self._before else ""
         rate = f", {self._rate_words()} a second" if new else ""
-        return f"{new:,} completions{before} in {clock(self.seconds)}{rate}"
+        return f"{new:,} completions{before} in {format_duration(self.seconds)}{rate}"
 
     def _rate_words(self) -> str:
         return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds: `0:01:05`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def make_progress(console: Console, pace: Pace) -> EvalProgress:
+def make_progress(console: Console, pace: ProgressRate) -> EvalProgress:
     """Return a bar on a terminal, plain lines elsewhere."""
     return _Bar(console, pace) if console.is_terminal else _Lines(console, pace)
 
 
 class _Bar:
-    def __init__(self, console: Console, pace: Pace) -> None:
+    def __init__(self, console: Console, pace: ProgressRate) -> None:
         self._pace = pace
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -111,7 +110,7 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, console: Console, pace: Pace) -> None:
+    def __init__(self, console: Console, pace: ProgressRate) -> None:
         self._console, self._pace = console, pace
         self._stride = max(1, pace.total // PLAIN_LINES)
         self._next = pace.done + self._stride
@@ -145,13 +144,13 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
             console.print(line, highlight=False)
 
 
-def figure_name(name: str) -> str:
+def metric_label(name: str) -> str:
     """Return a figure's name as the field writes it: `mean@16`, `pass@4`, `answer format`."""
     words = name.replace("_at_", "@").removesuffix("_rate").replace("_", " ")
     return f"{words}, tokens" if name == "response_length" else words
 
 
-def figure_text(name: str, value: float) -> str:
+def metric_text(name: str, value: float) -> str:
     """Return a value with its unit: shares as they are, tokens with one decimal."""
     if math.isnan(value):
         return "–"
@@ -162,14 +161,14 @@ def interval_text(name: str, figure: Interval) -> str:
     """Return `0.412 to 0.478`, or a dash where there is no interval; a difference may have minus signs."""
     if math.isnan(figure.low):
         return "–"
-    return f"{figure_text(name, figure.low)} to {figure_text(name, figure.high)}"
+    return f"{metric_text(name, figure.low)} to {metric_text(name, figure.high)}"
 
 
 def histogram(scores: Scores) -> Iterable[Text]:
     """Yield lines with the number of problems by the share of their completions that is right."""
     shares = [next(iter(values.values())) for values in scores.by_problem.values()]
     yield Text("problems by share of right completions", style="dim")
-    bars = success_counts(shares)
+    bars = success_histogram(shares)
     most = max(count for _, count in bars)
     for words, count in bars:
         length = math.ceil(_BAR_WIDTH * count / most) if count else 0
@@ -184,7 +183,7 @@ def _table(scores: Scores) -> Table:
     for name, figure in scores.figures.items():
         if name.endswith(("timeout_rate", "error_rate")) and figure.value == 0:
             continue
-        table.add_row(figure_name(name), figure_text(name, figure.value), interval_text(name, figure))
+        table.add_row(metric_label(name), metric_text(name, figure.value), interval_text(name, figure))
     return table
 
 

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.text import Text
 
 
-def say(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
+def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
     """Print a line, after a heading if there is one."""
     gap = " " if heading.endswith(":") else "  "
     text = Text.assemble((heading, style), gap, line) if heading else Text(line)
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def warn(console: Console, line: str) -> None:
+def print_warning(console: Console, line: str) -> None:
     """Print a warning."""
-    say(console, line, "warning:", "yellow")
+    print_line(console, line, "warning:", "yellow")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-_TROUBLES = {
+_MESSAGES_BY_ERRNO = {
     errno.ENOSPC: "no room is left on the disk; make some, and go on",
     errno.EDQUOT: "the disk quota is used up; make room, and go on",
     errno.EFBIG: "files may not grow that far here (ulimit -f)",
@@ -19,9 +19,9 @@ _TROUBLES = {
 }
 
 
-def machine_trouble(error: OSError) -> str | None:
+def system_error_message(error: OSError) -> str | None:
     """Return what the machine had no more of, with the file if that is known; None for any other error."""
-    trouble = _TROUBLES.get(error.errno) if error.errno is not None else None
+    trouble = _MESSAGES_BY_ERRNO.get(error.errno) if error.errno is not None else None
     if trouble is None:
         return None
     return trouble if error.filename is None else f"{error.filename}: {trouble}"

@@ -23,7 +23,7 @@ def print_memory(console: Console, config: RunConfig) -> None:
     """Print the estimate by part against the card at hand, or against this machine's memory where there is none."""
     import torch
 
-    from bandpo_cli.config.engine import chosen_engine
+    from bandpo_cli.config.sampling import resolve_engine
     from bandpo_cli.models.memory import estimate_memory
 
     on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
@@ -32,7 +32,7 @@ def print_memory(console: Console, config: RunConfig) -> None:
         place, room = card.name, card.total_memory
     else:
         place, room = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own_sampler = chosen_engine(config.sampling.engine, on_gpu) == "transformers"
+    own_sampler = resolve_engine(config.sampling.engine, on_gpu) == "transformers"
     try:
         estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
     except UserError as error:
@@ -46,7 +46,9 @@ def print_memory(console: Console, config: RunConfig) -> None:
     )
     console.print(f"[bold]memory[/bold]  {verdict}", highlight=False)
     if peak >= 0.95 * room:
-        console.print(f"[yellow]warning:[/yellow] {_advice(config)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[yellow]warning:[/yellow] {memory_saving_settings(config)}", highlight=False, soft_wrap=True
+        )
 
 
 def _engine_bytes(config: RunConfig, room: int, on_gpu: bool) -> int:
@@ -87,7 +89,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
-def _advice(config: RunConfig) -> str:
+def memory_saving_settings(config: RunConfig) -> str:
     """Name the settings that take less memory, the cheapest to change first, with values to type."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     less = max(config.optim.micro_batch_tokens // 2, longest)
@@ -107,7 +109,7 @@ def _advice(config: RunConfig) -> str:
 
 
 @contextmanager
-def memory_advice(config: RunConfig) -> Iterator[None]:
+def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
     """Turn running out of memory into one line that names the settings to change.
 
     Raises:
@@ -118,11 +120,11 @@ def memory_advice(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(f"out of memory ({_first_line(error)}); {_advice(config)}") from error
+        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # torch's CPU allocator has no class of its own
             raise
-        raise RunError(f"out of memory ({_first_line(error)}); {_advice(config)}") from error
+        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from bandpo_cli.cli.preflight import check_model_path
 from bandpo_cli.config.run import EMBEDDED_MODEL
 from bandpo_cli.errors import ConfigError, UserError, nearest
-from bandpo_cli.paths import is_there, names_with, user_path
-from bandpo_cli.tracking.run_folder import RunFolder, step_of
+from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.storage.files import step_of
+from bandpo_cli.storage.run_folder import RunFolder
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MOST_DIGITS = 12  # of a step: Python refuses to read thousands of them
@@ -32,7 +33,7 @@ class ModelRef:
         return Path(self.path).absolute().name or "model"
 
 
-def find_model(text: str, runs_dir: Path) -> ModelRef:
+def resolve_model(text: str, runs_dir: Path) -> ModelRef:
     """Return what `text` means: `embedded`, RUN, RUN@STEP, a folder, or else a hub id.
 
     RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
@@ -50,14 +51,14 @@ def find_model(text: str, runs_dir: Path) -> ModelRef:
     run_path = folder.parent.parent
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and _is_run(run_path):
         return _checkpoint(RunFolder(run_path), step_of(folder))
-    if not text or (not is_there(folder) and not _may_be_hub_id(text, runs_dir)):
-        names = names_with(runs_dir, "config.yaml")
+    if not text or (not path_exists(folder) and not _looks_like_hub_id(text, runs_dir)):
+        names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(
             f"--model {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
             f"Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
         )
-    path = str(user_path(text)) if is_there(folder) else text
+    path = str(user_path(text)) if path_exists(folder) else text
     check_model_path(path)
     return ModelRef(path)
 
@@ -93,7 +94,7 @@ def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
     return ModelRef(str(checkpoints[step]), run, step)
 
 
-def _may_be_hub_id(text: str, runs_dir: Path) -> bool:
+def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:
     """Tell `Qwen/Qwen2.5-0.5B` from the path of a run that is not there; the hub allows 96 characters."""
     looks_like_one = len(text) <= 96 and _HUB_ID.fullmatch(text) is not None
     return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)
@@ -101,4 +102,4 @@ def _may_be_hub_id(text: str, runs_dir: Path) -> bool:
 
 def _is_run(path: Path) -> bool:
     """A run's config.yaml tells it from a model's folder, which has config.json."""
-    return is_there(path / "config.yaml") and not is_there(path / "config.json")
+    return path_exists(path / "config.yaml") and not path_exists(path / "config.json")

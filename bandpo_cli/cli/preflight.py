@@ -12,15 +12,15 @@ import numpy as np
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.cli.statement import method_stem
-from bandpo_cli.config.engine import check_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading import check_grader
-from bandpo_cli.paths import is_there, user_path
-from bandpo_cli.tasks import build_task
+from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.storage.run_folder import check_name, unused_name
 from bandpo_cli.tasks.base import Task
-from bandpo_cli.tracking.run_names import check_name, fresh_name
+from bandpo_cli.tasks.registry import build_task
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -31,30 +31,30 @@ def default_name(config: RunConfig) -> str:
     return f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}"
 
 
-def choose_name(runs_dir: Path, asked: str | None, default: str) -> str:
+def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
     """Return the name of a new folder in the runs folder, refusing one that is taken.
 
     Raises:
         UserError: the name is taken or cannot be a folder's name, or nothing can be written to the runs folder.
     """
     ground = next(
-        folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if is_there(folder)
+        folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if path_exists(folder)
     )
     if not ground.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
     if not os.access(ground, os.W_OK):
         raise UserError(f"--runs-dir {runs_dir}: {ground} may not be written to; name another folder")
     if asked is None:
-        return fresh_name(default, runs_dir)
+        return unused_name(default, runs_dir)
     name = check_name(asked, runs_dir)
-    if is_there(runs_dir / name):
+    if path_exists(runs_dir / name):
         raise UserError(
-            f"--name {name}: {runs_dir / name} exists already; try --name {fresh_name(name, runs_dir)}"
+            f"--name {name}: {runs_dir / name} exists already; try --name {unused_name(name, runs_dir)}"
         )
     return name
 
 
-def check_settings(config: RunConfig) -> Task:
+def check_config(config: RunConfig) -> Task:
     """Refuse settings whose mistakes only show when they are used, and return the task with its problems loaded.
 
     Raises:
@@ -75,7 +75,7 @@ def check_settings(config: RunConfig) -> Task:
     return task
 
 
-def checkpoint_cautions(config: RunConfig) -> list[str]:
+def checkpoint_warnings(config: RunConfig) -> list[str]:
     """Return what the user should know of the checkpoints that the settings ask for."""
     each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
     by_evaluation = metric is None or metric.startswith("eval/")
@@ -98,7 +98,7 @@ def check_model_path(path: str) -> None:
     if path == EMBEDDED_MODEL:
         return
     folder = user_path(path)
-    if is_there(folder):
+    if path_exists(folder):
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"

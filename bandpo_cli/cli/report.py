@@ -63,13 +63,13 @@ def report(
 
     from bandpo_cli.reports.sweep import select_runs, write_report
     from bandpo_cli.reports.sweep.terminal import print_report
-    from bandpo_cli.tracking.files import finite
+    from bandpo_cli.storage.files import replace_nonfinite
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)
     folder = out or (chosen.sweep or Path()) / "report"
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes)
     if format_ == "json":
-        print(json.dumps(finite(written.as_json()), indent=2, ensure_ascii=False))
+        print(json.dumps(replace_nonfinite(written.as_json()), indent=2, ensure_ascii=False))
     else:
         print_report(Console(), written)

@@ -12,10 +12,10 @@ from typing import Any
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.tracking.checkpoints import whole_checkpoints
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.checkpoints import complete_checkpoints
+from bandpo_cli.storage.run_folder import RunFolder
 
-HARMLESS = (
+CHANGEABLE_SETTINGS = (
     "tracking",
     "checkpoint",
     "grading.workers",
@@ -87,7 +87,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
         )
         raise UserError(f"run {folder.name} is whole: {done} of {config.steps} steps{further}")
 
-    whole, damaged = whole_checkpoints(folder)
+    whole, damaged = complete_checkpoints(folder)
     ahead = [step for step in whole if step > done + 1]
     if ahead:
         raise UserError(
@@ -143,15 +143,15 @@ def _finished(folder: RunFolder) -> bool:
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting is given that is not the run's own and not harmless."""
     before, after = (dict(_flat(each.model_dump(mode="json"))) for each in (own, config))
-    changed = [key for key in {**before, **after} if before.get(key, _ABSENT) != after.get(key, _ABSENT)]
+    changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
     refused = [key for key in changed if key != "steps" and not key.startswith(_HARMLESS_STARTS)]
     if refused:
         what = ", ".join(
-            f"{key} = {after.get(key, _ABSENT)} (the run has {before.get(key, _ABSENT)})" for key in refused
+            f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
         )
         raise ConfigError(
             f"--resume {name}: a run goes on with its own settings; leave out {what}. "
-            f"What may change: {', '.join(HARMLESS)}, and steps"
+            f"What may change: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
         )
     if "steps" in changed and own.optim.schedule != "constant":
         raise ConfigError(
@@ -164,8 +164,8 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
         )
 
 
-_ABSENT = "nothing"
-_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in HARMLESS)
+_NOT_SET = "nothing"
+_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
 
 
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,24 +11,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bandpo_cli.cli.eval_views import clock
-from bandpo_cli.cli.lines import say
+from bandpo_cli.cli.eval_views import format_duration
+from bandpo_cli.cli.lines import print_line
 from bandpo_cli.cli.sweep_request import SweepRequest
-from bandpo_cli.cli.sweep_tracking import parent_run
-from bandpo_cli.cli.sweep_views import arms_table, make_view, plan_table
+from bandpo_cli.cli.sweep_tracking import sweep_mlflow_run
+from bandpo_cli.cli.sweep_views import arms_table, make_sweep_view, plan_table
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.sweeps.estimate import known_seconds, trial_seconds, wall_seconds
+from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs, seconds_from_trial, total_seconds
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
-from bandpo_cli.sweeps.pool import LocalPool, Pool, local_slots, usable_cores, visible_gpus
-from bandpo_cli.sweeps.run import run_sweep
-from bandpo_cli.sweeps.states import RunState
+from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, usable_cores, visible_gpus
+from bandpo_cli.sweeps.scheduler import RunState, run_sweep
 from bandpo_cli.tracking.store import tracking_store, ui_command
 
 
 @dataclass(frozen=True)
-class Place:
+class Executor:
     """Where runs are executed: `executor` by name, the cluster's address for Ray, and how many at a time."""
 
     executor: str = "local"
@@ -38,14 +37,14 @@ class Place:
     """Stop runs that lie this far behind another arm; None stops none."""
 
 
-def show_plan(request: SweepRequest, place: Place, console: Console, runs_dir: Path) -> None:
+def show_plan(request: SweepRequest, place: Executor, console: Console, runs_dir: Path) -> None:
     """Print the runs and how long they will take, and run none of them."""
     runs = [SweepRun(run.name, run.arm, run.seed) for run in request.runs]
     with closing(_local_pool(place, len(runs), {})) as pool:
-        _state(console, runs, {run.name: run.config for run in request.runs}, runs, pool, runs_dir)
+        print_plan(console, runs, {run.name: run.config for run in request.runs}, runs, pool, runs_dir)
 
 
-def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path) -> None:
+def run_planned_sweep(folder: SweepFolder, place: Executor, console: Console, runs_dir: Path) -> None:
     """Run what is not whole, and say what came of it.
 
     Raises:
@@ -53,32 +52,32 @@ def execute(folder: SweepFolder, place: Place, console: Console, runs_dir: Path)
     """
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
     given_up = folder.stopped()
-    left = [run for run in folder.runs if not folder.is_whole(run.name) and run.name not in given_up]
+    left = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in given_up]
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs keep their record where the sweep has its own, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
-    say(console, str(folder.path), "sweep")
+    print_line(console, str(folder.path), "sweep")
     start = time.perf_counter()
     failures: dict[str, str] = {}
     with closing(_POOLS[place.executor](place, len(left), variables)) as pool:
-        _state(console, folder.runs, configs, left, pool, runs_dir)
+        print_plan(console, folder.runs, configs, left, pool, runs_dir)
         if left:
-            with parent_run(folder, store, console) as parent:
+            with sweep_mlflow_run(folder, store, console) as parent:
                 flags = [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
                 failures = _run(folder, configs, pool, flags, place.margin, console, runs_dir)
                 parent.leaderboard = _report(folder, console)
         else:
             _report(folder, console)
-    whole = sum(folder.is_whole(run.name) for run in folder.runs)
-    took = f" in {clock(time.perf_counter() - start)}" if left else ""
+    whole = sum(folder.is_finished(run.name) for run in folder.runs)
+    took = f" in {format_duration(time.perf_counter() - start)}" if left else ""
     console.print(f"{whole} of {len(folder.runs)} runs whole{took}", highlight=False)
     if store is not None:
-        say(console, ui_command(store.uri), "MLflow")
+        print_line(console, ui_command(store.uri), "MLflow")
     for name, why in folder.stopped().items():
-        say(console, f"{name}: {why}", "stopped early", "yellow")
+        print_line(console, f"{name}: {why}", "stopped early", "yellow")
     for name, why in failures.items():
-        say(console, f"{name}: {why}", "failed", "red")
+        print_line(console, f"{name}: {why}", "failed", "red")
     if failures:
         raise RunError(
             f"{len(failures)} of {len(folder.runs)} runs failed; try them again: {resume_command(folder, runs_dir)}"
@@ -98,7 +97,7 @@ def _run(
     latest: dict[str, RunState] = {}
     steps = {name: config.steps for name, config in configs.items()}
     try:
-        with make_view(console, folder.runs, pool.slots) as view:
+        with make_sweep_view(console, folder.runs, pool.slots) as view:
 
             def watch(states: Mapping[str, RunState]) -> None:
                 latest.update(states)
@@ -106,8 +105,8 @@ def _run(
 
             failures = run_sweep(folder, pool, steps, watch, flags, margin)
     except KeyboardInterrupt:
-        whole = sum(folder.is_whole(run.name) for run in folder.runs)
-        say(
+        whole = sum(folder.is_finished(run.name) for run in folder.runs)
+        print_line(
             console,
             f"stopped, {whole} of {len(folder.runs)} runs are whole; go on by: "
             + resume_command(folder, runs_dir),
@@ -129,7 +128,7 @@ def _report(folder: SweepFolder, console: Console) -> dict[str, float]:
         with console.status("writing the report …"):
             report = write_report(runs, title, baseline, folder.path / "report")
     except UserError as error:
-        say(console, str(error), "no report:", "yellow")
+        print_line(console, str(error), "no report:", "yellow")
         return {}
     print_report(console, report)
     console.print()
@@ -142,24 +141,27 @@ def resume_command(folder: SweepFolder, runs_dir: Path) -> str:
     return f"bandpo sweep --resume {folder.name}{elsewhere}"
 
 
-def _local_pool(place: Place, runs: int, variables: Mapping[str, str]) -> Pool:
+def _local_pool(place: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
     gpus, cores = visible_gpus(os.environ), usable_cores()
     jobs = place.jobs or len(gpus) or cores
-    slots = local_slots(max(1, min(jobs, runs)), cores, gpus, os.environ)
+    slots = slot_environments(max(1, min(jobs, runs)), cores, gpus, os.environ)
     return LocalPool([{**slot, **variables} for slot in slots])
 
 
-def _ray_pool(place: Place, runs: int, variables: Mapping[str, str]) -> Pool:
+def _ray_pool(place: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
     from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
 
     return RayPool(place.address, place.jobs, variables)
 
 
-_POOLS: dict[str, Callable[[Place, int, Mapping[str, str]], Pool]] = {"local": _local_pool, "ray": _ray_pool}
+_POOLS: dict[str, Callable[[Executor, int, Mapping[str, str]], Pool]] = {
+    "local": _local_pool,
+    "ray": _ray_pool,
+}
 EXECUTORS = tuple(_POOLS)
 
 
-def _state(
+def print_plan(
     console: Console,
     runs: Sequence[SweepRun],
     configs: Mapping[str, RunConfig],
@@ -178,11 +180,11 @@ def _state(
     if not left:
         return
     first = configs[left[0].name]
-    seconds = known_seconds(first, runs_dir, pool.threads)
+    seconds = seconds_from_earlier_runs(first, runs_dir, pool.threads)
     how = "by earlier runs"
     if seconds is None and first.model.path == EMBEDDED_MODEL:
         with console.status("a trial of three steps, for an estimate of the time …"):
-            seconds = trial_seconds(first, {**os.environ, "OMP_NUM_THREADS": str(pool.threads)})
+            seconds = seconds_from_trial(first, {**os.environ, "OMP_NUM_THREADS": str(pool.threads)})
         how = "by a trial of three steps alone on the machine"
     if seconds is None:
         console.print(
@@ -191,6 +193,6 @@ def _state(
         return
     each = [seconds / first.steps * configs[run.name].steps for run in left]
     console.print(
-        f"about {clock(wall_seconds(each, pool.slots))} in all, {clock(seconds)} a run ({how})",
+        f"about {format_duration(total_seconds(each, pool.slots))} in all, {format_duration(seconds)} a run ({how})",
         highlight=False,
     )

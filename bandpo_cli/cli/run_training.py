@@ -15,30 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bandpo_cli.cli.lines import say, warn
-from bandpo_cli.cli.machine import machine_trouble
-from bandpo_cli.cli.memory import memory_advice
+from bandpo_cli.cli.lines import print_line, print_warning
+from bandpo_cli.cli.machine import system_error_message
+from bandpo_cli.cli.memory import out_of_memory_errors
 from bandpo_cli.cli.resume import ResumePlan, resume_command
 from bandpo_cli.cli.stop_signals import StopSignals
-from bandpo_cli.cli.views import eval_figures, make_view
+from bandpo_cli.cli.views import eval_metrics_text, make_train_view
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.reports.run_plots import plot_run
+from bandpo_cli.storage.checkpoints import prune_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.environment import describe_environment
+from bandpo_cli.storage.files import remove_temporary_files, run_lock
+from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
 from bandpo_cli.tasks.base import Task
-from bandpo_cli.tracking.artifacts import run_artifacts
-from bandpo_cli.tracking.checkpoints import prune, remove_later
-from bandpo_cli.tracking.environment import describe_environment
-from bandpo_cli.tracking.files import remove_temporary
-from bandpo_cli.tracking.lock import sole_writer
-from bandpo_cli.tracking.mlflow_names import run_tags
-from bandpo_cli.tracking.mlflow_tracker import open_tracker
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.tracking.names import run_tags
 from bandpo_cli.tracking.store import tracking_store, ui_command
-from bandpo_cli.tracking.tracker import RunStatus, Tracker, status_of
+from bandpo_cli.tracking.tracker import Tracker, open_tracker
+from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.parts import Parts
+    from bandpo_cli.training.components import Components
 
 
 def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path, name: str) -> None:
@@ -49,9 +47,9 @@ def run_training(config: RunConfig, task: Task, console: Console, runs_dir: Path
         RunError: the device has not enough memory; the message names the settings that take less.
         SystemExit: Ctrl-C or SIGTERM; the record is closed and says so.
     """
-    with StopSignals() as signals, _loaded(config, task, console) as parts:
+    with StopSignals() as signals, _loaded_components(config, task, console) as parts:
         folder = RunFolder.create(runs_dir, name)
-        with sole_writer(folder.path):
+        with run_lock(folder.path):
             folder.write_config(to_yaml(config))
             folder.write_env(describe_environment())
             _run(Run(config, folder, console, runs_dir, signals), parts, first=0)
@@ -68,14 +66,14 @@ def resume_training(plan: ResumePlan, task: Task | None, console: Console, runs_
     with StopSignals() as signals:
         run = Run(plan.config, plan.folder, console, runs_dir, signals)
         if plan.trained or task is None:
-            _take_back(plan)
+            _roll_back(plan)
             with _recorded(run):
                 pass
             return
-        with _loaded(plan.config, task, console) as parts:
+        with _loaded_components(plan.config, task, console) as parts:
             if plan.checkpoint is not None:
-                parts.go_on_from(plan.checkpoint)
-            _take_back(plan)
+                parts.resume_from(plan.checkpoint)
+            _roll_back(plan)
             _run(run, parts, first=plan.step + 1)
 
 
@@ -91,43 +89,43 @@ class Run:
 
 
 @contextmanager
-def _loaded(config: RunConfig, task: Task, console: Console) -> Iterator[Parts]:
+def _loaded_components(config: RunConfig, task: Task, console: Console) -> Iterator[Components]:
     """Load what the run is built of, and close it in the end."""
-    with console.status("loading torch and the model …"), memory_advice(config):
-        from bandpo_cli.training.parts import build
+    with console.status("loading torch and the model …"), out_of_memory_errors(config):
+        from bandpo_cli.training.components import build_components
 
-        parts = build(config, task)
+        parts = build_components(config, task)
     try:
         for note in parts.notes:
-            say(console, note, "note:", "yellow")
+            print_line(console, note, "note:", "yellow")
         yield parts
     finally:
         for grader, line in parts.grader.errors.items():
-            warn(console, f"grader '{grader}' failed on some answers; the first time: {line}")
+            print_warning(console, f"grader '{grader}' failed on some answers; the first time: {line}")
         parts.close()
 
 
-def _take_back(plan: ResumePlan) -> None:
+def _roll_back(plan: ResumePlan) -> None:
     """Cut the record and the checkpoints back to the step after which the run goes on, and note that it does."""
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
-    remove_temporary(folder.path / "plots")
+    remove_temporary_files(folder.path / "plots")
     # Checkpoints first: after a kill in between, one that lies ahead of the record would say that lines are missing.
-    remove_later(folder, plan.step)
-    folder.rewind(plan.step)
-    prune(folder, plan.config.checkpoint)
+    remove_checkpoints_after(folder, plan.step)
+    folder.roll_back(plan.step)
+    prune_checkpoints(folder, plan.config.checkpoint)
     folder.write_config(to_yaml(plan.config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.note_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
+    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
 
 
-def _run(run: Run, parts: Parts, first: int) -> None:
+def _run(run: Run, parts: Components, first: int) -> None:
     """Train from step `first` on, with the record and the onlookers around it."""
     from bandpo_cli.training.loop import train
 
     config, folder, signals = run.config, run.folder, run.signals
-    with _recorded(run) as tracker, memory_advice(config), _disk_advice(folder), signals.deferred():
-        with make_view(run.console, config.steps) as view:
+    with _recorded(run) as tracker, out_of_memory_errors(config), _disk_advice(folder), signals.deferred():
+        with make_train_view(run.console, config.steps) as view:
             for report in train(config, parts, folder, view.phase, first, lambda: signals.asked):
                 tracker.log_metrics(report.step, report.record)
                 view.show(report)
@@ -154,8 +152,8 @@ def _disk_advice(folder: RunFolder) -> Iterator[None]:
 def _recorded(run: Run) -> Iterator[Tracker]:
     """Mirror the run at MLflow while it goes on; however it ends, close its record and say so."""
     folder, console = run.folder, run.console
-    say(console, str(folder.path), "run folder")
-    tracker = open_tracker(run.config.tracking, folder.path, partial(warn, console))
+    print_line(console, str(folder.path), "run folder")
+    tracker = open_tracker(run.config.tracking, folder.path, partial(print_warning, console))
     env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
     tracker.start(folder.name, run.config.model_dump(mode="json"), run_tags(env, run.config.tracking.parent))
     error: BaseException | None = None
@@ -166,19 +164,19 @@ def _recorded(run: Run) -> Iterator[Tracker]:
         raise
     finally:
         try:
-            _close(run.config, folder, tracker, console, status_of(error), error)
+            _close_record(run.config, folder, tracker, console, status_of(error), error)
         except OSError as failure:  # a full disk among them: what ended the run is the thing to tell
             if error is None:
                 raise
-            why = machine_trouble(failure) or failure.strerror or failure
-            warn(console, f"the summary and the plots cannot be written: {why}")
+            why = system_error_message(failure) or failure.strerror or failure
+            print_warning(console, f"the summary and the plots cannot be written: {why}")
         finally:
             if error is not None and (status_of(error) == "KILLED" or folder.checkpoints()):
-                say(console, f"go on by: {resume_command(folder, run.runs_dir)}")
-    _say_where(run.config, folder, console)
+                print_line(console, f"go on by: {resume_command(folder, run.runs_dir)}")
+    print_summary(run.config, folder, console)
 
 
-def _close(
+def _close_record(
     config: RunConfig,
     folder: RunFolder,
     tracker: Tracker,
@@ -211,28 +209,28 @@ def _close(
             )
         tracker.finish(status, run_artifacts(folder.path))
     if status != "FINISHED":
-        say(console, f"{status.lower()}; what the run did is in {folder.path}")
+        print_line(console, f"{status.lower()}; what the run did is in {folder.path}")
 
 
 def _eval_of(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
 
 
-def _say_where(config: RunConfig, folder: RunFolder, console: Console) -> None:
+def print_summary(config: RunConfig, folder: RunFolder, console: Console) -> None:
     """Print what came out of the run, where it is and how to look at it."""
     records = folder.read_metrics()
     steps = [record for record in records if "train/accuracy" in record]
-    evaluations = [record for record in records if eval_figures(record)]
+    evaluations = [record for record in records if eval_metrics_text(record)]
     seconds = sum(record["time/step"] for record in records)
 
     def line(heading: str, text: str) -> None:
-        say(console, text, f"{heading:<10}")
+        print_line(console, text, f"{heading:<10}")
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
     for heading, record in (
         zip(("held-out", ""), (evaluations[0], evaluations[-1]), strict=True) if evaluations else ()
     ):
-        line(heading, f"step {record['step']:>4}  {eval_figures(record)}")
+        line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
     if steps:
         first, last = steps[0], steps[-1]
         line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")

@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.config.bounds import BandBounds, BoundsConfig, ClipBounds, ClipHigherBounds, DcpoBounds
+from bandpo_cli.config.methods import (
+    BandSettings,
+    ClipHigherSettings,
+    ClipSettings,
+    DcpoSettings,
+    MethodSettings,
+)
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.tasks.base import Task
 
 
-def describe_method(bounds: BoundsConfig) -> str:
+def describe_method(bounds: MethodSettings) -> str:
     """Name the method with the settings that matter, in a line."""
-    if isinstance(bounds, BandBounds):
+    if isinstance(bounds, BandSettings):
         cap = f", ratio ≤ {bounds.max_ratio:g}" if bounds.max_ratio is not None else ""
         relaxed = (
             f", never tighter than −{bounds.relax.eps_low:g}/+{bounds.relax.eps_high:g}"
@@ -22,16 +28,16 @@ def describe_method(bounds: BoundsConfig) -> str:
             else ""
         )
         return f"Band of the {bounds.divergence} trust region, δ = {bounds.delta:g}{cap}{relaxed}"
-    if isinstance(bounds, (ClipBounds, ClipHigherBounds)):
+    if isinstance(bounds, (ClipSettings, ClipHigherSettings)):
         return f"{bounds.method}: ratio in [{1 - bounds.eps_low:g}, {1 + bounds.eps_high:g}]"
-    if isinstance(bounds, DcpoBounds):
+    if isinstance(bounds, DcpoSettings):
         return f"dcpo: dynamic bounds, ε = {bounds.eps_low:g}/{bounds.eps_high:g}"
     return "none: no bound on the ratio"
 
 
-def method_stem(bounds: BoundsConfig) -> str:
+def method_stem(bounds: MethodSettings) -> str:
     """Return the method's part of a run's name."""
-    if isinstance(bounds, BandBounds):
+    if isinstance(bounds, BandSettings):
         divergence = bounds.divergence.replace(":", "-").replace(".", "-")
         return f"band-{divergence}-{bounds.delta:g}"
     return bounds.method
@@ -44,7 +50,7 @@ def describe_model(config: RunConfig) -> str:
     return f"{name}, {config.model.dtype}"
 
 
-def describe_run(config: RunConfig, task: Task) -> list[tuple[str, str]]:
+def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
     """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic."""
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
@@ -96,7 +102,7 @@ def _held_out(config: RunConfig, task: Task) -> str:
     return ", ".join(f"{count:,} of {label}" for label, count in counts.items())
 
 
-def cautions(config: RunConfig) -> list[str]:
+def config_warnings(config: RunConfig) -> list[str]:
     """Return what the user should know before spending time on this run."""
     found = []
     if config.optim.updates == 1 and config.bounds.method != "none":

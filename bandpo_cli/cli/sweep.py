@@ -104,15 +104,15 @@ def sweep(
     from rich.console import Console
 
     from bandpo_cli.cli import sweep_request as planning
-    from bandpo_cli.cli.lines import say
-    from bandpo_cli.cli.run_sweep import EXECUTORS, Place, execute, show_plan
+    from bandpo_cli.cli.lines import print_line
+    from bandpo_cli.cli.run_sweep import EXECUTORS, Executor, run_planned_sweep, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
-    from bandpo_cli.config.task import task_layer
+    from bandpo_cli.config.task import task_from_argument
     from bandpo_cli.sweeps.folder import SweepFolder
 
     console = Console()
     planning.check_executor(executor, ray_address, EXECUTORS)
-    place = Place(executor, ray_address, jobs, planning.check_margin(stop_behind))
+    place = Executor(executor, ray_address, jobs, planning.check_margin(stop_behind))
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
@@ -123,7 +123,7 @@ def sweep(
         }  # fmt: skip
         planning.refuse_beside_resume(given)
         folder = SweepFolder.open(runs_dir, resume)
-        return execute(folder, place, console, runs_dir)
+        return run_planned_sweep(folder, place, console, runs_dir)
     fixed = flag_layer(
         {
             ("sampling", "engine"): sampler,
@@ -134,7 +134,7 @@ def sweep(
     )
     layers = [
         *map(read_layer, config or []),
-        {} if task is None else {"task": task_layer(task)},
+        {} if task is None else {"task": task_from_argument(task)},
         fixed,
         read_assignments(set_ or []),
     ]
@@ -144,10 +144,10 @@ def sweep(
         "bounds.delta": delta,
         "model.path": model,
     }
-    request = planning.plan(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    request = planning.plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
     for note in request.notes():
-        say(console, note, "matched:", "cyan")
+        print_line(console, note, "matched:", "cyan")
     if dry_run:
         return show_plan(request, place, console, runs_dir)
     folder = planning.create_sweep(request, runs_dir, name)
-    return execute(folder, place, console, runs_dir)
+    return run_planned_sweep(folder, place, console, runs_dir)

@@ -11,17 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.bounds.match_recorded import RecordedTokens, match_recorded
-from bandpo_cli.cli.preflight import check_settings, choose_name
-from bandpo_cli.config.bounds import BandBounds
-from bandpo_cli.config.layers import Layer, read_layer, resolve
-from bandpo_cli.config.messages import explain
+from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
+from bandpo_cli.cli.preflight import check_config, choose_run_name
+from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
+from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.sweeps.plan import MATCH, Matcher, PlannedRun, axes_of, check_names, plan_runs
-from bandpo_cli.tracking.recorded import read_tokens
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.sweeps.plan import MATCH_PREFIX, DeltaMatcher, PlannedRun, check_names, parse_axes, plan_runs
 
 _MOST_DIGITS = 12  # of a seed: Python refuses to read thousands of them
 
@@ -39,12 +38,12 @@ class SweepRequest:
         """Say each radius that was matched, and how well."""
         return [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
-            f"({arm.partition(MATCH)[2]}: {match['wanted']:.3%})"
+            f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
             for arm, match in self.about.get("matched", {}).items()
         ]
 
 
-def plan(
+def plan_sweep(
     file: Path | None,
     flags: Mapping[str, str | None],
     axes: Sequence[str],
@@ -62,7 +61,7 @@ def plan(
     written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
         sweep = SweepConfig.model_validate(written)
-        replaced = {**sweep.axes, **axes_of(flags), **axes_of(dict(map(_split, axes)))}
+        replaced = {**sweep.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
         changes: dict[str, Any] = {"axes": replaced}
         if seeds is not None:
             changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
@@ -73,7 +72,7 @@ def plan(
         sweep = SweepConfig.model_validate({**sweep.model_dump(), **changes})
     except ValidationError as error:
         where = "" if file is None else f"{file}: "
-        raise ConfigError(where + explain(error, SweepConfig)) from None
+        raise ConfigError(where + validation_message(error, SweepConfig)) from None
     matches: dict[str, Any] = {}
     runs = plan_runs(sweep, layers, _matcher(sweep.recorded, runs_dir, matches))
     check_names(runs)
@@ -82,14 +81,14 @@ def plan(
         parts = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
         if parts not in checked:
             checked.add(parts)
-            check_settings(run.config)
+            check_config(run.config)
     about = {} if sweep.recorded is None else {"recorded": sweep.recorded, "matched": matches}
     return SweepRequest(runs, sweep.baseline, about)
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
     """Write the plan. Raises UserError where nothing can be written, or the name is taken."""
-    chosen = choose_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    chosen = choose_run_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
@@ -100,17 +99,17 @@ def refuse_beside_resume(given: Mapping[str, Any]) -> None:
         raise UserError(f"--resume: the sweep goes on by its own plan; leave out {', '.join(extra)}")
 
 
-def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> Matcher | None:
+def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:
     """Return what finds a radius on the tokens of a run, and notes it in `matches`; None without a run."""
     if recorded is None:
         return None
-    columns = read_tokens(RunFolder.open(runs_dir, recorded).path)
+    columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
 
-    def match(band: BandBounds, method: str) -> float:
+    def match(band: BandSettings, method: str) -> float:
         peer = resolve([{"bounds": {"method": method}}]).bounds
-        found = match_recorded(band, peer, tokens)
-        matches[f"{band.divergence} {MATCH}{method}"] = found._asdict()
+        found = match_clip_fraction(band, peer, tokens)
+        matches[f"{band.divergence} {MATCH_PREFIX}{method}"] = found._asdict()
         return found.delta
 
     return match

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bandpo_cli.cli.lines import warn
-from bandpo_cli.sweeps.folder import PLAN, SweepFolder
-from bandpo_cli.tracking.environment import describe_environment, redact
-from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
+from bandpo_cli.cli.lines import print_warning
+from bandpo_cli.storage.environment import describe_environment, redact_credentials
+from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store
 
 if TYPE_CHECKING:
-    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+    from bandpo_cli.tracking.mirror import MlflowMirror
 
 
 @dataclass
-class ParentRun:
+class SweepRunAtMlflow:
     """The sweep's run at MLflow while the sweep goes on.
 
     Attributes:
@@ -33,14 +33,16 @@ class ParentRun:
 
 
 @contextmanager
-def parent_run(folder: SweepFolder, store: Store | None, console: Console) -> Iterator[ParentRun]:
+def sweep_mlflow_run(
+    folder: SweepFolder, store: Store | None, console: Console
+) -> Iterator[SweepRunAtMlflow]:
     """Open the sweep's run, and close it with the way the body ended and the leaderboard that it left."""
     mirror = None if store is None else _connect(folder, store, console)
-    parent = ParentRun(None if mirror is None else mirror.run_id)
+    parent = SweepRunAtMlflow(None if mirror is None else mirror.run_id)
     status = "FAILED"
     try:
         yield parent
-        status = "FINISHED" if all(folder.is_whole(run.name) for run in folder.runs) else "FAILED"
+        status = "FINISHED" if all(folder.is_finished(run.name) for run in folder.runs) else "FAILED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
@@ -50,7 +52,7 @@ def parent_run(folder: SweepFolder, store: Store | None, console: Console) -> It
 
 
 def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirror | None:
-    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+    from bandpo_cli.tracking.mirror import MlflowMirror
 
     params = {
         "arms": sorted({run.arm for run in folder.runs}),
@@ -66,9 +68,9 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
             return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        warn(
+        print_warning(
             console,
-            f"MLflow at {redact(store.uri)} did not take the sweep ({type(error).__name__}: {line}); "
+            f"MLflow at {redact_credentials(store.uri)} did not take the sweep ({type(error).__name__}: {line}); "
             "its runs are not shown under one",
         )
         return None
@@ -77,14 +79,16 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
 def _close(
     mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float], console: Console
 ) -> None:
-    from bandpo_cli.tracking.mlflow_mirror import Record
+    from bandpo_cli.tracking.mirror import MetricRecord
 
-    whole = sum(folder.is_whole(run.name) for run in folder.runs)
+    whole = sum(folder.is_finished(run.name) for run in folder.runs)
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave it running for ever
-        mirror.send([Record.of(whole, leaderboard)])  # a resume adds runs, and has a leaderboard of its own
-        for file in [folder.path / PLAN, *sorted((folder.path / "report").glob("*"))]:
+        mirror.send(
+            [MetricRecord.of(whole, leaderboard)]
+        )  # a resume adds runs, and has a leaderboard of its own
+        for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        warn(console, f"MLflow did not take the sweep's end ({line})")
+        print_warning(console, f"MLflow did not take the sweep's end ({line})")

@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.eval_views import clock
+from bandpo_cli.cli.eval_views import format_duration
 from bandpo_cli.sweeps.folder import SweepRun
-from bandpo_cli.sweeps.states import RunState
+from bandpo_cli.sweeps.scheduler import RunState
 
 LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""
@@ -33,9 +33,9 @@ class SweepView(Protocol):
         """Take in how far all runs are."""
 
 
-def make_view(console: Console, runs: Sequence[SweepRun], jobs: int) -> SweepView:
+def make_sweep_view(console: Console, runs: Sequence[SweepRun], jobs: int) -> SweepView:
     """Return the live table on a terminal, plain lines elsewhere."""
-    return _Table(console, runs, jobs) if console.is_terminal else _Lines(console, runs, jobs)
+    return _LiveTable(console, runs, jobs) if console.is_terminal else _PlainLines(console, runs, jobs)
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
@@ -78,7 +78,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
             _mean([state.accuracy for state in own]),
             _mean([state.entropy for state in own]),
-            _longest([state.seconds_left for state in running]),
+            _max_duration([state.seconds_left for state in running]),
         )
     return table
 
@@ -103,9 +103,9 @@ def _mean(values: Sequence[float | None]) -> str:
     return f"{fmean(known):.3f}" if known else "·"
 
 
-def _longest(values: Sequence[float | None]) -> str:
+def _max_duration(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return clock(max(known)) if known else "·"
+    return format_duration(max(known)) if known else "·"
 
 
 def _progress(states: States, jobs: int) -> str:
@@ -116,16 +116,16 @@ def _progress(states: States, jobs: int) -> str:
     stopped = sum(state.status == "stopped" for state in states.values())
     parts += [f"{failed} failed"] if failed else []
     parts += [f"{stopped} stopped early"] if stopped else []
-    parts += [f"{clock(left)} left"] if left is not None else []
+    parts += [f"{format_duration(left)} left"] if left is not None else []
     return " · ".join(parts)
 
 
-class _Table:
+class _LiveTable:
     def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
         self._runs, self._jobs = runs, jobs
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> _Table:
+    def __enter__(self) -> _LiveTable:
         self._live.start()
         return self
 
@@ -138,14 +138,14 @@ class _Table:
         self._live.update(table, refresh=True)
 
 
-class _Lines:
+class _PlainLines:
     def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
         self._console, self._jobs = console, jobs
         self._ended = -1
         self._next = time.monotonic()
         self._arms = {run.name: run.arm for run in runs}
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> _PlainLines:
         return self
 
     def __exit__(self, *exc: object) -> None:

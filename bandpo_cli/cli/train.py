@@ -80,10 +80,10 @@ def train(
     """
     from rich.console import Console
 
-    from bandpo_cli.cli.preflight import check_settings, checkpoint_cautions, choose_name, default_name
-    from bandpo_cli.cli.statement import cautions, describe_run, print_statement
+    from bandpo_cli.cli.preflight import check_config, checkpoint_warnings, choose_run_name, default_name
+    from bandpo_cli.cli.statement import config_warnings, print_statement, run_statement
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve, to_yaml
-    from bandpo_cli.config.task import task_layer
+    from bandpo_cli.config.task import task_from_argument
 
     flags = {
         ("bounds", "method"): method,
@@ -96,17 +96,19 @@ def train(
         ("tracking", "uri"): tracking_uri,
         ("tracking", "mlflow"): mlflow,
     }
-    chosen_task = {} if task is None else {"task": task_layer(task)}
+    chosen_task = {} if task is None else {"task": task_from_argument(task)}
     layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
         _resume(resume, runs_dir, name, layers, dry_run)
         return
     resolved = resolve(layers)
-    folder_name = choose_name(runs_dir, name, default_name(resolved))
-    problems = check_settings(resolved)
+    folder_name = choose_run_name(runs_dir, name, default_name(resolved))
+    problems = check_config(resolved)
     console = Console()
-    rows = describe_run(resolved, problems)
-    print_statement(console, rows, problems.notes(), [*cautions(resolved), *checkpoint_cautions(resolved)])
+    rows = run_statement(resolved, problems)
+    print_statement(
+        console, rows, problems.notes(), [*config_warnings(resolved), *checkpoint_warnings(resolved)]
+    )
     if dry_run:
         from bandpo_cli.cli.memory import print_memory
 
@@ -126,23 +128,23 @@ def _resume(
 
     from rich.console import Console
 
-    from bandpo_cli.cli.preflight import check_settings, checkpoint_cautions
+    from bandpo_cli.cli.preflight import check_config, checkpoint_warnings
     from bandpo_cli.cli.resume import plan_resume
-    from bandpo_cli.cli.statement import cautions, describe_run, print_statement
+    from bandpo_cli.cli.statement import config_warnings, print_statement, run_statement
     from bandpo_cli.errors import UserError
-    from bandpo_cli.tracking.lock import sole_writer
-    from bandpo_cli.tracking.run_folder import RunFolder
+    from bandpo_cli.storage.files import run_lock
+    from bandpo_cli.storage.run_folder import RunFolder
 
     if name is not None:
         raise UserError(f"--resume {text}: a run goes on in its own folder; leave out --name")
     folder = RunFolder.open(runs_dir, text)
-    with nullcontext() if dry_run else sole_writer(folder.path):
+    with nullcontext() if dry_run else run_lock(folder.path):
         plan = plan_resume(folder, layers)
         console = Console()
-        problems = None if plan.trained else check_settings(plan.config)
-        rows = [] if problems is None else describe_run(plan.config, problems)
+        problems = None if plan.trained else check_config(plan.config)
+        rows = [] if problems is None else run_statement(plan.config, problems)
         notes = [] if problems is None else problems.notes()
-        warnings = [*plan.warnings, *cautions(plan.config), *checkpoint_cautions(plan.config)]
+        warnings = [*plan.warnings, *config_warnings(plan.config), *checkpoint_warnings(plan.config)]
         print_statement(console, [*rows, ("resume", plan.describe())], notes, warnings)
         if dry_run:
             return

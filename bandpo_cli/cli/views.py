@@ -25,7 +25,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from bandpo_cli.training.loop import StepReport
 
-BARS = "▁▂▃▄▅▆▇█"
+SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
     "sample": "sampling",
     "grade": "grading",
@@ -41,10 +41,10 @@ PLAIN_LINES = 20
 """About this many progress lines in a log file, however long the run."""
 
 
-class View(Protocol):
+class TrainView(Protocol):
     """Something that shows reports as they come."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> TrainView: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
@@ -55,9 +55,9 @@ class View(Protocol):
         """Hear what the run is doing now: `sample`, `grade`, `update`, ..."""
 
 
-def make_view(console: Console, steps: int) -> View:
+def make_train_view(console: Console, steps: int) -> TrainView:
     """Return the live view on a terminal, plain lines elsewhere."""
-    return LiveView(console, steps) if console.is_terminal else PlainView(console, steps)
+    return LiveTrainView(console, steps) if console.is_terminal else PlainTrainView(console, steps)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -69,11 +69,12 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(
-        BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0] for value in means
+        SPARK_CHARS[round((value - low) / span * (len(SPARK_CHARS) - 1))] if span > 0 else SPARK_CHARS[0]
+        for value in means
     )
 
 
-def eval_figures(record: dict[str, float]) -> str:
+def eval_metrics_text(record: dict[str, float]) -> str:
     """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
 
     With several evaluation sets each one's figures come behind its label.
@@ -89,7 +90,7 @@ def eval_figures(record: dict[str, float]) -> str:
     return "  ".join(f"{label}: {' · '.join(figures)}" for label, figures in by_set.items())
 
 
-def missing_verdicts(record: dict[str, float]) -> str:
+def ungraded_text(record: dict[str, float]) -> str:
     """Return the shares of completions that could not be judged, empty when there are none worth a word.
 
     An answer in no form that the grader reads is the model's fault, and common until it has learnt the form.
@@ -105,7 +106,7 @@ def missing_verdicts(record: dict[str, float]) -> str:
     return ", ".join(f"{share:.1%} {words}" for share, least, words in shares if share > least)
 
 
-class PlainView:
+class PlainTrainView:
     """One line every few steps and for each evaluation, fit for a log file."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -114,7 +115,7 @@ class PlainView:
         self._stride = max(1, steps // PLAIN_LINES)
         self._start = time.perf_counter()
 
-    def __enter__(self) -> PlainView:
+    def __enter__(self) -> PlainTrainView:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -125,7 +126,7 @@ class PlainView:
 
     def show(self, report: StepReport) -> None:
         """Print the step when its turn has come."""
-        record, held_out = report.record, eval_figures(report.record)
+        record, held_out = report.record, eval_metrics_text(report.record)
         if report.step % self._stride and not held_out and report.step != self._steps:
             return
         parts = [f"step {report.step}/{self._steps}"]
@@ -137,14 +138,14 @@ class PlainView:
             )
         if skipped := record.get("optim/skipped_updates"):
             parts.append(f"updates skipped {skipped:.0f}")
-        if missing := missing_verdicts(record):
+        if missing := ungraded_text(record):
             parts.append(missing)
         if held_out:
             parts.append(f"held-out {held_out}")
         self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
 
-class LiveView:
+class LiveTrainView:
     """Progress, time left, the curves so far and a fresh completion, in one panel that stays in place."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -166,7 +167,7 @@ class LiveView:
         self._task = self._progress.add_task("train", total=steps, phase="")
         self._live = Live(self._render(), console=console, refresh_per_second=4)
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> LiveTrainView:
         self._live.start()
         return self
 
@@ -183,11 +184,11 @@ class LiveView:
         for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
             if math.isfinite(report.record.get(key, math.nan)):
                 self._history.setdefault(key, []).append(report.record[key])
-        if held_out := eval_figures(report.record):
+        if held_out := eval_metrics_text(report.record):
             self._held_out.append((report.step, held_out))
         if report.sample is not None:
             self._sample = _show_sample(report)
-        self._missing = missing_verdicts(report.record)
+        self._missing = ungraded_text(report.record)
         self._skipped += int(report.record.get("optim/skipped_updates", 0))
         self._progress.update(self._task, completed=report.step)
         self._live.update(self._render())

@@ -15,7 +15,7 @@ DatasetName = Literal[
 DATASETS: tuple[str, ...] = get_args(DatasetName)
 """The data sets known by name."""
 
-FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The endings of the local files that can be read."""
 
 GRADERS = ("math", "number", "countdown")

@@ -1,24 +1,118 @@
-"""Layers of settings: YAML files, then flags, then `--set a.b=c`. Later layers win, key by key.
+"""Pydantic's findings as one line that a user can act on."""
 
-Where a later layer changes the kind of a tagged choice (say `bounds.method`), the fields of the earlier kind are
-dropped: they mean nothing to the new one.
-"""
-
+# MERGED: Layers of settings: YAML files, then flags, then `--set a.b=c`. Later layers win, key by key. Where a later layer changes the kind of a tagged choice (say `bounds.method`), the fields of the earlier kind are dropped: they mean nothing to the new one.
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from bandpo_cli.config.messages import explain, tags_of
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task_defaults import task_defaults
-from bandpo_cli.config.yaml_text import parse_yaml, read_yaml
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.config.task import task_defaults
+from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
+from bandpo_cli.errors import ConfigError, nearest
+
+
+def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first finding as `key = value: what is wrong and what is allowed`, and how many more there are."""
+    findings = error.errors(include_url=False)
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return _one_message(findings[0], model) + more
+
+
+def tags_of(section: type[BaseModel], tag: str) -> tuple[Any, ...]:
+    """Return the values of its tag that choose this kind of section, e.g. ("clip",) for `method` of ClipBounds."""
+    field = section.model_fields.get(tag)
+    return _literal_values(field.annotation) if field else ()
+
+
+def _one_message(finding: ErrorDetails, model: type[BaseModel]) -> str:
+    path, owner, tag = _locate(finding["loc"], model)
+    kind, value = finding["type"], finding["input"]
+    if kind == "extra_forbidden":
+        names = list(owner.model_fields) if owner else []
+        kind_of = f" of '{tag}'" if tag else ""
+        return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
+    if kind == "union_tag_invalid":
+        key = str(finding["ctx"]["discriminator"]).strip("'")
+        given = value.get(key) if isinstance(value, dict) else value
+        allowed = [name.strip(" '") for name in str(finding["ctx"]["expected_tags"]).split(",")]
+        return (
+            f"{path}.{key} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
+        )
+    if kind == "literal_error":
+        field = owner.model_fields.get(path.split(".")[-1]) if owner else None
+        allowed = [str(name) for name in _literal_values(field.annotation)] if field else []
+        allowed = allowed or [str(finding["ctx"]["expected"])]
+        return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
+    message = finding["msg"].removeprefix("Value error, ")
+    if not path:
+        return message
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return f"{path} = {_short_repr(value)}: a section is expected here, with keys below it"
+    return f"{path} = {_short_repr(value)}: {message[0].lower()}{message[1:]}"
+
+
+def _short_repr(value: Any) -> str:
+    text = re.sub(r"://[^/@]*@", "://***@", repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Location(NamedTuple):
+    """Where a finding lies: the user's dotted key, the settings class that holds it, and the kind chosen there."""
+
+    path: str
+    owner: type[BaseModel] | None
+    tag: str | None
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
+    """Follow pydantic's location down the settings classes.
+
+    In a location a tagged choice adds its tag (`bounds`, `band`, `delta`), which is no key of the user's.
+    """
+    path, tag = "", None
+    owner: type[BaseModel] | None = model
+    options: list[type[BaseModel]] = []
+    for index, part in enumerate(loc):
+        if len(options) > 1:
+            chosen = [cls for cls in options if any(part in tags_of(cls, name) for name in cls.model_fields)]
+            if chosen:
+                owner, options, tag = chosen[0], [], str(part)
+                continue
+        if isinstance(part, int):
+            path += f"[{part}]"
+            continue
+        if owner is None or part in ("float", "int", "str") or part.startswith(("function-", "constrained-")):
+            continue
+        path += f".{part}" if path else part
+        field = owner.model_fields.get(part)
+        if field is None:
+            continue
+        options = _sections(field.annotation)
+        if len(options) == 1 and index + 1 < len(loc):
+            owner, options, tag = options[0], [], None
+    return _Location(path, owner, tag)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Return the settings classes that an annotation allows: `X`, `X | None`, `X | Y`, `tuple[X, ...]`."""
+    nested = get_args(annotation) or (annotation,)
+    return [cls for cls in nested if isinstance(cls, type) and issubclass(cls, BaseModel)]
+
+
+def _literal_values(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, or of all Literals in a union."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for option in get_args(annotation) for value in _literal_values(option))
+
 
 Layer = Mapping[str, Any]
 
@@ -39,12 +133,12 @@ def read_layer(path: Path, where: str = "--config") -> Layer:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} {path}: expected `section:` with `key: value` lines, found {_kind(content)}"
+            f"{where} {path}: expected `section:` with `key: value` lines, found {_describe_type(content)}"
         )
     return content
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return {"list": "a list", "str": "a bare text"}.get(
         type(value).__name__, f"a bare {type(value).__name__}"
     )
@@ -95,15 +189,15 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
         if field is None or not isinstance(value, dict):
             merged[key] = value
         elif field.discriminator is not None:
-            merged[key] = _merge_choice(earlier if isinstance(earlier, dict) else {}, value, field)
+            merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field)
         else:
-            inner = _section_of(field)
+            inner = _nested_section(field)
             mergeable = inner is not None and isinstance(earlier, dict)
             merged[key] = merge(earlier, value, inner) if mergeable else value  # type: ignore[arg-type]
     return merged
 
 
-def _merge_choice(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, Any]:
+def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, Any]:
     """Merge two layers of a tagged choice; a changed tag drops what came before."""
     tag = str(field.discriminator)
     default = getattr(field.get_default(call_default_factory=True), tag, None)
@@ -122,7 +216,7 @@ def _section_classes(field: FieldInfo) -> list[type[BaseModel]]:
     return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
     classes = _section_classes(field)
     return classes[0] if len(classes) == 1 else None
 
@@ -140,7 +234,7 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(explain(error, RunConfig)) from None
+        raise ConfigError(validation_message(error, RunConfig)) from None
 
 
 def to_yaml(config: RunConfig) -> str:

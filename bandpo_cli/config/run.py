@@ -1,15 +1,44 @@
-"""The whole configuration of a run. Its defaults are the embedded default: countdown on the shipped model."""
+"""Settings of what a run leaves behind beside its folder (`tracking:` in a config file)."""
 
+# MERGED: The whole configuration of a run. Its defaults are the embedded default: countdown on the shipped model.
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from bandpo_cli.config.base import Section
-from bandpo_cli.config.bounds import BandBounds, BoundsConfig
+from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.task import CountdownTask, TaskConfig
-from bandpo_cli.config.tracking import TrackingConfig
+
+
+class TrackingConfig(Section):
+    """The MLflow mirror. The run folder is written whatever stands here."""
+
+    mlflow: bool = True
+    """Send metrics, params and files to MLflow as well."""
+
+    uri: str | None = Field(None, min_length=1)
+    """Where MLflow keeps its record: an http address or a database. null: what the environment's
+    MLFLOW_TRACKING_URI says, and without one the SQLite file mlflow.db in the runs folder."""
+
+    experiment: str = Field("bandpo", min_length=1, max_length=500)
+    """The MLflow experiment that the run is filed under."""
+
+    parent: str | None = Field(None, min_length=1)
+    """The MLflow run that this one is shown under: a sweep's. Set by the sweep."""
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        """A run's config.yaml is copied, shared and uploaded, so no password belongs in it."""
+        if uri is not None and re.search(r"://[^/@]*:[^/@]*@", uri):
+            raise ValueError(
+                "it holds a password, which the run folder would keep; set MLFLOW_TRACKING_URI instead"
+            )
+        return uri
+
 
 EMBEDDED_MODEL = "embedded"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -230,7 +259,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()
-    bounds: BoundsConfig = BandBounds()
+    bounds: MethodSettings = BandSettings()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -41,18 +41,18 @@ class SweepConfig(Section):
                 raise ValueError("seeds are an axis of their own: put them in `seeds`")
             if not values:
                 raise ValueError(f"the axis '{key}' is empty; give it values, or leave it out")
-            _refuse_repeats(f"the axis '{key}'", values)
+            _check_unique(f"the axis '{key}'", values)
         return axes
 
     @model_validator(mode="after")
     def _some_seeds(self) -> SweepConfig:
         if not self.seeds:
             raise ValueError("seeds: give at least one")
-        _refuse_repeats("seeds:", self.seeds)
+        _check_unique("seeds:", self.seeds)
         return self
 
 
-def _refuse_repeats(what: str, values: Any) -> None:
+def _check_unique(what: str, values: Any) -> None:
     seen: list[Any] = []
     for value in values:
         if value in seen:

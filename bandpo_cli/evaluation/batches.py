@@ -6,10 +6,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bandpo_cli.grading.votes import voted_answer
+from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.storage.tables import EvalRow, encode_extra
 from bandpo_cli.tasks.completions import StoredProblem
-from bandpo_cli.tracking.eval_folder import PartKey
-from bandpo_cli.tracking.tables import EvalRow, extra_json
 from bandpo_cli.types import Grade, Grader, Problem
 
 _Item = TypeVar("_Item")
@@ -27,13 +27,13 @@ class Batch:
 def regrade_batches(
     grade: Grader,
     sets: Mapping[str, Sequence[StoredProblem]],
-    at_once: int,
+    batch_size: int,
     done: Container[PartKey] = (),
 ) -> Iterator[Batch]:
-    """Judge stored completions anew, about `at_once` at a time, a problem's never split."""
+    """Judge stored completions anew, about `batch_size` at a time, a problem's never split."""
     for index, (label, stored_P) in enumerate(sets.items()):
         widest = max(len(stored.completions_G) for stored in stored_P)
-        for start, part in slices(stored_P, at_once // widest):
+        for start, part in chunks(stored_P, batch_size // widest):
             key = PartKey(index, start)
             if key in done:
                 continue
@@ -55,7 +55,7 @@ def regrade_batches(
             yield Batch(key, label, rows)
 
 
-def slices(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_Item]]]:
+def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_Item]]]:
     """Yield `items` in parts of `size`, 1 at least, each with the index of its first."""
     size = max(1, size)
     for start in range(0, len(items), size):
@@ -79,7 +79,7 @@ def eval_row(
         prompt=prompt,
         reference=problem.answer,
         grader=problem.grader,
-        extra=extra_json(problem.extra),
+        extra=encode_extra(problem.extra),
         text=text,
         answer=voted_answer(text, problem.grader),
         accuracy=float(grade.correct),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.intervals import Interval, mean_intervals
+from bandpo_cli.evaluation.metrics import Interval, mean_intervals
 
 MEAN = "mean"
 """What mean@n is called here: it estimates the same for every n, so n need not be the same."""
@@ -19,7 +19,7 @@ _Problems = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """A figure of both, over the problems that both have; `change` is B − A."""
 
     a: float
@@ -42,7 +42,7 @@ class Comparison:
     shared: int
     only_a: int
     only_b: int
-    figures: dict[str, Difference]
+    figures: dict[str, MetricDifference]
     wins: int
     losses: int
     ties: int
@@ -95,7 +95,9 @@ def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
     values_b = {name: [_number(b, id_, name, label, "B") for id_ in ids] for name in names}
     changes_FP = [[y - x for x, y in zip(values_a[name], values_b[name], strict=True)] for name in names]
     figures = {
-        name: Difference(a=sum(values_a[name]) / len(ids), b=sum(values_b[name]) / len(ids), change=change)
+        name: MetricDifference(
+            a=sum(values_a[name]) / len(ids), b=sum(values_b[name]) / len(ids), change=change
+        )
         for name, change in zip(names, mean_intervals(changes_FP), strict=True)
     }
     pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))

@@ -1,5 +1,6 @@
-"""From graded completions to figures: the one definition of each, for `bandpo eval` and for training alike."""
+"""How many problems were solved how often."""
 
+# MERGED: From graded completions to figures: the one definition of each, for `bandpo eval` and for training alike.
 from __future__ import annotations
 
 from collections import Counter
@@ -8,10 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.evaluation.intervals import Interval, mean_intervals
-from bandpo_cli.evaluation.metrics import legacy_best_at_k, pass_at_k
-from bandpo_cli.evaluation.votes import maj_at_k
-from bandpo_cli.tracking.tables import EvalRow
+from bandpo_cli.evaluation.metrics import Interval, legacy_best_at_k, maj_at_k, mean_intervals, pass_at_k
+from bandpo_cli.storage.tables import EvalRow
+
+BINS = 10
+
+
+def success_histogram(shares: Iterable[float]) -> list[tuple[str, int]]:
+    """Count problems by the share of their completions that is right, each bin under its name.
+
+    Those that were never and always solved stand apart at the two ends: they are what pass@k turns on. Between them lie
+    ten bins of a tenth each, with their lower ends (3 of 10 is in 0.3 – 0.4).
+    """
+    counts = [0] * (BINS + 2)
+    for share in shares:
+        if share in (0, 1):
+            counts[0 if share == 0 else -1] += 1
+        else:
+            counts[1 + min(int(share * BINS), BINS - 1)] += 1
+    between = [f"{bin_ / BINS:.1f} – {(bin_ + 1) / BINS:.1f}" for bin_ in range(BINS)]
+    return list(zip(["never", *between, "always"], counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
         for column in ("length", "finish_reason")
         if all(row.get(column) is not None for rows_G in problems.values() for row in rows_G)
     }
-    by_problem = {id_: _figures(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
+    by_problem = {id_: _problem_metrics(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
     return Scores(
@@ -91,7 +108,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     )
 
 
-def metrics(scores: Mapping[str, Scores], ends: bool = False) -> dict[str, float]:
+def metric_record(scores: Mapping[str, Scores], ends: bool = False) -> dict[str, float]:
     """Return the figures under their names in metrics.jsonl (`eval/<set>/mean_at_16`); `ends` adds `_low`, `_high`."""
     found = {}
     for label, each in scores.items():
@@ -102,7 +119,7 @@ def metrics(scores: Mapping[str, Scores], ends: bool = False) -> dict[str, float
     return found
 
 
-def _figures(
+def _problem_metrics(
     rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
 ) -> dict[str, float]:
     """Return one problem's figures, less those of columns not `known`; see docs/evaluation.md for what each means."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from bandpo_cli.grading.pool import GraderPool, check_grader
-from bandpo_cli.grading.verdicts import NO_VERDICT
+from bandpo_cli.types import UNGRADED_VERDICTS
 
-__all__ = ["NO_VERDICT", "GraderPool", "check_grader"]
+__all__ = ["UNGRADED_VERDICTS", "GraderPool", "check_grader"]

@@ -12,17 +12,16 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.grading.answers import grade_math, grade_number
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.grading.team import Arguments, Team
-from bandpo_cli.grading.verdicts import GRADER_ERROR
-from bandpo_cli.types import Grade, Problem
+from bandpo_cli.grading.workers import GraderArguments, WorkerPool
+from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 MAX_DEFAULT_WORKERS = 8
 
-FirstStage = Callable[[Problem, str], Grade | Arguments]
+FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 """Gives a grade, or what to call the worker's function with."""
 
 
-def _for_a_function(problem: Problem, text: str) -> Arguments:
+def _custom_function_arguments(problem: Problem, text: str) -> GraderArguments:
     return (text, problem.answer, dict(problem.extra))
 
 
@@ -31,7 +30,7 @@ _FIRST_STAGES: dict[str, FirstStage] = {
     "number": grade_number,
     "countdown": grade_countdown,
 }
-_FUNCTIONS = {"math": "bandpo_cli.grading.symbolic:equal"}
+_FUNCTIONS = {"math": "bandpo_cli.grading.symbolic:is_equal"}
 
 
 class GraderPool:
@@ -44,7 +43,7 @@ class GraderPool:
         """Start nothing yet."""
         self._config = config
         self._size = config.workers or min(_cores(), MAX_DEFAULT_WORKERS)
-        self._teams: dict[str, Team] = {}
+        self._teams: dict[str, WorkerPool] = {}
         self._errors: dict[str, str] = {}
         self.close = weakref.finalize(self, _close, self._teams)
         """Kill the workers; the pool may not be used after it."""
@@ -69,7 +68,7 @@ class GraderPool:
             ConfigError: a grader's function cannot be imported.
         """
         grades: dict[int, Grade] = {}
-        open_answers: dict[str, dict[int, Arguments]] = defaultdict(dict)
+        open_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
         for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
             first = self._first_stage(problem, text)
             if isinstance(first, Grade):
@@ -80,7 +79,7 @@ class GraderPool:
             grades |= zip(answers, self._judge(name, [*answers.values()]), strict=True)
         return [grades[index] for index in range(len(texts))]
 
-    def _judge(self, name: str, arguments: Sequence[Arguments]) -> list[Grade]:
+    def _judge(self, name: str, arguments: Sequence[GraderArguments]) -> list[Grade]:
         """Have the workers judge each; what one of our own functions is asked twice is judged once."""
         team = self._team(name)
         if name not in _FUNCTIONS:  # a user's own may look at the whole text, or at a clock
@@ -89,16 +88,16 @@ class GraderPool:
         grades = dict(zip(distinct, team.run(distinct), strict=True))
         return [grades[tuple(each)] for each in arguments]
 
-    def _first_stage(self, problem: Problem, text: str) -> Grade | Arguments:
+    def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
         try:
-            return _FIRST_STAGES.get(problem.grader, _for_a_function)(problem, text)
+            return _FIRST_STAGES.get(problem.grader, _custom_function_arguments)(problem, text)
         except (KeyError, ValueError) as error:  # the problem lacks what this grader reads
             self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
             return GRADER_ERROR
 
-    def _team(self, name: str) -> Team:
+    def _team(self, name: str) -> WorkerPool:
         if name not in self._teams:
-            self._teams[name] = Team(name, _function(name), self._config, self._size)
+            self._teams[name] = WorkerPool(name, _function(name), self._config, self._size)
         return self._teams[name]
 
 
@@ -110,7 +109,7 @@ def check_grader(name: str) -> None:
     """
     if name in GRADERS:
         return
-    team = Team(name, _function(name), GradingConfig(), size=1)
+    team = WorkerPool(name, _function(name), GradingConfig(), size=1)
     try:
         team.start()
     finally:
@@ -126,7 +125,7 @@ def _function(name: str) -> str:
     return _FUNCTIONS.get(name, name)
 
 
-def _close(teams: dict[str, Team]) -> None:
+def _close(teams: dict[str, WorkerPool]) -> None:
     for team in teams.values():
         team.close()
 

@@ -34,7 +34,7 @@ _NAMES = (
     (re.compile(r"(?<![A-Za-z\\])E\s*_"), r"\\mathrm{E}_"),
     (re.compile(r"_\s*\{?\s*\\odot\s*\}?"), "_{sun}"),
 )
-_SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9]")
+_JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
 _FAR = 1e-5
 _POINTS = (
     0.5,
@@ -42,16 +42,16 @@ _POINTS = (
 )  # each variable is this and a fraction of its own: positive, as roots and logarithms want them
 
 
-def equal(gold: str, answer: str) -> bool:
+def is_equal(gold: str, answer: str) -> bool:
     """Whether `answer` equals the reference, as expressions, equations, sets, intervals or matrices."""
-    if _SIDE_BY_SIDE.search(answer):  # "5 5" would be read as 10
+    if _JUXTAPOSED_NUMBERS.search(answer):  # "5 5" would be read as 10
         return False
     golds, answers = _parse(gold), _parse(answer)
-    if not golds or not answers or _disproved(golds[0], answers[0]):
+    if not golds or not answers or _differ_at_test_points(golds[0], answers[0]):
         return False
     if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
         return False
-    return not _far_apart(golds[0], answers[0])
+    return not _numbers_differ(golds[0], answers[0])
 
 
 @lru_cache(maxsize=256)
@@ -71,7 +71,7 @@ def _parse(latex: str) -> list[Any]:
     )
 
 
-def _disproved(gold: Any, answer: Any) -> bool:
+def _differ_at_test_points(gold: Any, answer: Any) -> bool:
     """Whether both are formulas that plainly differ where their variables are given numbers.
 
     Most wrong formulas are refuted so in a thousandth of the time that simplifying their difference takes. Numbers are
@@ -94,7 +94,7 @@ def _disproved(gold: Any, answer: Any) -> bool:
     return True
 
 
-def _far_apart(gold: Any, answer: Any) -> bool:
+def _numbers_differ(gold: Any, answer: Any) -> bool:
     """Whether both are numbers that plainly differ.
 
     math-verify compares at six decimals, and drops what is below 1e-15: all of the small numbers of physics are
@@ -108,6 +108,6 @@ def _far_apart(gold: Any, answer: Any) -> bool:
         return False
 
 
-equal(
+is_equal(
     r"\frac{x}{2}+\sqrt{3}", r"\sqrt{3} + 0.5x"
 )  # builds the parser's tables, so that no answer pays for them

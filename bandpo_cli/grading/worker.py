@@ -1,26 +1,92 @@
-"""What a worker process runs: one function, called for one line of JSON after another.
+"""A function named `module:function`: found, called, and its result read. The same for ours and for a user's own."""
 
-A line in is the list of the function's arguments; a line out is `{"result": [reward, correct, verdict]}` or
-`{"error": ...}`, in the same order. The first line out, once the function is imported, is `{"ready": true}`.
-"""
-
+# MERGED: What a worker process runs: one function, called for one line of JSON after another. A line in is the list of the function's arguments; a line out is `{"result": [reward, correct, verdict]}` or `{"error": ...}`, in the same order. The first line out, once the function is imported, is `{"ready": true}`.
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bandpo_cli.grading.own import load, read_result
+from bandpo_cli.errors import nearest
+from bandpo_cli.types import CORRECT, UNGRADED_VERDICTS, WRONG, Grade
+
+MAX_VERDICT_CHARS = 40
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Import `module:function`, the current folder searched first as `python -m` would.
+
+    Raises:
+        ValueError: in a line, why there is no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"importing '{module_name}' failed: {type(error).__name__}: {error} "
+            f"(searched the current folder {here} and the Python path)"
+        ) from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise ValueError(
+            f"module '{module_name}' has no '{function_name}'{nearest(function_name, dir(module))}"
+        )
+    if not callable(function):
+        raise ValueError(f"'{function_name}' is no function but a {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
+
+
+def grade_from_result(result: Any) -> Grade:
+    """Turn what a function returned into a grade.
+
+    A bool; a score in [0, 1], right from 1 on; or a mapping with `score` and perhaps `correct` and `verdict`.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    fields = result if isinstance(result, Mapping) else {"score": result}
+    score = _score(fields.get("score"))
+    correct = fields.get("correct", score >= 1)
+    if not isinstance(correct, bool):
+        raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
+    verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
+    if (
+        not isinstance(verdict, str)
+        or not 0 < len(verdict) <= MAX_VERDICT_CHARS
+        or verdict in UNGRADED_VERDICTS
+    ):
+        raise ValueError(
+            f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
+        )
+    return Grade(score, correct=correct, verdict=verdict)
+
+
+def _score(value: Any) -> float:
+    if hasattr(value, "item"):  # a number of numpy's or torch's
+        value = value.item()
+    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ValueError(
+            f"a grader returns a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
+        )
+    return float(value)
 
 
 def main(name: str, deadline: float, memory_gb: float) -> None:
     """Serve `module:function` until stdin closes."""
-    requests, replies = _take_over_pipes()
+    requests, replies = _claim_pipes()
     try:
         function = load(name)
     except ValueError as error:
@@ -39,13 +105,13 @@ def main(name: str, deadline: float, memory_gb: float) -> None:
 
 def _judge(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
     try:
-        grade = read_result(function(*arguments))
+        grade = grade_from_result(function(*arguments))
     except BaseException as error:  # noqa: BLE001  (sys.exit in a user's function is an error like any other)
         return {"error": f"{type(error).__name__}: {error!s:.300}", "spent": isinstance(error, MemoryError)}
     return {"result": [grade.reward, grade.correct, grade.verdict]}
 
 
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move the protocol off stdin and stdout, so that a print or an input() in a user's code cannot touch it."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -72,4 +138,4 @@ def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit("start it through bandpo_cli.grading.process")
+    sys.exit("start it through bandpo_cli.grading.workers")

@@ -44,7 +44,7 @@ def _packed(attention: Attention, attend: Callable[..., torch.Tensor]) -> Attent
     return forward
 
 
-def _in_blocks(
+def _attend_in_blocks(
     attention: Attention,
     packing: Packing,
     module: torch.nn.Module,
@@ -59,10 +59,10 @@ def _in_blocks(
             s.index_select(0, block.take).view(*block.shape, *s.shape[1:]).transpose(1, 2) for s in states
         ]
         outputs.append(attention(module, *gathered, mask, **kwargs)[0].flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.keep_in_blocks)
+    return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
 
-def _in_one_call(
+def _attend_varlen(
     attention: Attention,
     packing: Packing,
     module: torch.nn.Module,
@@ -78,7 +78,7 @@ def _in_one_call(
     return output.flatten(0, 1).index_select(0, packing.keep)
 
 
-def _own_eager(
+def _eager_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -91,7 +91,7 @@ def _own_eager(
     return attention(module, query, key, value, attention_mask, **kwargs)
 
 
-def _eager_in_blocks(
+def _eager_attend_in_blocks(
     attention: Attention,
     packing: Packing,
     module: torch.nn.Module,
@@ -113,13 +113,13 @@ def _eager_in_blocks(
         added = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
         return attention(module, query, key, value, added, **kwargs)
 
-    return _in_blocks(masked, packing, module, states, **kwargs)
+    return _attend_in_blocks(masked, packing, module, states, **kwargs)
 
 
-_KINDS = {
-    "sdpa": (ALL_ATTENTION_FUNCTIONS["sdpa"], _in_blocks),
-    "eager": (_own_eager, _eager_in_blocks),
-    "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _in_one_call),
+_IMPLEMENTATIONS = {
+    "sdpa": (ALL_ATTENTION_FUNCTIONS["sdpa"], _attend_in_blocks),
+    "eager": (_eager_attention, _eager_attend_in_blocks),
+    "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _attend_varlen),
 }
-for _name, (_attention, _attend) in _KINDS.items():
+for _name, (_attention, _attend) in _IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _packed(_attention, _attend))

@@ -1,5 +1,6 @@
-"""Loading a policy and its tokenizer."""
+"""Where the shipped model lies. No torch here: a command line may ask before anything heavy is imported."""
 
+# MERGED: Loading a policy and its tokenizer.
 from __future__ import annotations
 
 import copy
@@ -24,10 +25,21 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.embedded_default import embedded_model_path
-from bandpo_cli.models.folder import check_files, check_loaded, check_sizes, check_weights, loading
-from bandpo_cli.models.forward_check import check_forward, check_plain_head
-from bandpo_cli.paths import is_there, user_path
+from bandpo_cli.models.checks import (
+    check_declared_size,
+    check_loaded_weights,
+    check_model_files,
+    check_output_layer,
+    check_packed_forward,
+    check_weight_format,
+    loading_errors,
+)
+from bandpo_cli.paths import path_exists, user_path
+
+
+def embedded_model_path() -> Path:
+    """The Hugging Face folder of the model that is used when none is named (docs/embedded_model.md)."""
+    return Path(__file__).parent / "embedded"
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class Policy:
         return device
 
     @property
-    def parameters_count(self) -> int:
+    def parameter_count(self) -> int:
         """Number of parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -61,7 +73,7 @@ def model_location(config: ModelConfig) -> str:
     if config.path == EMBEDDED_MODEL:
         return str(embedded_model_path())
     folder = user_path(config.path)
-    return str(folder) if is_there(folder) else config.path
+    return str(folder) if path_exists(folder) else config.path
 
 
 def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
@@ -80,13 +92,13 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
     described = read_config(config)
     model, tokenizer = _load(config, described, attention)
     if for_training:
-        check_plain_head(model)
+        check_output_layer(model)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.to(device).eval()
     if for_training and config.gradient_checkpointing:
-        _checkpoint_layers(model)
+        _enable_gradient_checkpointing(model)
     if for_training:
-        check_forward(model)
+        check_packed_forward(model)
     return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
 
 
@@ -97,8 +109,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: the folder is none of a model, or transformers knows no such architecture.
     """
     location = model_location(config)
-    check_files(location, config.path)
-    with loading(config.path, "its config cannot be read"):
+    check_model_files(location, config.path)
+    with loading_errors(config.path, "its config cannot be read"):
         return AutoConfig.from_pretrained(location, trust_remote_code=config.trust_remote_code)
 
 
@@ -106,10 +118,10 @@ def _load(
     config: ModelConfig, described: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     location = model_location(config)
-    check_weights(location, config.path)
+    check_weight_format(location, config.path)
     disable_progress_bar()  # its bars would break into the run's own view
-    with loading(config.path), _quiet("transformers.modeling_utils"):
-        check_sizes(location, described, config)
+    with loading_errors(config.path), _silenced_logger("transformers.modeling_utils"):
+        check_declared_size(location, described, config)
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=config.trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
@@ -120,7 +132,7 @@ def _load(
             ignore_mismatched_sizes=True,  # so that they are listed, and refused, with the others
             output_loading_info=True,
         )
-        check_loaded(model, info, config.path)
+        check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise UserError(
@@ -130,7 +142,7 @@ def _load(
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _silenced_logger(name: str) -> Iterator[None]:
     """Keep the loader's table of weights that do not fit off the screen: the error names one of them."""
     logger = logging.getLogger(name)
     logger.disabled = True  # by its level the loader chooses what else to check, and to say elsewhere
@@ -177,7 +189,7 @@ def _attention(config: ModelConfig) -> str | None:
     return None if config.attention == "auto" else config.attention
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Make the model's layers forget their activations until the backward pass, which computes them again.
 
     Raises:

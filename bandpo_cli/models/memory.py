@@ -10,9 +10,9 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.models.folder import check_sizes, loading
-from bandpo_cli.models.linear_logprobs import TILE_BYTES
+from bandpo_cli.models.checks import check_declared_size, loading_errors
 from bandpo_cli.models.load import model_location, read_config
+from bandpo_cli.models.logprobs import TILE_BYTES
 
 FLOAT32 = 4
 """Bytes."""
@@ -50,7 +50,7 @@ def estimate_memory(config: RunConfig, own_sampler: bool, device: str = "cpu") -
     Raises:
         UserError: the model's config cannot be had.
     """
-    model = shape_of(config.model)
+    model = build_on_meta_device(config.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
     width = getattr(torch, config.model.dtype).itemsize
     held = {"weights": numel * width, "gradients": numel * FLOAT32, "AdamW": 2 * numel * FLOAT32}
@@ -83,15 +83,15 @@ def estimate_memory(config: RunConfig, own_sampler: bool, device: str = "cpu") -
     return MemoryEstimate(numel, held, update, sampling)
 
 
-def shape_of(config: ModelConfig) -> PreTrainedModel:
+def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     """Lay the model out on the meta device; reads its config.json alone.
 
     Raises:
         UserError: there is no config, or transformers knows no such architecture.
     """
     described = read_config(config)
-    with loading(config.path, "its config cannot be read"):
-        check_sizes(model_location(config), described, config)
+    with loading_errors(config.path, "its config cannot be read"):
+        check_declared_size(model_location(config), described, config)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 described,
@@ -109,14 +109,14 @@ def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig) -
     With gradient checkpointing that is each layer's input, and everything inside of one layer at a time.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    whole = _saved_bytes(model, tokens)
+    whole = _activation_bytes_one_pass(model, tokens)
     if not config.gradient_checkpointing:
         return whole
     layer_input = tokens * model.config.get_text_config().hidden_size * getattr(torch, config.dtype).itemsize
     return int(layers * layer_input + whole // layers)
 
 
-def _saved_bytes(model: PreTrainedModel, tokens: int) -> int:
+def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int) -> int:
     parameters = {_storage(parameter) for parameter in model.parameters()}
     saved: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # a storage's address may be given out again once its tensor is gone

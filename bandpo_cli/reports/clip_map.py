@@ -12,17 +12,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
-from bandpo_cli.tracking.run_folder import step_of
-from bandpo_cli.tracking.tables import TOKEN_COLUMNS
+from bandpo_cli.storage.files import step_of
+from bandpo_cli.storage.tables import TOKEN_COLUMNS
 
 Floats = NDArray[np.float64]
 
-MOST_POINTS = 5_000
+MAX_POINTS = 5_000
 """More points of a kind than this hide each other: only every second, third, ... is then drawn."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ClipMapTokens:
     """The tokens of one step; every array has one entry a token.
 
     Attributes:
@@ -50,27 +50,27 @@ class Tokens:
         return (self.ratio > self.upper) | (self.ratio < self.lower)
 
 
-def draw_clip_map(folder: Path, about: str) -> Path | None:
+def plot_clip_map(folder: Path, about: str) -> Path | None:
     """Draw `plots/clip_map.png` from the latest token table of the run in `folder`; None when it has none."""
     tables = sorted((folder / "tokens").glob("step-*.parquet"))
-    tokens = read_tokens(tables[-1]) if tables else None
+    tokens = read_clip_map_tokens(tables[-1]) if tables else None
     if tokens is None:
         return None
     what = f"{about} · step {step_of(tables[-1])} · {len(tokens.prob):,} tokens"
     figure, (axes,) = style.new_figure("Clip map", what)
     low, high = _ratio_limits(tokens)
-    _draw_band(axes, tokens, low, high)
-    _draw_tokens(axes, tokens)
+    _plot_interval(axes, tokens, low, high)
+    _plot_tokens(axes, tokens)
     axes.set(xscale="log", yscale="log", xlim=(tokens.prob.min() / 1.3, 1.25), ylim=(low, high))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
-    style.key(axes, columns=3, marker_scale=2.0)
+    style.legend(axes, columns=3, marker_scale=2.0)
     return style.save(figure, folder / "plots" / "clip_map.png")
 
 
-def read_tokens(path: Path) -> Tokens | None:
+def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:
     """Return the tokens of a table, without those that have no place on log axes; None when none is left."""
     table = pq.read_table(path)
     columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
@@ -79,10 +79,10 @@ def read_tokens(path: Path) -> Tokens | None:
     if not shown.any():
         return None
     names = ("ratio", "lower", "upper", "advantage")
-    return Tokens(prob[shown], *(columns[name][shown] for name in names))
+    return ClipMapTokens(prob[shown], *(columns[name][shown] for name in names))
 
 
-def _ratio_limits(tokens: Tokens) -> tuple[float, float]:
+def _ratio_limits(tokens: ClipMapTokens) -> tuple[float, float]:
     """Return the span of the y axis: nearly all ratios and the usual bounds, without the far tails."""
     lowest, highest = np.quantile(tokens.ratio, [0.0005, 0.9995])
     highest = max(highest, np.max(tokens.upper[tokens.upper <= 20], initial=1.0))
@@ -90,7 +90,7 @@ def _ratio_limits(tokens: Tokens) -> tuple[float, float]:
     return float(np.clip(lowest / 1.25, 1e-3, 0.7)), float(np.clip(highest * 1.25, 1.4, 1e3))
 
 
-def _draw_band(axes: Axes, tokens: Tokens, low: float, high: float) -> None:
+def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -> None:
     order = np.argsort(tokens.prob)
     prob = tokens.prob[order]
     lower, upper = tokens.lower[order], tokens.upper[order]
@@ -103,28 +103,28 @@ def _draw_band(axes: Axes, tokens: Tokens, low: float, high: float) -> None:
     axes.plot(
         limit,
         1 / limit,
-        color=style.INK,
+        color=style.TEXT_COLOR,
         linewidth=1.2,
         linestyle=(0, (4, 3)),
         zorder=4,
         label="limit 1/p: certainty",
     )
-    axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
+    axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
 
 
-def _draw_tokens(axes: Axes, tokens: Tokens) -> None:
+def _plot_tokens(axes: Axes, tokens: ClipMapTokens) -> None:
     """Draw the quiet tokens first, the clipped ones on top, each kind with its share of all."""
     active = tokens.active
     kept = tokens.outside & ~active
     kinds = (
-        (~tokens.outside, "inside", style.MUTED, 5, 0.40),
+        (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40),
         (kept, "outside, gradient kept", style.ORANGE, 9, 0.7),
         (active, "clipped, gradient zero", style.RED, 9, 0.7),
     )
     for chosen, text, color, size, alpha in kinds:
         at = np.flatnonzero(chosen)
         name = f"{text} ({_percent(len(at) / len(chosen))})"
-        at = at[:: max(1, -(-len(at) // MOST_POINTS))]
+        at = at[:: max(1, -(-len(at) // MAX_POINTS))]
         axes.scatter(
             tokens.prob[at], tokens.ratio[at], s=size, color=color, alpha=alpha, linewidth=0, label=name
         )

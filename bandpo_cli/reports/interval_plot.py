@@ -16,7 +16,7 @@ from bandpo_cli.reports import style
 from bandpo_cli.reports.interval_table import PEERS
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
-_COLORS = (*style.CYCLE, "#7f4f24", style.INK)
+_COLORS = (*style.CYCLE, "#7f4f24", style.TEXT_COLOR)
 _LEGEND_COLUMNS = 5
 _SIMPLEX = "#f1f2f4"
 
@@ -65,7 +65,7 @@ def plot_intervals(
         ncols=_LEGEND_COLUMNS,
         frameon=False,
         fontsize=10.5,
-        labelcolor=style.INK,
+        labelcolor=style.TEXT_COLOR,
     )
     try:
         figure.savefig(path)
@@ -88,7 +88,7 @@ def _curves(
             color, dash = _COLORS[index % len(_COLORS)], dashes[turn % len(dashes)]
             yield _Curve(f"{name} δ={delta:g}", band, color, dash)
     for index, name in enumerate(peers):
-        yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED, dashes[1 + index % 3])
+        yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED_COLOR, dashes[1 + index % 3])
 
 
 def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
@@ -97,8 +97,8 @@ def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
         axes.plot(p, np.clip(curve.bounds.upper, None, 1e6), label=curve.name, **look)
         axes.plot(p, np.clip(curve.bounds.lower, 1e-6, None), **look)
     axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
-    axes.plot(p, 1.0 / p, color=style.INK, linewidth=0.9, label="simplex, r = 1/p")
-    axes.axhline(1.0, color=style.MUTED, linewidth=0.8)
+    axes.plot(p, 1.0 / p, color=style.TEXT_COLOR, linewidth=0.9, label="simplex, r = 1/p")
+    axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
@@ -113,9 +113,9 @@ def _draw_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
         axes.plot(p, p * (curve.bounds.lower - 1.0), **look)
     axes.fill_between(p, 1.0 - p, 2.0, color=_SIMPLEX, zorder=0)
     axes.fill_between(p, -p, -2.0, color=_SIMPLEX, zorder=0)
-    axes.plot(p, 1.0 - p, color=style.INK, linewidth=0.9)
-    axes.plot(p, -p, color=style.INK, linewidth=0.9)
-    axes.axhline(0.0, color=style.MUTED, linewidth=0.8)
+    axes.plot(p, 1.0 - p, color=style.TEXT_COLOR, linewidth=0.9)
+    axes.plot(p, -p, color=style.TEXT_COLOR, linewidth=0.9)
+    axes.axhline(0.0, color=style.MUTED_COLOR, linewidth=0.8)
     allowed = np.concatenate([np.minimum(p * (c.bounds.upper - 1.0), 1.0 - p) for c in curves])
     fallen = np.concatenate([p * (1.0 - c.bounds.lower) for c in curves])
     axes.set_ylim(-1.25 * max(fallen.max(), 0.02), 1.25 * max(allowed.max(), 0.02))
@@ -129,4 +129,4 @@ def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> Non
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda prob, _: f"{prob:g}"))
     for prob in marked[:12]:
-        axes.axvline(prob, color=style.MUTED, linewidth=0.8, linestyle=":", zorder=0.5)
+        axes.axvline(prob, color=style.MUTED_COLOR, linewidth=0.8, linestyle=":", zorder=0.5)

@@ -15,15 +15,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.bounds.band import saturates
-from bandpo_cli.bounds.divergences import find
-from bandpo_cli.config.bounds import BoundsConfig, ClipBounds, ClipHigherBounds, DcpoBounds, NoBounds
+from bandpo_cli.bounds.band import saturation
+from bandpo_cli.bounds.divergences import find_divergence
+from bandpo_cli.config.methods import (
+    ClipHigherSettings,
+    ClipSettings,
+    DcpoSettings,
+    MethodSettings,
+    NoClipSettings,
+)
 
-PEERS: dict[str, BoundsConfig] = {
-    "clip": ClipBounds(),
-    "clip-higher": ClipHigherBounds(),
-    "dcpo": DcpoBounds(),
-    "none": NoBounds(),
+PEERS: dict[str, MethodSettings] = {
+    "clip": ClipSettings(),
+    "clip-higher": ClipHigherSettings(),
+    "dcpo": DcpoSettings(),
+    "none": NoClipSettings(),
 }
 """Methods without a divergence that an interval can be compared with, at their papers' settings."""
 
@@ -57,10 +63,10 @@ class IntervalRow:
 
 def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float | None) -> list[IntervalRow]:
     """One row a probability, in the order given. Raises ConfigError as `band_bounds` does."""
-    divergence, (lower, upper) = find(name), band_bounds(_logs(probs), name, delta, max_ratio)
+    divergence, (lower, upper) = find_divergence(name), band_bounds(_logs(probs), name, delta, max_ratio)
     rows = []
     for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True):
-        vanishes, certain = saturates(divergence, prob, delta)
+        vanishes, certain = saturation(divergence, prob, delta)
         capped = max_ratio is not None and high == max_ratio and high * prob < 1.0
         # A probability given as such saturates at an exact number, which its rounded logarithm may just miss.
         low, high = 0.0 if vanishes else low, 1.0 / prob if certain and not capped else high
@@ -68,7 +74,7 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
     return rows
 
 
-def peer_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
+def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """One row a probability for a method of `PEERS`."""
     lower, upper = ratio_bounds(PEERS[name])(_logs(probs))
     return [

@@ -1,9 +1,11 @@
-"""The pictures of one run, drawn from its folder alone: `plots/*.png`."""
+"""The picture of an evaluation: how many problems were solved how often."""
 
+# MERGED: The pictures of one run, drawn from its folder alone: `plots/*.png`.
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,59 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bandpo_cli.evaluation.scores import BINS, success_histogram
 from bandpo_cli.reports import style
-from bandpo_cli.reports.clip_map import draw_clip_map
-from bandpo_cli.tracking.run_folder import read_metrics
+from bandpo_cli.reports.clip_map import plot_clip_map
+from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
+from bandpo_cli.storage.run_folder import read_metrics
+
+_LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # what fits: three names beside each other, one line
+
+
+def plot_success_histogram(folder: Path) -> Path:
+    """Draw `plots/success.png` from the `eval.json` in `folder`: the share of problems by their share of right answers.
+
+    Problems that were never or always solved have bars of their own at the two ends. Of more sets than there are
+    colours the first ones are drawn.
+    """
+    every = read_record(folder / RECORD_FILE)["sets"]
+    sets = dict(islice(every.items(), len(style.CYCLE)))
+    figure, (axes,) = style.new_figure(
+        "Problems by share of right completions",
+        _cut(f"{_about(every, len(sets))} · {folder.resolve().name}", _SUBTITLE_CHARS),
+    )
+    places = np.arange(BINS + 2)
+    width = 0.8 / len(sets)
+    names: list[str] = []
+    for index, (label, scores) in enumerate(sets.items()):
+        counts = success_histogram(next(iter(values.values())) for values in scores["by_problem"].values())
+        names = [name.replace(" ", "") for name, _ in counts]
+        axes.bar(
+            places + (index - (len(sets) - 1) / 2) * width,
+            np.array([count for _, count in counts]) / len(scores["by_problem"]),
+            width,
+            color=style.CYCLE[index],
+            label=f"{_cut(label, _LABEL_CHARS)} ({scores['problems']:,})",
+        )
+    axes.set_xticks(places, names)
+    axes.set_xlim(-0.6, BINS + 1.6)
+    style.percent_axis(axes)
+    style.label(axes, "share of a problem's completions that is right", "share of the problems")
+    if len(sets) > 1:
+        style.legend(axes, columns=3)
+    return style.save(figure, folder / "plots" / "success.png")
+
+
+def _about(sets: Mapping[str, Mapping[str, Any]], shown: int) -> str:
+    if len(sets) > 1:
+        return f"{len(sets)} sets" if shown == len(sets) else f"the first {shown} of {len(sets)} sets"
+    ((label, scores),) = sets.items()
+    return f"{scores['problems']:,} problem{'' if scores['problems'] == 1 else 's'} of {label}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
 
 Record = Mapping[str, Any]
 Series = tuple[list[int], list[float]]
@@ -28,13 +80,13 @@ def plot_run(folder: Path) -> list[Path]:
     A picture without data is left out. Raises UserError for a broken `metrics.jsonl`.
     """
     records = read_metrics(folder / "metrics.jsonl")
-    about = describe_run(folder)
+    about = run_subtitle(folder)
     drawn = [draw(records, about, folder / "plots") for draw in (plot_accuracy, plot_entropy, plot_clip)]
-    drawn.append(draw_clip_map(folder, about))
+    drawn.append(plot_clip_map(folder, about))
     return [path for path in drawn if path is not None]
 
 
-def describe_run(folder: Path) -> str:
+def run_subtitle(folder: Path) -> str:
     """Return the run's name and method in a line, `a · band, kl, δ 0.05`; the name alone without a config."""
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -43,12 +95,14 @@ def describe_run(folder: Path) -> str:
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return folder.resolve().name
     words += [
-        f"{_SHORT[name]}{value}" for name, value in bounds.items() if name in _SHORT and value is not None
+        f"{_SETTING_SYMBOLS[name]}{value}"
+        for name, value in bounds.items()
+        if name in _SETTING_SYMBOLS and value is not None
     ]
     return f"{folder.resolve().name} · {', '.join(str(word) for word in words)}"
 
 
-_SHORT = {"divergence": "", "delta": "δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ "}
+_SETTING_SYMBOLS = {"divergence": "", "delta": "δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ "}
 
 
 def series(records: Iterable[Record], name: str) -> Series:
@@ -74,7 +128,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int], path: 
     for axes in panels:
         style.steps_axis(axes, steps)
         entries = len(axes.get_legend_handles_labels()[0])
-        style.key(axes, columns=4 if entries <= 4 and len(panels) == 1 else (entries + 1) // 2)
+        style.legend(axes, columns=4 if entries <= 4 and len(panels) == 1 else (entries + 1) // 2)
     return style.save(figure, path)
 
 
@@ -105,7 +159,7 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
         return None
     figure, (axes,) = style.new_figure("Accuracy", about)
     if train[0]:
-        _line(axes, train, "training, sampled answers", style.MUTED)
+        _line(axes, train, "training, sampled answers", style.MUTED_COLOR)
     tasks = sorted({_eval_parts(name)[0] for name in names})
     ks = sorted({count for _, measure, count in map(_eval_parts, names) if measure == "pass"})
     for name, (at, values) in shown:
@@ -125,7 +179,7 @@ def plot_accuracy(records: Sequence[Record], about: str, plots: Path) -> Path | 
             zorder=3,
         )
     axes.set_ylim(0, 1)
-    style.percent(axes)
+    style.percent_axis(axes)
     style.label(axes, "step", "correct answers")
     return _finish(figure, [axes], steps, plots / "accuracy.png")
 
@@ -159,8 +213,8 @@ def plot_entropy(records: Sequence[Record], about: str, plots: Path) -> Path | N
 
 
 _CLIP_LINES = (
-    ("clip/outside_fraction", "outside the interval", style.MUTED),
-    ("clip/active_fraction", "active: gradient zero", style.INK),
+    ("clip/outside_fraction", "outside the interval", style.MUTED_COLOR),
+    ("clip/active_fraction", "active: gradient zero", style.TEXT_COLOR),
     ("clip/upper_fraction", "active at the upper bound", style.RED),
     ("clip/lower_fraction", "active at the lower bound", style.BLUE),
 )
@@ -184,7 +238,7 @@ def plot_clip(records: Sequence[Record], about: str, plots: Path) -> Path | None
         style.label(panels[1], "step", "active, share of the tokens in that range of p")
     for axes in panels:
         axes.set_ylim(bottom=0)
-        style.percent(axes)
+        style.percent_axis(axes)
     return _finish(figure, panels, lines[0][0][0], plots / "clip.png")
 
 

@@ -67,7 +67,7 @@ class TransformersSampler:
         for step in range(params.max_tokens):
             # One number a sequence, alive or not: what a sequence draws does not depend on when others end.
             uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[alive]
-            drawn, drawn_logprobs = draw(logits, uniforms, params.temperature)
+            drawn, drawn_logprobs = sample_tokens(logits, uniforms, params.temperature)
             tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
             ends = torch.isin(drawn, stop_ids)
             counts[alive[ends]], stopped[alive[ends]] = step + 1, True
@@ -110,7 +110,7 @@ class TransformersSampler:
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution.

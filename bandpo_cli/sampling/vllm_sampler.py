@@ -23,8 +23,16 @@ from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.vllm_process import engine_turn, hushed, prepare_environment, undisturbed
-from bandpo_cli.sampling.vllm_weights import Weights, compared_shapes, fingerprint, policy_weights
+from bandpo_cli.sampling.vllm_worker import (
+    Weights,
+    compared_shapes,
+    engine_threads,
+    fingerprint,
+    policy_weights,
+    prepare_environment,
+    preserve_process_state,
+    stderr_on_failure,
+)
 from bandpo_cli.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -153,7 +161,7 @@ class VllmSampler:
 
     def _generate(self, prompts: Sequence[TokenIds], requests: list[vllm.SamplingParams]) -> list[Any]:
         try:
-            with engine_turn(self._threads):
+            with engine_threads(self._threads):
                 outputs: list[Any] = self._llm.generate(
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts], requests, use_tqdm=False
                 )
@@ -217,7 +225,7 @@ def _start(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> tupl
     """Return the engine and the number of torch threads that it was compiled under."""
     prepare_environment()
     try:
-        with undisturbed(), hushed():
+        with preserve_process_state(), stderr_on_failure():
             import vllm
 
             llm = vllm.LLM(**_engine_settings(config, model, sleeps))
@@ -246,7 +254,7 @@ def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: boo
         "tensor_parallel_size": settings.tensor_parallel,
         "enforce_eager": settings.eager,
         "enable_sleep_mode": sleeps,
-        "worker_extension_cls": "bandpo_cli.sampling.vllm_weights.PolicyWorker",
+        "worker_extension_cls": "bandpo_cli.sampling.vllm_worker.PolicyWorker",
     }
     if model.device.type == "cuda":
         return arguments | {"gpu_memory_utilization": settings.memory_fraction}

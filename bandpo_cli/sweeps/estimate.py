@@ -14,10 +14,10 @@ from typing import Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.yaml_text import read_yaml
+from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import is_there, read_text
-from bandpo_cli.tracking.run_folder import read_metrics
+from bandpo_cli.paths import path_exists, read_text
+from bandpo_cli.storage.run_folder import read_metrics
 
 TRIAL_STEPS = 3
 START_S = 8.0
@@ -26,7 +26,7 @@ _LATEST = 5  # finished runs that an estimate is the median of
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
 
 
-def wall_seconds(seconds: Sequence[float], jobs: int) -> float:
+def total_seconds(seconds: Sequence[float], jobs: int) -> float:
     """Return how long runs of these lengths take when each free one of `jobs` slots takes the next."""
     slots = [0.0] * max(1, jobs)
     for each in seconds:
@@ -34,13 +34,13 @@ def wall_seconds(seconds: Sequence[float], jobs: int) -> float:
     return max(slots)
 
 
-_DAMAGED = (
+_READ_ERRORS = (
     UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 """What the files of a run raise that is not whole, or not of this version."""
 
 
-def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
+def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
     """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none.
 
     On a CPU a run with another number of threads says nothing of one with `threads`.
@@ -48,7 +48,9 @@ def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | No
     shape = _shape(config.model_dump(mode="json"))
     found = []
     for path in (
-        [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")] if is_there(runs_dir) else []
+        [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
+        if path_exists(runs_dir)
+        else []
     ):
         try:
             summary = json.loads(read_text(path, "summary"))
@@ -58,13 +60,13 @@ def known_seconds(config: RunConfig, runs_dir: Path, threads: int) -> float | No
             if alike and summary["status"] == "FINISHED" and _shape(there) == shape:
                 trained = summary["time/train_s"] / summary["steps"] * config.steps
                 found.append((path.stat().st_mtime, START_S + trained))
-        except _DAMAGED:  # an estimate needs no damaged run
+        except _READ_ERRORS:  # an estimate needs no damaged run
             continue
     latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]
     return statistics.median(latest) if latest else None
 
 
-def trial_seconds(config: RunConfig, variables: Mapping[str, str]) -> float:
+def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float:
     """Return the seconds of a run, by a trial of a few steps in a folder of its own.
 
     Raises:

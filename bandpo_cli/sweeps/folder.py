@@ -11,15 +11,15 @@ from typing import Any
 import yaml
 
 from bandpo_cli.config.layers import to_yaml
-from bandpo_cli.config.yaml_text import read_yaml
+from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import is_there, names_with, read_text, user_path
+from bandpo_cli.paths import folders_containing, path_exists, read_text, user_path
+from bandpo_cli.storage.files import sync_folder, write_json, write_text
+from bandpo_cli.storage.run_folder import create_folder, is_valid_name
 from bandpo_cli.sweeps.plan import PlannedRun
-from bandpo_cli.tracking.files import sync_folder, write_json, write_text
-from bandpo_cli.tracking.run_names import is_name, make_folder
 
-PLAN, STOPPED = "sweep.yaml", "stopped.json"
-_OWN_FOLDERS = ("attempts", "logs", "plans", "report")
+PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
+_RESERVED_NAMES = ("attempts", "logs", "plans", "report")
 _MOST_SEED = 2**31
 
 
@@ -58,12 +58,12 @@ class SweepFolder:
 
         The settings come first and `sweep.yaml` last: where it is, the plan is whole.
         """
-        path = make_folder(runs_dir, name)
+        path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
         runs = [SweepRun(run.name, run.arm, run.seed) for run in planned]
         plan = {"name": name, "baseline": baseline, **about, "runs": [vars(run) for run in runs]}
-        write_text(path / PLAN, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
+        write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
         return cls(path, runs, baseline)
 
     @classmethod
@@ -73,26 +73,26 @@ class SweepFolder:
         Raises UserError when there is none, or its plan is damaged.
         """
         for path in (runs_dir / text, user_path(text)):
-            if text and is_there(path / PLAN):
+            if text and path_exists(path / PLAN_FILE):
                 return cls._read(path)
-        names = names_with(runs_dir, PLAN)
+        names = folders_containing(runs_dir, PLAN_FILE)
         there = f"it has {', '.join(names[-5:])}" if names else "it has none"
         raise UserError(f"no sweep {text!r} in {runs_dir}{nearest(text, names)}; {there}")
 
     @classmethod
     def _read(cls, path: Path) -> SweepFolder:
-        plan = read_yaml(path / PLAN, str(path / PLAN))
+        plan = read_yaml(path / PLAN_FILE, str(path / PLAN_FILE))
         try:
             runs = [SweepRun(run["name"], str(run["arm"]), run["seed"]) for run in plan["runs"]]
             baseline = plan.get("baseline")
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path / PLAN}: not readable as the plan of a sweep: {error}") from None
+            raise UserError(f"{path / PLAN_FILE}: not readable as the plan of a sweep: {error}") from None
         if not runs:
-            raise UserError(f"{path / PLAN}: lists no runs")
+            raise UserError(f"{path / PLAN_FILE}: lists no runs")
         seen: set[str] = set()
         for run in runs:
-            _check(run, seen, path / PLAN)
-            if not is_there(path / "plans" / f"{run.name}.yaml"):
+            _check(run, seen, path / PLAN_FILE)
+            if not path_exists(path / "plans" / f"{run.name}.yaml"):
                 raise UserError(f"{path}: the settings of run '{run.name}' are gone (plans/{run.name}.yaml)")
         return cls(path, runs, None if baseline is None else str(baseline))
 
@@ -113,7 +113,7 @@ class SweepFolder:
         """Return the file with what a run printed."""
         return self.path / "logs" / f"{name}.log"
 
-    def is_whole(self, name: str) -> bool:
+    def is_finished(self, name: str) -> bool:
         """Tell whether a run has reached its end and has its summary."""
         try:
             summary = json.loads(read_text(self.run_path(name) / "summary.json", "summary.json"))
@@ -123,8 +123,8 @@ class SweepFolder:
 
     def stopped(self) -> dict[str, str]:
         """Return the runs that were ended early for want of hope, with the reason."""
-        path = self.path / STOPPED
-        if not is_there(path):
+        path = self.path / STOPPED_FILE
+        if not path_exists(path):
             return {}
         text = read_text(path, str(path))
         try:
@@ -137,11 +137,11 @@ class SweepFolder:
             )
         return {str(name): str(why) for name, why in found.items()}
 
-    def note_stopped(self, name: str, why: str) -> None:
+    def record_stopped(self, name: str, why: str) -> None:
         """Keep in mind that a run was ended early, so that a resume does not start it again."""
-        write_json(self.path / STOPPED, {**self.stopped(), name: why})
+        write_json(self.path / STOPPED_FILE, {**self.stopped(), name: why})
 
-    def set_aside(self, name: str) -> None:
+    def archive_attempt(self, name: str) -> None:
         """Move what an earlier attempt at a run left to `attempts/`, so that the run can begin anew."""
         path = self.run_path(name)
         if not path.exists():
@@ -156,7 +156,7 @@ class SweepFolder:
             self.log_path(name).rename(attempts / f"{name}-{number}.log")
         sync_folder(self.path)
 
-    def last_words(self, name: str) -> str:
+    def error_message(self, name: str) -> str:
         """Return the line in which a run said why it ended: its error line, else the last that it printed."""
         try:
             lines = self.log_path(name).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -169,7 +169,7 @@ class SweepFolder:
 
 def _check(run: SweepRun, seen: set[str], plan: Path) -> None:
     """Refuse what no sweep wrote: a plan may come from anyone, and its names become folders."""
-    if not isinstance(run.name, str) or not is_name(run.name) or run.name in _OWN_FOLDERS:
+    if not isinstance(run.name, str) or not is_valid_name(run.name) or run.name in _RESERVED_NAMES:
         raise UserError(f"{plan}: name = {run.name!r} is no run's name: one plain folder name is expected")
     if run.name in seen:
         raise UserError(f"{plan}: has the run '{run.name}' twice")

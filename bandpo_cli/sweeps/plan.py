@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
-from bandpo_cli.config.bounds import BandBounds, BoundsConfig
 from bandpo_cli.config.layers import Layer, read_value, resolve
+from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.tracking.run_names import is_name
+from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
-MATCH = "match:"
+MATCH_PREFIX = "match:"
 """`match:clip` in place of a radius asks for the one at which the Band clips as many recorded tokens as clip does."""
 
-Matcher = Callable[[BandBounds, str], float]
+DeltaMatcher = Callable[[BandSettings, str], float]
 """Returns the δ at which a Band matches the method of that name."""
 
 
@@ -34,7 +34,7 @@ class PlannedRun:
 
 
 def plan_runs(
-    sweep: SweepConfig, layers: Sequence[Layer] = (), match: Matcher | None = None
+    sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
 ) -> list[PlannedRun]:
     """Return the runs, all arms with the first seed, then all with the second: a sweep cut short still compares.
 
@@ -45,7 +45,7 @@ def plan_runs(
     Raises:
         ConfigError: a setting is unknown or refused, two arms are the same, or none is left; one line.
     """
-    arms = _arms(sweep, [*layers, sweep.fixed], match)
+    arms = _arm_layers(sweep, [*layers, sweep.fixed], match)
     if sweep.baseline is not None and sweep.baseline not in arms:
         raise ConfigError(
             f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
@@ -60,21 +60,27 @@ def plan_runs(
     ]
 
 
-def _arms(sweep: SweepConfig, base: Sequence[Layer], match: Matcher | None) -> dict[str, list[Layer]]:
+def _arm_layers(
+    sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
+) -> dict[str, list[Layer]]:
     """Return the layers of settings of each arm, by its name."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     arms: dict[str, list[Layer]] = {}
     seen: dict[RunConfig, str] = {}
     unused = set(sweep.axes)
     for named, settings in _combinations(sweep):
-        method = _method(base, settings)
-        kept = {key: value for key, value in settings.items() if _has(method, key) or key not in sweep.axes}
+        method = _config_with_method(base, settings)
+        kept = {
+            key: value
+            for key, value in settings.items()
+            if _method_has_setting(method, key) or key not in sweep.axes
+        }
         unused -= set(kept)
         if any(
             all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
         ):
             continue
-        layers: list[Layer] = [*map(nested, _method_first(_matched(kept, base, match)))]
+        layers: list[Layer] = [*map(nested, _method_before_rest(_resolve_match(kept, base, match)))]
         config = resolve([*base, *layers])
         name = _arm_name(named, kept, varying, config)
         if config in seen and seen[config] == name:
@@ -92,20 +98,20 @@ def _arms(sweep: SweepConfig, base: Sequence[Layer], match: Matcher | None) -> d
     return arms
 
 
-def _matched(settings: Settings, base: Sequence[Layer], match: Matcher | None) -> Settings:
+def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:
     """Return the settings with a radius in place of `match:METHOD`."""
     asked = settings.get(_DELTA)
-    if not isinstance(asked, str) or not asked.startswith(MATCH):
+    if not isinstance(asked, str) or not asked.startswith(MATCH_PREFIX):
         return settings
     if match is None:
         raise ConfigError(
             f"bounds.delta = {asked!r}: needs the tokens of a run to match on: --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
-    band = resolve([*base, *map(nested, _method_first(others))]).bounds
-    if not isinstance(band, BandBounds):
+    band = resolve([*base, *map(nested, _method_before_rest(others))]).bounds
+    if not isinstance(band, BandSettings):
         raise ConfigError(f"bounds.delta = {asked!r}: only a Band has a radius, not '{band.method}'")
-    return {**settings, _DELTA: match(band, asked.removeprefix(MATCH))}
+    return {**settings, _DELTA: match(band, asked.removeprefix(MATCH_PREFIX))}
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
@@ -115,23 +121,25 @@ def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
             yield named, {**settings, **dict(zip(sweep.axes, values, strict=True))}
 
 
-def _method(base: Sequence[Layer], settings: Settings) -> RunConfig:
+def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
     """Return the config with the method alone chosen: what tells which settings there are."""
     chosen = {key: value for key, value in settings.items() if key == _METHOD}
     return resolve([*base, *map(nested, [chosen] if chosen else [])])
 
 
-def _has(config: RunConfig, key: str) -> bool:
+def _method_has_setting(config: RunConfig, key: str) -> bool:
     """Tell whether a setting applies; an unknown one does, and `resolve` then names it."""
     section, _, name = key.rpartition(".")
     return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
 
 
-_BOUNDS_FIELDS = frozenset(name for kind in get_args(get_args(BoundsConfig)[0]) for name in kind.model_fields)
+_BOUNDS_FIELDS = frozenset(
+    name for kind in get_args(get_args(MethodSettings)[0]) for name in kind.model_fields
+)
 """The settings that some method has."""
 
 
-def _method_first(settings: Settings) -> list[Settings]:
+def _method_before_rest(settings: Settings) -> list[Settings]:
     """Split settings so that the method is chosen before what belongs to it."""
     method = {key: value for key, value in settings.items() if key == _METHOD}
     rest = {key: value for key, value in settings.items() if key != _METHOD}
@@ -193,7 +201,7 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
     """
     seen: dict[str, str] = {}
     for run in runs:
-        if not is_name(run.name):
+        if not is_valid_name(run.name):
             raise ConfigError(
                 f"the arm '{run.arm:.100}' cannot be a folder's name ({len(run.name)} characters, 200 at most); give "
                 "it a shorter one in arms:"
@@ -205,7 +213,7 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
         seen[run.name] = run.arm
 
 
-def axes_of(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
+def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     """Read comma lists by dotted setting; values are read as YAML, as `--set` reads them.
 
     Raises:

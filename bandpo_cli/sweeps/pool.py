@@ -1,10 +1,12 @@
 """Where the runs of a sweep are executed: child processes of this machine, one a slot."""
 
+# MERGED: The side of a run that a sweep started: it must not outlive the sweep.
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-PARENT = "BANDPO_PARENT_PID"
+PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
 """The variable that tells a run which process it must not outlive."""
 
 
-ENDING = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
 """What ends a run: the first lets its step end and a checkpoint be written, the second drops the step."""
 
 
@@ -30,7 +32,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedJob:
     """A job that has ended, with its exit code; negative for a signal."""
 
     name: str
@@ -51,7 +53,7 @@ class Pool(Protocol):
     def start(self, job: Job) -> None:
         """Start a job in a free slot."""
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[FinishedJob]:
         """Return the jobs that have ended since the last call; never waits."""
 
     def stop(self, name: str | None = None) -> None:
@@ -102,7 +104,7 @@ class LocalPool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._variables[slot], PARENT: str(os.getpid())},
+                env={**os.environ, **self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C at the terminal reaches us alone, and we end them in order
             )
         except OSError:
@@ -110,7 +112,7 @@ class LocalPool:
             raise
         self._children[job.name] = _Child(job, slot, process, log)
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[FinishedJob]:
         """Return the jobs that have ended since the last call; never waits."""
         found = []
         for name, child in list(self._children.items()):
@@ -118,13 +120,13 @@ class LocalPool:
             if code is not None:
                 child.log.close()
                 del self._children[name]
-                found.append(Ended(name, code))
+                found.append(FinishedJob(name, code))
         return found
 
     def stop(self, name: str | None = None) -> None:
         """Interrupt one job, or all, so that runs are closed in order; kill what takes twice the grace and longer."""
         alive = [child for each, child in self._children.items() if name in (None, each)]
-        for number in ENDING:
+        for number in STOP_SIGNALS:
             for child in alive:
                 _signal(child.process, number)
             end = time.monotonic() + self._grace_s
@@ -137,7 +139,7 @@ class LocalPool:
         """Nothing is held once the children have ended."""
 
 
-def local_slots(
+def slot_environments(
     jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the variables of each slot: a GPU of its own where there are GPUs, and its share of the cores.
@@ -183,3 +185,22 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
         return
+
+
+POLL_INTERVAL_S = 0.5
+
+
+def exit_with_parent() -> None:
+    """Watch the sweep that started this process, if one did, and end at once when it is no more.
+
+    A resumed sweep runs again what was not whole; two processes must not write one run.
+    """
+    parent = os.environ.pop(PARENT_PID_VARIABLE, "")  # what this process starts has another parent
+    if parent.isdecimal():
+        threading.Thread(target=_watch, args=(int(parent),), name="sweep-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

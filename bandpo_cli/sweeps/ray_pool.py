@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.pool import ENDING, PARENT, Ended, Job
+from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE, STOP_SIGNALS, FinishedJob, Job
 
 GRACE_S = 20.0
 """Seconds that a run may take to close after it was asked to end."""
@@ -33,16 +33,16 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **variables, PARENT: str(os.getpid())},
+            env={**os.environ, **variables, PARENT_PID_VARIABLE: str(os.getpid())},
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=_unblock_sigint,
         )
         try:
             while child.poll() is None:  # in steps: an interrupt of Ray's waits for the next line of Python
                 time.sleep(0.2)
             return child.returncode
         except BaseException:
-            for number in ENDING:
+            for number in STOP_SIGNALS:
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, number)
                     child.wait(GRACE_S)
@@ -50,7 +50,7 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
             raise
 
 
-def _heed_interrupts() -> None:
+def _unblock_sigint() -> None:
     """Ray's workers block SIGINT, and what they start would inherit it."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -102,7 +102,7 @@ class RayPool:
         )
         self._tasks[task] = job.name
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[FinishedJob]:
         """Return the jobs that have ended since the last call; a task that Ray lost ends with code 1."""
         if not self._tasks:
             return []
@@ -113,7 +113,7 @@ class RayPool:
                 code = int(ray.get(task))
             except ray.exceptions.RayError:
                 code = 1
-            found.append(Ended(self._tasks.pop(task), code))
+            found.append(FinishedJob(self._tasks.pop(task), code))
         return found
 
     def stop(self, name: str | None = None) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 from bandpo_cli.config.data import Fields, Source, is_function_path
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.fields import as_answer, as_json, as_question, find_fields, value_at
-from bandpo_cli.tasks.files import read_file
-from bandpo_cli.tasks.questions import stable_hash
-from bandpo_cli.tasks.sources import label_of
+from bandpo_cli.tasks.fields import as_answer, as_question, find_fields, to_json_value, value_at
+from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.rows import read_file, source_label
 from bandpo_cli.types import Problem, Prompt
 
 COMPLETION_NAMES = (
@@ -32,10 +31,10 @@ COMPLETION_NAMES = (
 )
 """The fields that completions are looked for in, unless the file is a table of ours."""
 
-_OURS = frozenset({"problem_id", "reference", "text"})
+_OWN_TABLE_COLUMNS = frozenset({"problem_id", "reference", "text"})
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
-_LOOKED_AT = 1000  # rows that the fields are chosen by
-_MOST_TOKENS = 2**31 - 1  # the table keeps lengths as 32-bit numbers
+_SAMPLE_ROWS = 1000  # rows that the fields are chosen by
+_MAX_TOKENS = 2**31 - 1  # the table keeps lengths as 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -70,23 +69,25 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
         ConfigError: the file cannot be read, lacks a field, or holds something else than texts; the row is named.
     """
     rows = read_file(path)
-    seen = list(islice(rows, _LOOKED_AT))
+    seen = list(islice(rows, _SAMPLE_ROWS))
     if not seen:
         raise ConfigError(f"{path}: holds no completions")
     everything = chain(seen, rows)
-    if set(seen[0]) >= _OURS:
-        return _from_table(path, everything, grader)
-    return {_label_of(path): _from_questions(path, seen, everything, "math" if grader is None else grader)}
+    if set(seen[0]) >= _OWN_TABLE_COLUMNS:
+        return _read_own_table(path, everything, grader)
+    return {
+        _label_of(path): _read_question_rows(path, seen, everything, "math" if grader is None else grader)
+    }
 
 
 def _label_of(path: Path) -> str:
     try:
-        return label_of(Source(path=str(path)))
+        return source_label(Source(path=str(path)))
     except ConfigError:  # nothing of the name may stand in a metric's name
         return "samples"
 
 
-def _from_table(
+def _read_own_table(
     path: Path, rows: Iterable[Mapping[str, Any]], grader: str | None
 ) -> dict[str, list[StoredProblem]]:
     sets: dict[str, dict[str, StoredProblem]] = {}
@@ -97,7 +98,7 @@ def _from_table(
         stored = sets.setdefault(label, {}).setdefault(problem.id, StoredProblem(problem))
         if stored.problem.answer != problem.answer or stored.problem.grader != problem.grader:
             raise ConfigError(
-                f"{where}: problem {_brief(problem.id)} has another reference or grader than in a row before; give "
+                f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in a row before; give "
                 "problems that differ ids that differ"
             )
         stored.completions_G.append(_completion(row, where))
@@ -108,7 +109,7 @@ def _label(value: Any, where: str) -> str:
     label = _text(value, "task", where)
     if not _LABEL.fullmatch(label):
         raise ConfigError(
-            f"{where}: 'task' = {_brief(label)} cannot stand in a metric's name; take letters, digits and _ . - alone, "
+            f"{where}: 'task' = {_short_repr(label)} cannot stand in a metric's name; take letters, digits and _ . - alone, "
             "60 at most"
         )
     return label
@@ -135,8 +136,8 @@ def _problem(row: Mapping[str, Any], label: str, grader: str | None, where: str)
 def _completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
     reason = row.get("finish_reason")
     length = _number(row.get("length"), "length", where)
-    if length is not None and not (0 <= length <= _MOST_TOKENS and length == int(length)):
-        raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_brief(length)}")
+    if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
+        raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
     return StoredCompletion(
         text=_text(row.get("text"), "text", where),
         length=None if length is None else int(length),
@@ -145,7 +146,7 @@ def _completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
     )
 
 
-def _from_questions(
+def _read_question_rows(
     path: Path, seen: list[dict[str, Any]], rows: Iterable[Mapping[str, Any]], grader: str
 ) -> list[StoredProblem]:
     completions = next((name for name in COMPLETION_NAMES if any(name in row for row in seen)), None)
@@ -162,7 +163,7 @@ def _from_questions(
     ]
     if missing:
         raise ConfigError(
-            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_names(seen[0])}; expected "
+            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_column_names(seen[0])}; expected "
             '{"question": ..., "answer": ..., "completions": ["...", ...]} in each row, or the samples.parquet of an '
             "evaluation"
         )
@@ -172,11 +173,13 @@ def _from_questions(
         question = as_question(value_at(row, str(names.question)))
         answer = as_answer(value_at(row, str(names.answer)))
         if question is None:
-            raise ConfigError(f"{where}: '{names.question}' holds no question: {_shown(row, names.question)}")
+            raise ConfigError(
+                f"{where}: '{names.question}' holds no question: {_short_value(row, names.question)}"
+            )
         if answer is None:
-            raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_shown(row, names.answer)}")
-        text, answer = _as_text(question), _whole(answer)
-        id_ = stable_hash(json.dumps([text, answer]))
+            raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
+        text, answer = _as_text(question), _replace_surrogates(answer)
+        id_ = text_hash(json.dumps([text, answer]))
         extra = {key: row[key] for key in ("data_source", "extra_info") if row.get(key) is not None}
         problem = Problem(id_, text, answer, path.stem, grader, _plain(extra))
         stored = problems.setdefault(id_, StoredProblem(problem))
@@ -188,7 +191,7 @@ def _completions(row: Mapping[str, Any], name: str, where: str) -> list[StoredCo
     value = row.get(name)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
-        raise ConfigError(f"{where}: '{name}' must be a list of texts, not {_shown(row, name)}")
+        raise ConfigError(f"{where}: '{name}' must be a list of texts, not {_short_value(row, name)}")
     return [StoredCompletion(_text(text, name, where)) for text in texts]
 
 
@@ -200,11 +203,11 @@ def _as_text(question: Prompt) -> str:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: '{name}' must hold text, not {_brief(value)}")
-    return _whole(value)
+        raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
+    return _replace_surrogates(value)
 
 
-def _whole(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Return `text` with ? for half surrogate pairs: JSON can say them, and no file in UTF-8 can."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -214,13 +217,13 @@ def _number(value: Any, name: str, where: str) -> float | None:
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{where}: '{name}' must be a number, not {_brief(value)}")
+        raise ConfigError(f"{where}: '{name}' must be a number, not {_short_repr(value)}")
     try:
         number = float(value)  # a CSV file has numbers as text
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{where}: '{name}' must be a finite number, not {_brief(value)}")
+        raise ConfigError(f"{where}: '{name}' must be a finite number, not {_short_repr(value)}")
     return number
 
 
@@ -230,23 +233,25 @@ def _extra(value: Any, where: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         extra = None
     if not isinstance(extra, dict):
-        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_brief(value)}")
+        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(value)}")
     return _plain(extra)
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a grader's process can be sent and a table can hold."""
-    found: dict[str, Any] = json.loads(_whole(json.dumps(as_json(extra), ensure_ascii=False)))
+    found: dict[str, Any] = json.loads(
+        _replace_surrogates(json.dumps(to_json_value(extra), ensure_ascii=False))
+    )
     return found
 
 
-def _names(row: Mapping[str, Any]) -> str:
+def _column_names(row: Mapping[str, Any]) -> str:
     most = 20
-    return ", ".join(map(_brief, islice(row, most))) + (", ..." if len(row) > most else "")
+    return ", ".join(map(_short_repr, islice(row, most))) + (", ..." if len(row) > most else "")
 
 
-def _shown(row: Mapping[str, Any], name: str | None) -> str:
-    return _brief(value_at(row, str(name)))
+def _short_value(row: Mapping[str, Any], name: str | None) -> str:
+    return _short_repr(value_at(row, str(name)))
 
 
 _short = reprlib.Repr()
@@ -254,7 +259,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 60
 _short.maxlevel = 3
 
 
-def _brief(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return a value as a line of a message can show it, however long or deep it is."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

@@ -27,7 +27,9 @@ class Countdown:
 
     def __init__(self, config: CountdownTask) -> None:
         """Enumerate the problems; raise ConfigError when the settings leave one side without any."""
-        ranked = sorted((_unit_hash(key), numbers, target) for key, numbers, target in _solvable(config))
+        ranked = sorted(
+            (_hash_fraction(key), numbers, target) for key, numbers, target in _solvable_problems(config)
+        )
         split = sum(rank < config.heldout_fraction for rank, _, _ in ranked)
         problems = [_problem(numbers, target) for _, numbers, target in ranked]
         self._heldout, self._train = problems[:split], problems[split:]
@@ -70,12 +72,12 @@ def _key(numbers: Numbers, target: int) -> str:
     return f"{' '.join(map(str, numbers))}={target}"
 
 
-def _unit_hash(key: str) -> float:
+def _hash_fraction(key: str) -> float:
     """A number in [0, 1) that is the same everywhere, as Python's own hash() is not."""
     return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
 
-def _solvable(config: CountdownTask) -> Iterator[tuple[str, Numbers, int]]:
+def _solvable_problems(config: CountdownTask) -> Iterator[tuple[str, Numbers, int]]:
     """All problems with an answer that needs no parentheses, which keeps answers to 2·numbers − 1 symbols."""
     for numbers in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         for target in sorted({value for value, has_plus in _signed_sums(numbers) if has_plus}):

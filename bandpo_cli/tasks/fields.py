@@ -78,10 +78,10 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 def as_question(value: Any) -> str | tuple[Message, ...] | None:
     """Read a question: a text, or chat messages; None for anything else and for nothing but spaces."""
-    return as_text(value) if isinstance(value, str) else as_messages(value)
+    return clean_text(value) if isinstance(value, str) else as_messages(value)
 
 
-def as_text(value: str) -> str | None:
+def clean_text(value: str) -> str | None:
     """Strip a text; None for an empty one, and for half a surrogate pair (JSON can say it, UTF-8 cannot)."""
     try:
         value.encode()
@@ -102,7 +102,7 @@ def as_messages(value: Any) -> tuple[Message, ...] | None:
         if not isinstance(role, str) or not isinstance(content, str):
             return None
         messages.append(Message(role, content))
-        if content and as_text(content) is None and content.strip():
+        if content and clean_text(content) is None and content.strip():
             return None
     return tuple(messages) if any(message.content.strip() for message in messages) else None
 
@@ -122,12 +122,12 @@ def as_answer(value: Any) -> str | None:
         parts = [as_answer(part) for part in value if not isinstance(part, (list, Mapping))]
         return ", ".join(part for part in parts if part) or None
     if isinstance(value, Mapping) and value:
-        return json.dumps(as_json(value), ensure_ascii=False, sort_keys=True)
+        return json.dumps(to_json_value(value), ensure_ascii=False, sort_keys=True)
     return None
 
 
 def _answer_in_text(value: str) -> str | None:
-    text = as_text(value)
+    text = clean_text(value)
     if text is None:
         return None
     answer = final_answer(text) or (text if "\n" in text else unwrap(text))
@@ -155,7 +155,7 @@ def as_level(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def as_json(value: Any, depth: int = 0) -> Any:
+def to_json_value(value: Any, depth: int = 0) -> Any:
     """Turn what a Parquet file may hold into what JSON may hold: graders run in other processes.
 
     What lies deeper than 50 levels is dropped, so that no row can exhaust the stack.
@@ -163,9 +163,9 @@ def as_json(value: Any, depth: int = 0) -> Any:
     if depth > 50:
         return None
     if isinstance(value, Mapping):
-        return {str(key): as_json(inner, depth + 1) for key, inner in value.items()}
+        return {str(key): to_json_value(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(inner, depth + 1) for inner in value]
+        return [to_json_value(inner, depth + 1) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):  # JSON can say half a surrogate pair, and no file in UTF-8 can

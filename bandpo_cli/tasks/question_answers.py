@@ -10,14 +10,20 @@ from functools import cached_property
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.known import KNOWN
-from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.questions import Loaded, Question, counts, load_questions, stable_hash
-from bandpo_cli.tasks.sources import label_of
+from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.tasks.questions import (
+    LoadedQuestions,
+    Question,
+    build_prompt,
+    format_counts,
+    load_questions,
+    text_hash,
+)
+from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Problem
 
 
-class QuestionAnswers:
+class QuestionAnswerTask:
     """The task of data sets and files. Its parts are read when they are first asked for, and once only."""
 
     def __init__(self, config: DataTask) -> None:
@@ -72,7 +78,7 @@ class QuestionAnswers:
         for source in self._heldout_sources:
             loaded = load_questions(source, "heldout", self._config.grader)
             self._note(loaded, "evaluation")
-            sets[loaded.label] = _in_fair_order(loaded.questions)
+            sets[loaded.label] = _hash_order(loaded.questions)
         return sets
 
     @cached_property
@@ -102,7 +108,7 @@ class QuestionAnswers:
             loaded = load_questions(source, "train", self._config.grader)
             self._note(loaded, "train")
             questions |= {question.id: question for question in loaded.questions}
-        return _in_fair_order(questions.values())
+        return _hash_order(questions.values())
 
     @cached_property
     def _split(self) -> tuple[list[Question], list[Question]]:
@@ -125,7 +131,7 @@ class QuestionAnswers:
 
     @property
     def _split_label(self) -> str:
-        labels = [label_of(source) for source in self._train_sources]
+        labels = [source_label(source) for source in self._train_sources]
         return labels[0] if len(labels) == 1 else "heldout"
 
     def _problems(self, questions: Iterable[Question]) -> list[Problem]:
@@ -144,8 +150,8 @@ class QuestionAnswers:
             for question in questions
         ]
 
-    def _note(self, loaded: Loaded, what: str) -> None:
-        left_out = f"; left out: {counts(loaded.left_out)}" if loaded.left_out else ""
+    def _note(self, loaded: LoadedQuestions, what: str) -> None:
+        left_out = f"; left out: {format_counts(loaded.left_out)}" if loaded.left_out else ""
         self._notes.append(f"{loaded.label}: {_problems(len(loaded.questions), what)}{left_out}")
         if any(not isinstance(question.text, str) for question in loaded.questions):
             self._notes.append(
@@ -179,18 +185,18 @@ def _problems(count: int, what: str = "") -> str:
 
 
 def _check_labels(part: str, sources: Iterable[Source]) -> None:
-    for label, count in Counter(label_of(source) for source in sources).items():
+    for label, count in Counter(source_label(source) for source in sources).items():
         if count > 1:
             raise ConfigError(
                 f"task.{part}: {count} sources are called '{label}'; give each a label: of its own"
             )
 
 
-def _in_fair_order(questions: Iterable[Question]) -> list[Question]:
+def _hash_order(questions: Iterable[Question]) -> list[Question]:
     """Order by a hash, so that any prefix is a fair sample whatever order the rows came in."""
-    return sorted(questions, key=lambda question: (stable_hash(question.id), question.id))
+    return sorted(questions, key=lambda question: (text_hash(question.id), question.id))
 
 
 def _unit_hash(key: str) -> float:
     """A number in [0, 1)."""
-    return int(stable_hash(f"heldout/{key}"), 16) / 2**64
+    return int(text_hash(f"heldout/{key}"), 16) / 2**64

@@ -12,16 +12,16 @@ from typing import Any, get_args
 
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError
-from bandpo_cli.tracking.lock import LOCK
-from bandpo_cli.tracking.mlflow_mirror import Record
-from bandpo_cli.tracking.run_folder import read_metrics, step_name
-from bandpo_cli.tracking.tracker import RunStatus
+from bandpo_cli.storage.files import LOCK, step_name
+from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.tracking.mirror import MetricRecord
+from bandpo_cli.types import RunStatus
 
 _STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class StoredRun:
     """What the folder of a run holds.
 
     Attributes:
@@ -36,7 +36,7 @@ class RunRecord:
     path: Path
     config: Mapping[str, Any]
     env: Mapping[str, Any]
-    records: Sequence[Record]
+    records: Sequence[MetricRecord]
     status: RunStatus | None
     start_ms: int
     end_ms: int
@@ -48,25 +48,23 @@ class RunRecord:
         return section if isinstance(section, Mapping) else {}
 
 
-def read_run(path: Path) -> RunRecord:
+def read_stored_run(path: Path) -> StoredRun:
     """Read the folder of a run. Raises UserError, naming the file, where it is damaged."""
     config = read_layer(path / "config.yaml", "run settings")
     env, summary = _mapping(path / "env.json"), _mapping(path / "summary.json")
     if not config:
         raise UserError(f"{path / 'config.yaml'}: it holds no settings, so this is not the folder of a run")
-    writing = is_being_written(
-        path
-    )  # before the metrics: a run that ends meanwhile is sent whole the next time
+    writing = is_locked(path)  # before the metrics: a run that ends meanwhile is sent whole the next time
     lines = read_metrics(path / "metrics.jsonl")
-    records = stamped(path, lines)
+    records = with_timestamps(path, lines)
     written = _written_ms(path / "config.yaml") or 0
     first = records[0].clock_ms - round(1000 * _seconds(lines[0], "time/step")) if records else written
     last = max(_written_ms(path / name) or 0 for name in ("config.yaml", "metrics.jsonl", "summary.json"))
-    status = None if writing else end_of(summary, lines)
-    return RunRecord(path, config, env, records, status, min(first, written), last)
+    status = None if writing else final_status(summary, lines)
+    return StoredRun(path, config, env, records, status, min(first, written), last)
 
 
-def end_of(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> RunStatus:
+def final_status(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> RunStatus:
     """Return how a run that no process writes any more has ended.
 
     `summary.json` says it, unless it is missing or of before the last resume: then the process was ended from outside
@@ -78,7 +76,7 @@ def end_of(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ru
     return next((status for status in _STATUSES if status == summary.get("status")), "KILLED")
 
 
-def is_being_written(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Tell whether another process holds the lock of the run in the folder `path`; one that is dead holds none.
 
     Not for the process that holds it: to close the file, as this does, would let go of its own lock.
@@ -97,12 +95,12 @@ def is_being_written(path: Path) -> bool:
         os.close(descriptor)  # which lets go of the lock
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[MetricRecord]:
     """Return the metrics of the run in the folder `path` with their clocks. Raises UserError for a damaged file."""
-    return stamped(path, read_metrics(path / "metrics.jsonl"))
+    return with_timestamps(path, read_metrics(path / "metrics.jsonl"))
 
 
-def stamped(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Record]:
+def with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[MetricRecord]:
     """Return the lines of `metrics.jsonl` as records, each with the clock of when it was written.
 
     The lines have no clock. The last one was written when the file was; each other at the latest when the next step
@@ -123,7 +121,7 @@ def stamped(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Record]:
         times = [time for time in own if time is not None]
         if times:
             later = min(later, max(times) + round(1000 * _seconds(line, "time/checkpoint")))
-        records.append(Record.of(step, line, later))
+        records.append(MetricRecord.of(step, line, later))
         later -= round(1000 * _seconds(line, "time/step"))
     return records[::-1]
 

@@ -1,17 +1,102 @@
-"""Where the MLflow record is kept, and how a person gets to see it."""
+"""Whether a server answers at all, asked before MLflow is: its import alone costs seconds of the processor's time."""
 
+# MERGED: A new SQLite store that is whole before anyone sees it. MLflow builds its tables by some fifty migrations, for seconds and without a lock: two runs of a sweep that start together spoil each other's, and one killed meanwhile leaves a file that no later run can open (both seen, 3.17).
+# MERGED: Where the MLflow record is kept, and how a person gets to see it.
 from __future__ import annotations
 
 import os
 import shlex
+import socket
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from bandpo_cli.config.tracking import TrackingConfig
-from bandpo_cli.tracking.sqlite_store import sqlite_path, sqlite_uri
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.files import file_lock
 
-_WITH_OWN_FILES = ("http", "https", "databricks", "uc", "file", "")
+_DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
+
+
+def check_reachable(uri: str, timeout_s: float) -> None:
+    """Return when the store `uri` answers, or is of a kind that only MLflow itself can ask (a file, databricks).
+
+    A web server answers with any status below 500, a database server by taking a connection.
+
+    Raises:
+        OSError: nobody answers within `timeout_s` seconds, or a web server says that it cannot (5xx).
+    """
+    try:
+        parts = urlsplit(uri)
+        scheme, host, port = parts.scheme.partition("+")[0], parts.hostname, parts.port
+    except ValueError:  # MLflow has the better words for an address that is none
+        return
+    if host is None:
+        return
+    if scheme in ("http", "https"):
+        place = f"[{host}]" if ":" in host else host
+        _ask(f"{scheme}://{place}{f':{port}' if port else ''}{parts.path.rstrip('/')}/health", timeout_s)
+    elif scheme in _DATABASE_PORTS:
+        socket.create_connection((host, port or _DATABASE_PORTS[scheme]), timeout_s).close()
+
+
+def _ask(url: str, timeout_s: float) -> None:
+    # Nothing is sent here but the question, so whose certificate it is can be left to MLflow, with its settings for it.
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+    try:
+        opener.open(url, timeout=timeout_s).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code >= 500:
+            raise ConnectionError(f"it answers {error.code} {error.reason}") from None
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+        raise ConnectionError(str(error.reason)) from None
+    except HTTPException as error:
+        raise ConnectionError(f"it does not answer in HTTP ({type(error).__name__})") from None
+
+
+def sqlite_uri(path: Path) -> str:
+    """Return the address of a SQLite file: SQLAlchemy reads % and ? in a path as signs of its own."""
+    return "sqlite:///" + path.as_posix().replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """Return the file of a SQLite address, None for another store or one in memory."""
+    path = unquote(uri.partition("?")[0].removeprefix("sqlite:///"))
+    return Path(path) if uri.startswith("sqlite:///") and path not in ("", ":memory:") else None
+
+
+def create_sqlite_store(uri: str) -> None:
+    """Make the SQLite file of `uri` if there is none, beside its place and then moved there. Takes seconds."""
+    path = sqlite_path(uri)
+    if path is None or path.exists() or os.name != "posix":
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            unfinished = path.with_name(f".{path.name}.new")
+            unfinished.unlink(missing_ok=True)
+            _make(sqlite_uri(unfinished))
+            os.replace(unfinished, path)
+
+
+def _make(uri: str) -> None:
+    from mlflow.tracking import MlflowClient
+
+    MlflowClient(tracking_uri=uri, registry_uri=uri).get_experiment_by_name("Default")
+
+
+_SCHEMES_WITH_ARTIFACTS = ("http", "https", "databricks", "uc", "file", "")
 """Kinds of store that say themselves where a run's files go; a bare path is a file store."""
 
 
@@ -40,7 +125,7 @@ def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str,
 
 def _artifact_location(uri: str, runs_dir: Path) -> str | None:
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else ""
-    if scheme in _WITH_OWN_FILES or uri == "databricks":
+    if scheme in _SCHEMES_WITH_ARTIFACTS or uri == "databricks":
         return None
     database = sqlite_path(uri)
     folder = database.absolute().parent if database else runs_dir
@@ -53,11 +138,11 @@ def ui_command(uri: str) -> str:
         return uri
     database = sqlite_path(uri)
     if database:
-        uri = sqlite_uri(_from_here(database))
+        uri = sqlite_uri(_relative_to_cwd(database))
     return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
-def _from_here(path: Path) -> Path:
+def _relative_to_cwd(path: Path) -> Path:
     """Return `path` as seen from the current folder if it lies under it: shorter to read and to type."""
     try:
         return path.absolute().relative_to(Path.cwd())

@@ -1,13 +1,25 @@
 """What a run tells of itself to a tracker: three calls, none of which may stop or hold up the run."""
 
+# MERGED: MLflow from the side: one thread sends what the run folder has, and the training never waits for it.
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in MLflow's words. KILLED: stopped from outside, by Ctrl-C or a signal."""
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.tracking.link import digest, link_version, new_link, read_links, record_sent_files, send_lock
+from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
+from bandpo_cli.tracking.names import flat_params
+from bandpo_cli.tracking.run_record import read_records
+from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
+from bandpo_cli.types import RunStatus
 
 
 class Tracker(Protocol):
@@ -36,11 +48,228 @@ class NullTracker:
         """Do nothing."""
 
 
-def status_of(error: BaseException | None) -> RunStatus:
-    """Return how a run ended that left its loop by `error`, None for one that reached its end.
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
+"""The pause after a failure: twice the last one, from the first to the longest."""
 
-    Ctrl-C and an exit asked for by a signal handler (SystemExit) are KILLED, any other exception is FAILED.
+FINAL_RETRIES = 2
+"""How often a failing store is tried once the run has ended, with `FIRST_WAIT_S` between."""
+
+CONNECT_TIMEOUT_S = 10.0
+"""How long a server that is asked whether it is there may take to say so."""
+
+UNREACHABLE_GRACE_S = 1.5
+"""How long the end of a run waits for a store that was failing already: it has had its time while the run went on."""
+
+RECORDS_A_CALL = 50
+
+
+class MlflowTracker:
+    """A `Tracker` that mirrors `folder` in `store` on a daemon thread, MLflow's slow import included.
+
+    The first failure costs one line through `warn`. What could not be sent is kept and tried again with a growing
+    pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by default), with
+    the command that sends it later. The run folder lacks nothing then. A run that is gone on with is sent from its
+    folder where MLflow lacks something of before. Call `start` when the imports of the training are done: two threads
+    that import at once slow each other down.
+
+    Args:
+        store: where to send.
+        folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
+        warn: prints one line; called from the tracker's thread.
+        say: prints one line; called by `finish`.
+        finish_timeout_s: the longest that `finish` waits for a store that answers, in seconds; for one that does not,
+            it is `SILENT_END_S`.
     """
-    if error is None:
-        return "FINISHED"
-    return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        warn: Callable[[str], None],
+        say: Callable[[str], None] | None = None,
+        finish_timeout_s: float = 60.0,
+    ) -> None:
+        self._store, self._folder = store, folder
+        self._warn, self._say = warn, say or warn
+        self._finish_within_s = finish_timeout_s
+        self._about: tuple[str, dict[str, str], dict[str, str]] = ("", {}, {})
+        self._mirror: MlflowMirror | None = None
+        self._link: tuple[int, int] | None = None
+        self._records: deque[MetricRecord] = deque()  # append and popleft are atomic: no lock
+        self._files: deque[Path] = deque()
+        self._status: RunStatus | None = None
+        self._reached = self._closed = self._warned = False
+        self._failures = 0
+        self._tries_left = FINAL_RETRIES
+        self._news = threading.Event()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="mlflow-mirror", daemon=True)
+
+    def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
+        """Start the thread, which connects at once."""
+        self._about = (run_name, flat_params(params), dict(tags))
+        self._thread.start()
+
+    def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
+        """Queue the finite numbers of `record`; takes microseconds."""
+        self._records.append(MetricRecord.of(step, record))
+        self._news.set()
+
+    def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
+        """Send the rest, the status and the files within `finish_timeout_s`; tell what was not sent."""
+        self._status = status
+        self._files.extend(artifacts)
+        self._ending.set()
+        self._news.set()
+        if self._thread.ident is None:  # never started: MLflow knows nothing of this run
+            return
+        self._wait()
+        if not self._closed:
+            self._say(self._missing())
+
+    def _wait(self) -> None:
+        """Wait for the thread's end, but not long for a store that is silent."""
+        begin = answered = time.monotonic()
+        while self._thread.is_alive():
+            now = time.monotonic()
+            if self._reached:
+                answered = now
+            if now - begin >= self._finish_within_s or now - answered >= UNREACHABLE_GRACE_S:
+                return
+            self._thread.join(0.05)
+
+    def _work(self) -> None:
+        self._note_store()
+        while not self._closed and self._tries_left:
+            ending = self._ending.is_set()
+            try:
+                self._send_all()
+                self._failures = 0
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong here must not reach the training
+                self._fail(error)
+                if ending:
+                    self._tries_left -= 1
+            self._pause()
+
+    def _note_store(self) -> None:
+        """Keep in the folder where the run is to go, for sending it later if nobody answers there now."""
+        try:
+            if not read_links(self._folder):
+                new_link(self._folder, self._store)
+        except OSError:  # a full disk is the training's to tell
+            pass
+
+    def _send_all(self) -> None:
+        """Send all there is, oldest first; what was sent leaves the queue only when MLflow has it."""
+        self._news.clear()  # before looking: what comes after the look wakes the thread again
+        ending = self._ending.is_set()
+        if not self._reached:
+            check_reachable(self._store.uri, CONNECT_TIMEOUT_S)
+            self._reached = True
+        with send_lock(self._folder):
+            try:
+                mirror = self._connected()
+                if not ending:
+                    mirror.reopen()
+                while self._records:
+                    # By index: iterating a deque fails when the training appends to it meanwhile.
+                    batch = [self._records[index] for index in range(min(RECORDS_A_CALL, len(self._records)))]
+                    mirror.send(batch)
+                    for _ in batch:
+                        self._records.popleft()
+                if ending:
+                    self._close(mirror)
+            finally:
+                self._link = link_version(self._folder)
+
+    def _connected(self) -> MlflowMirror:
+        """Return the mirror, connected anew where MLflow has lost the run or `bandpo sync` has sent of it meanwhile."""
+        known = self._mirror if link_version(self._folder) == self._link else None
+        if known is not None and (not self._failures or known.is_there()):
+            return known
+        self._mirror = None
+        mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
+        backlog = self._backlog()
+        for start in range(0, len(backlog), RECORDS_A_CALL):
+            mirror.send(backlog[start : start + RECORDS_A_CALL])
+        self._mirror = mirror
+        return mirror
+
+    def _backlog(self) -> list[MetricRecord]:
+        """Return the steps that the folder has and the queue has not: what was done before a resume."""
+        queued = {self._records[index].step for index in range(len(self._records))}
+        try:
+            return [record for record in read_records(self._folder) if record.step not in queued]
+        except (UserError, OSError):
+            return []
+
+    def _close(self, mirror: MlflowMirror) -> None:
+        # The status first: a file that cannot be stored must not leave a finished run as RUNNING for ever.
+        mirror.close(self._status or "FAILED")
+        sent: dict[str, str] = {}
+        try:
+            while self._files:
+                file = self._files[0]
+                found = digest(file)
+                mirror.send_file(self._folder, file)
+                sent[file.relative_to(self._folder).as_posix()] = found
+                self._files.popleft()
+        finally:
+            record_sent_files(self._folder, self._store, sent)
+        self._closed = True
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        self._reached = False
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"MLflow at {redact_credentials(self._store.uri)} cannot be reached ({short_error(error)}). "
+                f"The run goes on and {self._folder} has everything; trying again from time to time."
+            )
+
+    def _pause(self) -> None:
+        if self._closed or not self._tries_left:
+            return
+        if not self._failures:
+            self._news.wait()
+        elif self._ending.is_set():
+            time.sleep(MIN_RETRY_DELAY_S)
+        else:
+            self._ending.wait(min(MIN_RETRY_DELAY_S * 2 ** min(self._failures - 1, 10), MAX_RETRY_DELAY_S))
+
+    def _missing(self) -> str:
+        parts = []
+        if self._records:
+            parts.append(f"the metrics of {len(self._records)} steps (from step {self._records[0].step})")
+        if self._files:
+            parts.append(f"{len(self._files)} files")
+        what = " and ".join(parts) or "the end of the run"
+        return (
+            f"MLflow at {redact_credentials(self._store.uri)} has not got {what}; {self._folder} has everything. "
+            f"Send it later by: {sync_command(self._folder)}"
+        )
+
+
+def open_tracker(
+    config: TrackingConfig,
+    folder: Path,
+    warn: Callable[[str], None],
+    say: Callable[[str], None] | None = None,
+) -> Tracker:
+    """Return the tracker that `config` asks for, of the run in `folder`; its parent is the runs folder."""
+    if not config.mlflow:
+        return NullTracker()
+    return MlflowTracker(tracking_store(config, folder.absolute().parent), folder, warn, say)
+
+
+def sync_command(folder: Path) -> str:
+    """Return what sends the run in `folder` later, as typed where this process was started."""
+    elsewhere = "" if folder.parent == Path("runs") else f" --runs-dir {shlex.quote(str(folder.parent))}"
+    return f"bandpo sync {shlex.quote(folder.name)}{elsewhere}"
+
+
+def short_error(error: Exception) -> str:
+    """Return the kind and first line of `error`, without passwords, at most 200 characters."""
+    lines = redact_credentials(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

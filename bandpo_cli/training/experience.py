@@ -10,11 +10,10 @@ import torch
 from bandpo_cli.bounds import RatioBounds
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
-from bandpo_cli.models.batch import Row, TokenBatch, collate, group_rows, split_rows
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.objective.importance import truncated_importance
-from bandpo_cli.objective.loss import LossInputs
+from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, rows_from_groups
+from bandpo_cli.objective.loss import LossInputs, truncated_importance
 from bandpo_cli.types import Group
 
 BoundsOf = Callable[[torch.Tensor], RatioBounds]
@@ -74,26 +73,26 @@ class Forward:
 def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
     """Yield the rows in batches of at most `max_tokens` tokens, each with the span of its tokens among N."""
     start = 0
-    for part in split_rows(rows, max_tokens):
+    for part in batch_rows(rows, max_tokens):
         batch = collate(part, policy.device)
         yield slice(start, start + len(batch.targets)), batch
         start += len(batch.targets)
 
 
 @torch.no_grad()
-def prepare(
+def prepare_experience(
     policy: Policy,
     reference: Policy | None,
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
     bounds_of: BoundsOf,
     config: RunConfig,
-    exact_sampler: bool = True,
+    sampler_shares_weights: bool = True,
 ) -> Experience:
     """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups, finite or not.
 
     Args:
-        exact_sampler: the sampler ran the trainer's own model, so that there is nothing to correct.
+        sampler_shares_weights: the sampler ran the trainer's own model, so that there is nothing to correct.
 
     Raises:
         RunError: a completion has no token, so that there is nothing to learn from it.
@@ -101,7 +100,7 @@ def prepare(
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token; not even one that ends it")
-    rows, device = group_rows(groups), policy.device
+    rows, device = rows_from_groups(groups), policy.device
     temperature, max_tokens = config.sampling.temperature, config.optim.micro_batch_tokens
     parts = [
         token_logprobs(policy.model, batch, temperature, with_entropy=True)
@@ -119,7 +118,7 @@ def prepare(
     by_trainer = config.objective.old_logprobs == "trainer"
     old = own if by_trainer else sampled
     cap = config.objective.importance_cap
-    corrected = by_trainer and not exact_sampler and cap is not None
+    corrected = by_trainer and not sampler_shares_weights and cap is not None
     return Experience(
         groups=groups,
         rows=rows,

@@ -11,21 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.evaluation.evaluate import draw_batches, due
-from bandpo_cli.evaluation.scores import metrics, score
-from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.rewards import has_spread
+from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
+from bandpo_cli.evaluation.scores import metric_record, score
+from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.tracking.checkpoints import prune
-from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.tracking.tables import EvalRow, sample_rows
-from bandpo_cli.training.checkpoint import save_checkpoint
-from bandpo_cli.training.experience import Experience, prepare
-from bandpo_cli.training.nonfinite import BadUpdateRule
-from bandpo_cli.training.parts import Parts
-from bandpo_cli.training.record import Stopwatch, draw_metrics, token_columns, token_metrics
-from bandpo_cli.training.update import update_policy
+from bandpo_cli.storage.checkpoints import prune_checkpoints
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import EvalRow, sample_rows
+from bandpo_cli.training.components import Components, save_checkpoint
+from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.metrics import StepTimer, clip_map_columns, rollout_metrics, token_metrics
+from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout
 
 
@@ -39,7 +36,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledGroups:
     """The rollouts of a step.
 
     Attributes:
@@ -62,7 +59,7 @@ def _never() -> bool:
 
 def train(
     config: RunConfig,
-    parts: Parts,
+    parts: Components,
     folder: RunFolder,
     watch: Callable[[str], None] = _nobody,
     first: int = 0,
@@ -82,51 +79,51 @@ def train(
         StaleEngineError: the sampler does not run the policy's weights.
         RunError: a checkpoint cannot be written.
     """
-    if first == 0 and due(config.evaluation, 0, config.steps):
-        yield _finish_step(config, parts, folder, 0, {}, Stopwatch(watch), sample=None)
+    if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
+        yield _finish_step(config, parts, folder, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
         if stop():
-            _stop_after(config, parts, folder, step - 1)
+            _save_on_stop(config, parts, folder, step - 1)
             return
-        clock = Stopwatch(watch)
-        draw = _draw_groups(config, parts, step, clock)
+        clock = StepTimer(watch)
+        draw = _sample_groups(config, parts, step, clock)
         parts.sampler.sleep()
         with clock.part("logprobs"):
             experiences = _prepare_updates(config, parts, draw.groups)
         with clock.part("update"):
-            rule = BadUpdateRule(config, parts.optimizer, folder.path, step)
+            rule = BadUpdateHandler(config, parts.optimizer, folder.path, step)
             figures = update_policy(parts.policy, parts.optimizer, experiences, config, rule)
         with clock.part("sync"):
             parts.sampler.sync(parts.policy.model, parts.optimizer.update)
         with clock.part("record"):
-            tokens = token_metrics(figures.learnt or experiences)
-            record = draw_metrics(draw.drawn) | tokens | figures.metrics()
+            tokens = token_metrics(figures.trained or experiences)
+            record = rollout_metrics(draw.drawn) | tokens | figures.metrics()
             folder.write_samples(step, sample_rows(draw.drawn))
-            if figures.learnt and due(config.evaluation, step, config.steps):
-                folder.write_tokens(step, token_columns(figures.learnt, figures))
+            if figures.trained and is_evaluation_due(config.evaluation, step, config.steps):
+                folder.write_tokens(step, clip_map_columns(figures.trained, figures))
         yield _finish_step(config, parts, folder, step, record, clock, sample=draw.groups[0].rollouts_G[0])
 
 
-def _draw_groups(config: RunConfig, parts: Parts, step: int, clock: Stopwatch) -> Draw:
+def _sample_groups(config: RunConfig, parts: Components, step: int, clock: StepTimer) -> SampledGroups:
     """Draw and grade batches of rollouts: one, or with dynamic sampling until enough groups can teach something."""
     wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
     drawn: list[Group] = []
     kept: list[Group] = []
     for batch in range(config.sampling.dynamic_batches if dynamic else 1):
-        groups = _draw_batch(
+        groups = _sample_batch(
             config, parts, derive_seed(config.seed, "sample", step, *([batch] if batch else [])), clock
         )
         drawn += groups
-        kept += [group for group in groups if has_spread(group)] if dynamic else groups
+        kept += [group for group in groups if has_reward_spread(group)] if dynamic else groups
         if len(kept) >= wanted:
             break
     # Where even the last batch left too few, groups without spread fill up: they have no gradient, and an update
     # keeps its size.
-    fill = [group for group in drawn if not has_spread(group)] if dynamic else []
-    return Draw([*kept, *fill][:wanted], drawn)
+    fill = [group for group in drawn if not has_reward_spread(group)] if dynamic else []
+    return SampledGroups([*kept, *fill][:wanted], drawn)
 
 
-def _draw_batch(config: RunConfig, parts: Parts, seed: int, clock: Stopwatch) -> list[Group]:
+def _sample_batch(config: RunConfig, parts: Components, seed: int, clock: StepTimer) -> list[Group]:
     problems = parts.stream.next(config.sampling.prompts)
     with clock.part("sample"):
         prompts = parts.encoder.encode(problems)
@@ -143,20 +140,20 @@ def _draw_batch(config: RunConfig, parts: Parts, seed: int, clock: Stopwatch) ->
         )
 
 
-def _prepare_updates(config: RunConfig, parts: Parts, groups: Sequence[Group]) -> list[Experience]:
+def _prepare_updates(config: RunConfig, parts: Components, groups: Sequence[Group]) -> list[Experience]:
     """Split the groups over the step's updates and fix what π_old decides, before the first update moves it."""
     rewards_PG = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
     advantages_PG = group_advantages(rewards_PG, config.objective.advantage_std)
     size = len(groups) // config.optim.updates
     return [
-        prepare(
+        prepare_experience(
             parts.policy,
             parts.reference,
             groups[start : start + size],
             advantages_PG[start : start + size],
             parts.bounds_of,
             config,
-            exact_sampler=parts.sampler.shares_weights,
+            sampler_shares_weights=parts.sampler.shares_weights,
         )
         for start in range(0, len(groups), size)
     ]
@@ -164,15 +161,15 @@ def _prepare_updates(config: RunConfig, parts: Parts, groups: Sequence[Group]) -
 
 def _finish_step(
     config: RunConfig,
-    parts: Parts,
+    parts: Components,
     folder: RunFolder,
     step: int,
     record: dict[str, float],
-    clock: Stopwatch,
+    clock: StepTimer,
     sample: Rollout | None,
 ) -> StepReport:
     """Evaluate and checkpoint where they are due, then write the step's line: the line says that the step is whole."""
-    if due(config.evaluation, step, config.steps):
+    if is_evaluation_due(config.evaluation, step, config.steps):
         with clock.part("eval"):
             record = record | _evaluate(config, parts, folder, step)
     write = step == config.steps or (
@@ -185,21 +182,21 @@ def _finish_step(
     line = {"step": step, **record, **clock.metrics()}
     folder.append_metrics(line)
     if write:
-        prune(folder, config.checkpoint)
+        prune_checkpoints(folder, config.checkpoint)
     return StepReport(step, line, sample)
 
 
-def _stop_after(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> None:
+def _save_on_stop(config: RunConfig, parts: Components, folder: RunFolder, step: int) -> None:
     """Keep the state after `step`, unless there is nothing to keep or it is kept already."""
     if step > 0 and step not in folder.checkpoints():
         save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
-        prune(folder, config.checkpoint)
+        prune_checkpoints(folder, config.checkpoint)
 
 
-def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> dict[str, float]:
+def _evaluate(config: RunConfig, parts: Components, folder: RunFolder, step: int) -> dict[str, float]:
     """Score held-out problems; the same draws at every step, so that curves move by the policy and not by the dice."""
     settings = config.evaluation
-    batches = draw_batches(
+    batches = sample_batches(
         parts.sampler,
         parts.encoder,
         parts.grader.grade,
@@ -214,4 +211,4 @@ def _evaluate(config: RunConfig, parts: Parts, folder: RunFolder, step: int) -> 
         rows[batch.label] += batch.rows
     scores = {label: score(label, each, settings.k) for label, each in rows.items()}
     folder.write_eval(step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}})
-    return metrics(scores)
+    return metric_record(scores)

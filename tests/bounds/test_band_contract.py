@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.config.bounds import DIVERGENCES as CONFIG_NAMES
+from bandpo_cli.config.methods import DIVERGENCES as CONFIG_NAMES
 from bandpo_cli.errors import ConfigError
 
 NAMES = st.sampled_from(list(DIVERGENCES))

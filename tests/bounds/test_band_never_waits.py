@@ -7,7 +7,7 @@ import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBounds, Relax
+from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 
 
 def test_the_meta_device_catches_a_host_that_asks() -> None:
@@ -25,8 +25,10 @@ def test_bands(name: str, count: int) -> None:
     assert lower.shape == upper.shape == (count,)
 
 
-@pytest.mark.parametrize("config", [BandBounds(relax=Relax()), ClipBounds(), DcpoBounds(), NoBounds()])
-def test_methods(config: BandBounds) -> None:
+@pytest.mark.parametrize(
+    "config", [BandSettings(relax=Relax()), ClipSettings(), DcpoSettings(), NoClipSettings()]
+)
+def test_methods(config: BandSettings) -> None:
     assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
 
 
@@ -36,6 +38,6 @@ def test_the_accelerators_way_gives_the_same_bounds(name: str, monkeypatch: pyte
     x = -torch.logspace(-9, 1.8, 40_000, dtype=torch.float64)
     usual = band_bounds(x, name, 0.05)
     for module in ("arrays", "solver"):
-        monkeypatch.setattr(f"bandpo_cli.bounds.{module}.asking_is_free", lambda x: False)
+        monkeypatch.setattr(f"bandpo_cli.bounds.{module}.is_on_host", lambda x: False)
     for a, b in zip(usual, band_bounds(x, name, 0.05), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -11,15 +11,15 @@ import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.bounds.match import matching_delta
-from bandpo_cli.config.bounds import (
+from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.config.methods import (
     METHODS,
-    BandBounds,
-    BoundsConfig,
-    ClipBounds,
-    ClipHigherBounds,
-    DcpoBounds,
-    NoBounds,
+    BandSettings,
+    ClipHigherSettings,
+    ClipSettings,
+    DcpoSettings,
+    MethodSettings,
+    NoClipSettings,
     Relax,
 )
 from bandpo_cli.errors import ConfigError
@@ -28,7 +28,7 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 
 
 def test_every_settings_class_has_a_method() -> None:
-    classes = get_args(get_args(BoundsConfig)[0])
+    classes = get_args(get_args(MethodSettings)[0])
     assert {cls().method for cls in classes} == set(METHODS)
     for cls in classes:
         assert ratio_bounds(cls())(LOGP).lower.shape == LOGP.shape
@@ -36,9 +36,9 @@ def test_every_settings_class_has_a_method() -> None:
 
 def test_clip_clip_higher_and_none() -> None:
     for config, wanted in (
-        (ClipBounds(), (0.8, 1.2)),
-        (ClipHigherBounds(), (0.8, 1.28)),
-        (NoBounds(), (0, math.inf)),
+        (ClipSettings(), (0.8, 1.2)),
+        (ClipHigherSettings(), (0.8, 1.28)),
+        (NoClipSettings(), (0, math.inf)),
     ):
         lower, upper = ratio_bounds(config)(LOGP)
         assert lower.tolist() == [wanted[0]] * 3
@@ -46,20 +46,20 @@ def test_clip_clip_higher_and_none() -> None:
 
 
 def test_dcpo() -> None:
-    lower, upper = ratio_bounds(DcpoBounds())(LOGP)
+    lower, upper = ratio_bounds(DcpoSettings())(LOGP)
     assert lower.tolist() == pytest.approx([0.5, 0.5, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9)])
     assert upper.tolist() == pytest.approx(
         [10.0, 0.5 + 0.5 * math.sqrt(11.0), 0.5 + 0.5 * math.sqrt(1 + 0.8 / 0.9)]
     )
-    unknown = ratio_bounds(DcpoBounds())(torch.tensor([math.nan]))
+    unknown = ratio_bounds(DcpoSettings())(torch.tensor([math.nan]))
     assert (unknown.lower.item(), unknown.upper.item()) == (1.0, 1.0)
 
 
 def test_band_and_its_relaxation() -> None:
-    plain = ratio_bounds(BandBounds(divergence="tv", delta=0.1))(LOGP)
+    plain = ratio_bounds(BandSettings(divergence="tv", delta=0.1))(LOGP)
     assert plain.upper.tolist() == pytest.approx([10.0, 2.25, 1 / 0.9])
     assert plain.lower.tolist() == pytest.approx([0.0, 0.0, 1 - 0.1 / 0.9])
-    relaxed = ratio_bounds(BandBounds(divergence="tv", delta=0.1, relax=Relax()))(LOGP)
+    relaxed = ratio_bounds(BandSettings(divergence="tv", delta=0.1, relax=Relax()))(LOGP)
     assert relaxed.upper.tolist() == pytest.approx([10.0, 2.25, 1.28])
     assert relaxed.lower.tolist() == pytest.approx([0.0, 0.0, 0.8])
 
@@ -91,20 +91,20 @@ def test_what_no_band_matches() -> None:
 )
 def test_max_ratio_caps_the_upper_bound(cap: float | None, band: list[float], dcpo: list[float]) -> None:
     """At p = 0.001 and 0.08: 1 + 0.1/p, and ½ + ½√(1 + 0.8/p)."""
-    upper = ratio_bounds(BandBounds(divergence="tv", delta=0.1, max_ratio=cap))(LOGP[:2]).upper
+    upper = ratio_bounds(BandSettings(divergence="tv", delta=0.1, max_ratio=cap))(LOGP[:2]).upper
     assert upper.tolist() == pytest.approx(band)
-    upper = ratio_bounds(DcpoBounds(max_ratio=cap))(LOGP[:2]).upper
+    upper = ratio_bounds(DcpoSettings(max_ratio=cap))(LOGP[:2]).upper
     assert upper.tolist() == pytest.approx(dcpo)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "config",
-    [BandBounds(relax=Relax()), ClipBounds(), ClipHigherBounds(), DcpoBounds()],
+    [BandSettings(relax=Relax()), ClipSettings(), ClipHigherSettings(), DcpoSettings()],
     ids=lambda c: c.method,
 )
 def test_log_probs_of_half_precision_have_the_bounds_of_float64_rounded_to_float32(
-    config: BoundsConfig, dtype: torch.dtype
+    config: MethodSettings, dtype: torch.dtype
 ) -> None:
     """A bound of 1.2 is 1.203 in bfloat16, and 1/p has two digits there."""
     half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.match_recorded import RecordedTokens, active_fraction, match_recorded
-from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
+from bandpo_cli.bounds.matching import RecordedTokens, clip_fraction, match_clip_fraction
+from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.objective.clip_figures import clip_counts, clip_fractions
-from bandpo_cli.tracking.recorded import read_tokens
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.objective.loss import clip_counts, clip_metrics
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import read_token_tables
 
 
 def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
@@ -26,7 +26,7 @@ def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
 
 def test_the_share_is_the_one_that_training_reports() -> None:
     given = tokens()
-    for config in (ClipBounds(), BandBounds(delta=0.01), NoBounds()):
+    for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
         bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
         counts = clip_counts(
             torch.from_numpy(given.ratios),
@@ -35,18 +35,18 @@ def test_the_share_is_the_one_that_training_reports() -> None:
             torch.from_numpy(given.advantages),
             torch.from_numpy(given.old_logprobs),
         )
-        assert active_fraction(config, given) == pytest.approx(clip_fractions(counts)["clip/active_fraction"])
+        assert clip_fraction(config, given) == pytest.approx(clip_metrics(counts)["clip/active_fraction"])
 
 
 @pytest.mark.parametrize("divergence", ["kl", "tv", "chi2", "js"])
 def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
-    given, band = tokens(), BandBounds(divergence=divergence)
-    found = match_recorded(band, ClipBounds(), given)
-    assert found.wanted == active_fraction(ClipBounds(), given)
-    assert found.reached == active_fraction(BandBounds(divergence=divergence, delta=found.delta), given)
+    given, band = tokens(), BandSettings(divergence=divergence)
+    found = match_clip_fraction(band, ClipSettings(), given)
+    assert found.wanted == clip_fraction(ClipSettings(), given)
+    assert found.reached == clip_fraction(BandSettings(divergence=divergence, delta=found.delta), given)
     grid = found.delta * np.geomspace(0.5, 2, 41)
     gaps = [
-        abs(active_fraction(BandBounds(divergence=divergence, delta=float(each)), given) - found.wanted)
+        abs(clip_fraction(BandSettings(divergence=divergence, delta=float(each)), given) - found.wanted)
         for each in grid
     ]
     assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
@@ -54,26 +54,26 @@ def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
 
 def test_what_cannot_be_matched_is_said() -> None:
     with pytest.raises(ConfigError, match=r"clip clips none of the 2,000 recorded tokens"):
-        match_recorded(BandBounds(), ClipBounds(), tokens(spread=1e-3))
+        match_clip_fraction(BandSettings(), ClipSettings(), tokens(spread=1e-3))
     # A ratio a hair above 1: the narrow interval clips it, and no Band of a radius worth the name does.
     free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))
     with pytest.raises(ConfigError, match=r"no Band of kl clips .* it can clip between"):
-        match_recorded(BandBounds(), ClipBounds(eps_low=0.2, eps_high=1e-13), free)
+        match_clip_fraction(BandSettings(), ClipSettings(eps_low=0.2, eps_high=1e-13), free)
 
 
 def test_tokens_come_back_from_the_run_folder(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
     with pytest.raises(UserError, match="no recorded tokens there"):
-        read_tokens(folder.path)
+        read_token_tables(folder.path)
     columns = {
         name: np.arange(3, dtype=np.float32)
         for name in ("old_logprob", "ratio", "lower", "upper", "advantage")
     }
     folder.write_tokens(1, columns)
     folder.write_tokens(2, columns)
-    read = read_tokens(folder.path)
+    read = read_token_tables(folder.path)
     assert read["ratio"].dtype == np.float64
     assert read["ratio"].tolist() == [0, 1, 2, 0, 1, 2]
     (folder.path / "tokens" / "step-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"step-000002\.parquet: not readable"):
-        read_tokens(folder.path)
+        read_token_tables(folder.path)

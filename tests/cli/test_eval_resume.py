@@ -15,7 +15,7 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from bandpo_cli.tracking import eval_folder
+from bandpo_cli.storage import eval_folder
 from tests.cli.eval_command import bandpo, good, record_of, refused, samples_of
 from tests.tasks.test_completions import FOREIGN
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.tracking.tables import EvalRow, write_eval_table
+from bandpo_cli.storage.tables import EvalRow, write_eval_table
 from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, good, record_of, refused, samples_of
 from tests.tasks.test_completions import FOREIGN, ROW, mutations, swaps
 

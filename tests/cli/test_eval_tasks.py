@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.tracking.tables import read_eval_table
+from bandpo_cli.storage.tables import read_eval_table
 from tests.cli.eval_command import good, record_of, refused, samples_of
 from tests.text_model import save_text_model
 

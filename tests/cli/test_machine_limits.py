@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.machine import machine_trouble
+from bandpo_cli.cli.machine import system_error_message
 
 SMALL = [
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -129,9 +129,10 @@ def test_out_of_memory_names_what_takes_less(tmp_path: Path) -> None:
 
 
 def test_only_the_machines_troubles_are_told_so() -> None:
-    assert machine_trouble(OSError("no number")) is None
-    assert machine_trouble(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
-    assert machine_trouble(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
+    assert system_error_message(OSError("no number")) is None
+    assert system_error_message(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
+    assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
     assert (
-        machine_trouble(OSError(errno.ENOSPC, "full")) == "no room is left on the disk; make some, and go on"
+        system_error_message(OSError(errno.ENOSPC, "full"))
+        == "no room is left on the disk; make some, and go on"
     )

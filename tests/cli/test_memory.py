@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bandpo_cli.cli.memory import memory_advice, print_memory
+from bandpo_cli.cli.memory import out_of_memory_errors, print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import RunError
 
@@ -34,7 +34,7 @@ def raise_cuda_error() -> None:
 @pytest.mark.parametrize("fail", [allocate_more_than_there_is, raise_memory_error, raise_cuda_error])
 def test_out_of_memory_is_one_line_of_settings_that_can_be_typed(fail: object) -> None:
     config = resolve([GSM8K])
-    with pytest.raises(RunError) as raised, memory_advice(config):
+    with pytest.raises(RunError) as raised, out_of_memory_errors(config):
         fail()  # type: ignore[operator]
     line = str(raised.value)
     assert line.startswith("out of memory (")
@@ -47,7 +47,7 @@ def test_out_of_memory_is_one_line_of_settings_that_can_be_typed(fail: object) -
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="something else"), memory_advice(resolve([])):
+    with pytest.raises(RuntimeError, match="something else"), out_of_memory_errors(resolve([])):
         raise RuntimeError("something else")
 
 

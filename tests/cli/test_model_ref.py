@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.model_ref import ModelRef, find_model, find_run
+from bandpo_cli.cli.model_ref import ModelRef, find_run, resolve_model
 from bandpo_cli.errors import UserError
 
 
@@ -46,7 +46,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_runs_and_their_steps(runs: Path, text: str, name: str, step: int) -> None:
-    ref = find_model(text, runs)
+    ref = resolve_model(text, runs)
     assert ref.run is not None
     assert (ref.run.name, ref.step) == (name, step)
     assert Path(ref.path).resolve() == (runs / name / "checkpoints" / f"step-{step:06d}").resolve()
@@ -56,11 +56,11 @@ def test_runs_and_their_steps(runs: Path, text: str, name: str, step: int) -> No
 def test_models_that_no_run_made(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert find_model("embedded", runs) == ModelRef("embedded")
-    assert find_model("Qwen/Qwen2.5-0.5B-Instruct", runs) == ModelRef("Qwen/Qwen2.5-0.5B-Instruct")
-    assert find_model("Qwen/Qwen2.5-0.5B-Instruct", runs).stem == "Qwen2.5-0.5B-Instruct"
+    assert resolve_model("embedded", runs) == ModelRef("embedded")
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", runs) == ModelRef("Qwen/Qwen2.5-0.5B-Instruct")
+    assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", runs).stem == "Qwen2.5-0.5B-Instruct"
     for text in ("model", "./model", "model/", str(tmp_path / "model")):
-        ref = find_model(text, runs)
+        ref = resolve_model(text, runs)
         assert (Path(ref.path).resolve(), ref.run, ref.stem) == (tmp_path / "model", None, "model")
 
 
@@ -68,15 +68,15 @@ def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert find_model("~/model", runs).path == str(tmp_path / "model")
-    assert find_model("~/runs/a@2", Path("elsewhere")).stem == "a@2@5"
-    assert find_model("~/runs/a@10", Path("elsewhere")).stem == "a@10"
+    assert resolve_model("~/model", runs).path == str(tmp_path / "model")
+    assert resolve_model("~/runs/a@2", Path("elsewhere")).stem == "a@2@5"
+    assert resolve_model("~/runs/a@10", Path("elsewhere")).stem == "a@10"
 
 
 def test_a_folder_with_both_files_is_a_model(runs: Path) -> None:
     """A model's folder may have a config.yaml of its own beside config.json."""
     (runs / "a" / "config.json").write_text("{}")
-    assert find_model("runs/a", runs).run is None
+    assert resolve_model("runs/a", runs).run is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_folder_with_both_files_is_a_model(runs: Path) -> None:
 )
 def test_what_names_nothing(runs: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        find_model(text, runs)
+        resolve_model(text, runs)
     assert len(str(caught.value)) < 600
 
 
@@ -112,10 +112,10 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
     """One that was being written when the run was killed has another name, or no config.json yet."""
     (runs / "a" / "checkpoints" / ".step-000020.writing").mkdir()
     (runs / "a" / "checkpoints" / "step-000030").mkdir()
-    assert find_model("a", runs).step == 10
+    assert resolve_model("a", runs).step == 10
     make_run(runs, "young")
     with pytest.raises(UserError, match="no checkpoint yet"):
-        find_model("young", runs)
+        resolve_model("young", runs)
 
 
 def test_a_run_is_told_apart_from_its_step(runs: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.tracking.sqlite_store import sqlite_uri
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.store import sqlite_uri
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.engine import vllm_installed
+from bandpo_cli.config.sampling import vllm_installed
 
 SMALL = [
     "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",

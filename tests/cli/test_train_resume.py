@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.tracking.checkpoints import Progress, write_state
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
+from bandpo_cli.storage.run_folder import RunFolder
 from tests.cli.eval_command import WITHOUT_TORCH, Done, bandpo, good, refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +51,7 @@ def made(tmp_path: Path) -> Path:
         (folder / "trainer").mkdir(parents=True)
         for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
             (folder / name).write_bytes(b"none")
-        write_state(folder, Progress(step, 2 * step, 0, 4 * step, "abc"))
+        write_trainer_state(folder, Progress(step, 2 * step, 0, 4 * step, "abc"))
     run.write_summary({"status": "FINISHED", "steps": 6})
     (run.path / "plots").mkdir()
     return run.path
@@ -503,7 +503,7 @@ def test_a_signal_while_loading_ends_at_once_and_leaves_nothing(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_run_that_fails_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at the second checkpoint: the first one stays, and the run goes on from it."""
-    import bandpo_cli.training.checkpoint as checkpoint
+    import bandpo_cli.training.components as checkpoint
 
     usage = shutil.disk_usage(tmp_path)
     free = iter([usage.free, 0])

@@ -9,12 +9,19 @@ import re
 import pytest
 from rich.console import Console
 
-from bandpo_cli.cli.statement import cautions, describe_method, describe_run, method_stem
-from bandpo_cli.cli.views import LiveView, PlainView, eval_figures, make_view, missing_verdicts, sparkline
-from bandpo_cli.config.bounds import BandBounds, ClipBounds, DcpoBounds, NoBounds, Relax
+from bandpo_cli.cli.statement import config_warnings, describe_method, method_stem, run_statement
+from bandpo_cli.cli.views import (
+    LiveTrainView,
+    PlainTrainView,
+    eval_metrics_text,
+    make_train_view,
+    sparkline,
+    ungraded_text,
+)
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.tasks import build_task
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.training.loop import StepReport
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
 
@@ -34,7 +41,7 @@ def report(step: int, evaluated: bool = False) -> StepReport:
 def printed(terminal: bool, steps: int) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    with make_view(console, steps) as view:
+    with make_train_view(console, steps) as view:
         for step in range(steps + 1):
             view.show(report(step, evaluated=step in (0, steps)))
     return out.getvalue()
@@ -67,7 +74,7 @@ def test_a_terminal_gets_one_panel_with_the_curves() -> None:
 def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
     """It has no clip figures, and an entropy that is no number where the policy is broken."""
     out = io.StringIO()
-    with make_view(Console(file=out, force_terminal=terminal, width=100), 2) as view:
+    with make_train_view(Console(file=out, force_terminal=terminal, width=100), 2) as view:
         view.show(report(1))
         skipped = report(2)
         del skipped.record["clip/active_fraction"]
@@ -77,8 +84,8 @@ def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
 
 
 def test_the_view_follows_the_terminal() -> None:
-    assert isinstance(make_view(Console(force_terminal=True), 1), LiveView)
-    assert isinstance(make_view(Console(file=io.StringIO()), 1), PlainView)
+    assert isinstance(make_train_view(Console(force_terminal=True), 1), LiveTrainView)
+    assert isinstance(make_train_view(Console(file=io.StringIO()), 1), PlainTrainView)
 
 
 def test_sparklines_span_their_range() -> None:
@@ -89,25 +96,25 @@ def test_sparklines_span_their_range() -> None:
 
 
 def test_eval_figures_read_as_people_write_them() -> None:
-    assert eval_figures({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
-    assert eval_figures({"train/reward": 1.0}) == ""
+    assert eval_metrics_text({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
+    assert eval_metrics_text({"train/reward": 1.0}) == ""
     two_sets = {"eval/aime24/mean_at_32": 0.1, "eval/aime24/pass_at_32": 0.5, "eval/amc23/mean_at_32": 0.25}
-    assert eval_figures(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
+    assert eval_metrics_text(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
 
 
 @pytest.mark.parametrize(
     ("bounds", "line", "stem"),
     [
-        (BandBounds(), "Band of the kl trust region, δ = 0.05, ratio ≤ 10", "band-kl-0.05"),
+        (BandSettings(), "Band of the kl trust region, δ = 0.05, ratio ≤ 10", "band-kl-0.05"),
         (
-            BandBounds(divergence="my.module:f", max_ratio=None),
+            BandSettings(divergence="my.module:f", max_ratio=None),
             "Band of the my.module:f",
             "band-my-module-f-0.05",
         ),
-        (BandBounds(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
-        (ClipBounds(), "clip: ratio in [0.8, 1.2]", "clip"),
-        (DcpoBounds(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
-        (NoBounds(), "none: no bound", "none"),
+        (BandSettings(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
+        (ClipSettings(), "clip: ratio in [0.8, 1.2]", "clip"),
+        (DcpoSettings(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
+        (NoClipSettings(), "none: no bound", "none"),
     ],
 )
 def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
@@ -116,13 +123,13 @@ def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
 
 
 def test_completions_without_a_verdict_are_told_apart() -> None:
-    assert missing_verdicts({"grade/malformed_fraction": 0.1}) == ""
+    assert ungraded_text({"grade/malformed_fraction": 0.1}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
-    assert missing_verdicts(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
+    assert ungraded_text(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
 
 
 def test_the_batch_arithmetic_adds_up() -> None:
-    text = " ".join(text for _, text in describe_run(RunConfig(), build_task(RunConfig().task)))
+    text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
     for part in (
         "64 prompts × 16 = 1,024 completions",
         "≤ 8,192 tokens",
@@ -135,9 +142,9 @@ def test_the_batch_arithmetic_adds_up() -> None:
 
 
 def test_cautions_come_when_they_are_due() -> None:
-    assert cautions(RunConfig()) == []
-    (one,) = cautions(resolve([{"optim": {"updates": 1}}]))
+    assert config_warnings(RunConfig()) == []
+    (one,) = config_warnings(resolve([{"optim": {"updates": 1}}]))
     assert "never bind" in one
-    assert cautions(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
-    (late,) = cautions(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
+    assert config_warnings(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
+    (late,) = config_warnings(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
     assert "warm-up is 4 updates" in late

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bandpo_cli.config.data import DATASETS, FILE_ENDINGS, GRADERS, Fields, Source
-from bandpo_cli.config.task import TASKS, DataTask, task_layer
+from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, GRADERS, Fields, Source
+from bandpo_cli.config.task import TASKS, DataTask, task_from_argument
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_a_template_without_a_place_for_the_question(template: str, part: str) -
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_s_name_is_itself_a_layer(name: str) -> None:
-    assert task_layer(name) == {"name": name}
+    assert task_from_argument(name) == {"name": name}
 
 
 def test_a_file_is_what_the_task_data_trains_on(tmp_path: Path) -> None:
-    for ending in (*FILE_ENDINGS, ".JSONL"):
-        assert task_layer(f"a/x{ending}") == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
-    assert task_layer(str(tmp_path)) == {"name": "data", "train": [{"path": str(tmp_path)}]}
-    assert task_layer("gsm8") == {"name": "gsm8"}, "left for the check of the settings to refuse"
+    for ending in (*FILE_SUFFIXES, ".JSONL"):
+        assert task_from_argument(f"a/x{ending}") == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
+    assert task_from_argument(str(tmp_path)) == {"name": "data", "train": [{"path": str(tmp_path)}]}
+    assert task_from_argument("gsm8") == {"name": "gsm8"}, "left for the check of the settings to refuse"
 
 
 def test_a_folder_called_like_a_task_does_not_hide_the_task(
@@ -87,7 +87,7 @@ def test_a_folder_called_like_a_task_does_not_hide_the_task(
 ) -> None:
     (tmp_path / "gsm8k").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert task_layer("gsm8k") == {"name": "gsm8k"}
+    assert task_from_argument("gsm8k") == {"name": "gsm8k"}
 
 
 def test_the_names_of_tasks() -> None:

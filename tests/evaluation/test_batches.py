@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from bandpo_cli.evaluation.batches import Batch, regrade_batches
-from bandpo_cli.evaluation.evaluate import draw_batches
+from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.sampling.prompts import EncodedPrompt
+from bandpo_cli.sampling.rollouts import EncodedPrompt
+from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
-from bandpo_cli.tracking.eval_folder import PartKey
 from bandpo_cli.types import Completion, Grade, Problem
 
 SAMPLES = 4
@@ -49,7 +49,7 @@ class Recorder:
         """Sample batches of two problems."""
         params = SamplingParams(SAMPLES, 1.0, 10, (0,))
         encoder: Any = self
-        return list(draw_batches(self, encoder, self.grade, sets, params, 2 * SAMPLES, seed, 0, done))  # type: ignore[arg-type]
+        return list(sample_batches(self, encoder, self.grade, sets, params, 2 * SAMPLES, seed, 0, done))  # type: ignore[arg-type]
 
 
 SETS = {"a": problems("a", 5), "b": problems("b", 4)}
@@ -88,10 +88,10 @@ def test_the_number_of_completions_at_once_bounds_a_batch_of_stored_completions(
             for problem, size in zip(problems("a", len(sizes)), sizes, strict=True)
         ]
     }
-    batches = list(regrade_batches(recorder.grade, sets, at_once=6))
+    batches = list(regrade_batches(recorder.grade, sets, batch_size=6))
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6)]
     assert recorder.graded == [1 + 2 + 1, 2 + 2 + 1, 2]
-    again = list(regrade_batches(recorder.grade, sets, at_once=6, done=[PartKey(0, 3)]))
+    again = list(regrade_batches(recorder.grade, sets, batch_size=6, done=[PartKey(0, 3)]))
     assert again == [batches[0], batches[2]]
-    (alone, *_) = list(regrade_batches(recorder.grade, sets, at_once=1))
+    (alone, *_) = list(regrade_batches(recorder.grade, sets, batch_size=1))
     assert len(alone.rows) == 1

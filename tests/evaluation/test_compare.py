@@ -11,8 +11,8 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.compare import compare
-from bandpo_cli.evaluation.intervals import mean_intervals
-from bandpo_cli.tracking.files import finite
+from bandpo_cli.evaluation.metrics import mean_intervals
+from bandpo_cli.storage.files import replace_nonfinite
 
 
 def record(**sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_with_itself_nothing_moved() -> None:
     comparison = compare(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.moved) == (0, 0, 4, [])
     assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.figures.values())
-    plain = json.loads(json.dumps(finite(comparison.as_json()), allow_nan=False))
+    plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from scipy.special import betaln
 from scipy.stats import betabinom, norm, t
 
-from bandpo_cli.evaluation.intervals import LEVEL, mean_intervals
-from bandpo_cli.evaluation.metrics import pass_at_k
-from bandpo_cli.evaluation.votes import maj_at_k
-from bandpo_cli.tracking.files import finite
+from bandpo_cli.evaluation.metrics import LEVEL, maj_at_k, mean_intervals, pass_at_k
+from bandpo_cli.storage.files import replace_nonfinite
 
 Array = NDArray[np.float64]
 
@@ -88,7 +86,7 @@ def test_where_nothing_varies_there_is_no_interval(values: list[float]) -> None:
     assert interval.value == pytest.approx(values[0])
     assert math.isnan(interval.low)
     assert math.isnan(interval.high)
-    assert json.dumps(finite(interval._asdict())).endswith('"low": null, "high": null}')
+    assert json.dumps(replace_nonfinite(interval._asdict())).endswith('"low": null, "high": null}')
 
 
 @pytest.mark.parametrize("values", [[0, 1], [0, 0, 1], [1, 1, 1, 0], [0] * 29 + [1], [0] * 127 + [1]])

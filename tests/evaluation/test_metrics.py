@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.run import EvaluationConfig
-from bandpo_cli.evaluation.evaluate import due
+from bandpo_cli.evaluation.evaluate import is_evaluation_due
 from bandpo_cli.evaluation.metrics import legacy_best_at_k, pass_at_k
 
 
@@ -72,5 +72,5 @@ def test_impossible_questions_are_refused(n: int, correct: int, k: int) -> None:
 
 def test_evaluations_fall_at_the_start_the_cadence_and_the_end() -> None:
     config = EvaluationConfig(every=20)
-    assert [step for step in range(51) if due(config, step, last_step=50)] == [0, 20, 40, 50]
-    assert not any(due(EvaluationConfig(every=0), step, last_step=50) for step in range(51))
+    assert [step for step in range(51) if is_evaluation_due(config, step, last_step=50)] == [0, 20, 40, 50]
+    assert not any(is_evaluation_due(EvaluationConfig(every=0), step, last_step=50) for step in range(51))

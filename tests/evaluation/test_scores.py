@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.evaluation.intervals import mean_intervals
+from bandpo_cli.evaluation.metrics import mean_intervals
 from bandpo_cli.evaluation.scores import Scores, metrics, score
-from bandpo_cli.tracking.tables import EvalRow
+from bandpo_cli.storage.tables import EvalRow
 
 
 def row(problem: str, answer: str | None, verdict: str, **other: Any) -> EvalRow:

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.evaluation.metrics import pass_at_k
-from bandpo_cli.evaluation.votes import maj_at_k
+from bandpo_cli.evaluation.metrics import maj_at_k, pass_at_k
 
 Votes = list[str | None]
 

@@ -14,16 +14,15 @@ import yaml
 
 from bandpo_cli.cli.bounds_input import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.task import task_layer
+from bandpo_cli.config.task import task_from_argument
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.sweep import select_runs
-from bandpo_cli.reports.sweep.runs import read_run
+from bandpo_cli.reports.sweep.runs import read_arm_run
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.tasks import build_task
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tasks.hub import read_hub
-from bandpo_cli.tracking.recorded import read_tokens
-from bandpo_cli.tracking.tables import TOKEN_COLUMNS, write_token_table
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.rows import read_hub
 from tests.fuzz.mutate import (
     JSON_TEXTS,
     KINDS,
@@ -70,7 +69,7 @@ def contents(path: Path, count: int) -> Iterator[bytes]:
 
 
 def problems(path: Path) -> None:
-    task = build_task(resolve([{"task": task_layer(str(path))}]).task)
+    task = build_task(resolve([{"task": task_from_argument(str(path))}]).task)
     task.train_problems()
     task.heldout_sets()
     task.notes()
@@ -147,8 +146,8 @@ def read_all(sweep: Path) -> None:
     folder = SweepFolder.open(sweep.parent, sweep.name)
     folder.stopped()
     for run in folder.runs:
-        folder.is_whole(run.name)
-        folder.last_words(run.name)
+        folder.is_finished(run.name)
+        folder.error_message(run.name)
         assert folder.run_path(run.name).parent == folder.path
         resolve([read_layer(folder.plan_path(run.name))])
 
@@ -156,11 +155,11 @@ def read_all(sweep: Path) -> None:
 def report(sweep: Path) -> None:
     for run in select_runs([sweep], sweep.parent).runs:
         assert run.folder.parent == sweep
-        read_run(run)
+        read_arm_run(run)
 
 
 def tokens(sweep: Path) -> None:
-    read_tokens(sweep / "clip-s0")
+    read_token_tables(sweep / "clip-s0")
 
 
 FILES: dict[str, tuple[tuple[str, ...], list[Callable[[Path], None]]]] = {

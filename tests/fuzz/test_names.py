@@ -12,15 +12,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.cli import sweep_request
-from bandpo_cli.cli.model_ref import find_model
-from bandpo_cli.cli.preflight import check_model_path, choose_name
-from bandpo_cli.config.task import task_layer
+from bandpo_cli.cli.model_ref import resolve_model
+from bandpo_cli.cli.preflight import check_model_path, choose_run_name
+from bandpo_cli.config.task import task_from_argument
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.sweep import read_sweep, select_runs
+from bandpo_cli.storage.eval_folder import EvalFolder
+from bandpo_cli.storage.run_folder import RunFolder, create_folder
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.tracking.eval_folder import EvalFolder
-from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.tracking.run_names import make_folder
 from tests.fuzz.mutate import NAMES
 from tests.fuzz.outcome import taken
 
@@ -50,7 +49,7 @@ def _a_folder_of_its_own_or_none(place: Path, name: str) -> None:
     runs = place / "deep" / "runs"
     before = set(place.rglob("*"))
     made: list[Path] = []
-    if not taken(lambda: made.append(make_folder(runs, choose_name(runs, name, "d"))), name):
+    if not taken(lambda: made.append(create_folder(runs, choose_run_name(runs, name, "d"))), name):
         assert set(place.rglob("*")) == before
         return
     (path,) = made
@@ -64,29 +63,29 @@ def _a_folder_of_its_own_or_none(place: Path, name: str) -> None:
 @pytest.mark.parametrize("device", ["con", "NUL", "aux.txt", "COM1", "lpt9.log", "a.", "v1."])
 def test_names_that_windows_has_no_folder_of(tmp_path: Path, device: str) -> None:
     with pytest.raises(UserError, match="Windows") as error:
-        make_folder(tmp_path, device)
+        create_folder(tmp_path, device)
     other = str(error.value).rpartition("--name ")[2]
-    assert make_folder(tmp_path, other).is_dir(), "the name that is proposed can be used"
+    assert create_folder(tmp_path, other).is_dir(), "the name that is proposed can be used"
 
 
 def test_references_find_something_or_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of reference with every odd name, also in place of the runs folder."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
-    make_folder(runs, "real")
+    create_folder(runs, "real")
     calls: list[Callable[[str], Any]] = [
         lambda name: RunFolder.open(runs, name),
         lambda name: SweepFolder.open(runs, name),
         lambda name: EvalFolder.open(runs, name),
-        lambda name: find_model(name, runs),
+        lambda name: resolve_model(name, runs),
         lambda name: check_model_path(name),
         lambda name: select_runs([Path(name)], runs),
-        lambda name: task_layer(name),
-        lambda name: choose_name(Path(name), None, "default"),
+        lambda name: task_from_argument(name),
+        lambda name: choose_run_name(Path(name), None, "default"),
         lambda name: RunFolder.open(Path(name), "real"),
         lambda name: SweepFolder.open(Path(name), "real"),
         lambda name: EvalFolder.open(Path(name), "real"),
-        lambda name: find_model("real", Path(name)),
+        lambda name: resolve_model("real", Path(name)),
         lambda name: select_runs([Path("real")], Path(name)),
     ]
     for name in NAMES:
@@ -151,7 +150,7 @@ def test_a_link_in_place_of_a_run_is_set_aside_and_never_followed(tmp_path: Path
     (elsewhere / "kept").write_text("kept")
     name = folder.runs[0].name
     folder.run_path(name).symlink_to(elsewhere)
-    folder.set_aside(name)
+    folder.archive_attempt(name)
     assert not folder.run_path(name).exists()
     assert (elsewhere / "kept").read_text() == "kept"
     assert (folder.path / "attempts" / f"{name}-1").is_symlink()

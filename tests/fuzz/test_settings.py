@@ -11,7 +11,7 @@ import yaml
 
 from bandpo_cli.cli import sweep_request
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
-from bandpo_cli.config.yaml_text import parse_yaml
+from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError
 from tests.fuzz.mutate import (
     KINDS,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.grading.expression import MAX_CHARS, MalformedExpression, parse_expression
+from bandpo_cli.grading.countdown import MAX_CHARS, MalformedExpression, parse_expression
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.grading.number import MAX_CHARS, equal, read_number, rounds_to
+from bandpo_cli.grading.numbers import MAX_CHARS, equal, read_number, rounds_to
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bandpo_cli.grading.text import same_text
+from bandpo_cli.grading.answers import same_text
 
 
 @pytest.mark.parametrize(

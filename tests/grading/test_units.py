@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from bandpo_cli.grading import units
+from bandpo_cli.grading import numbers
 from bandpo_cli.grading.answers import grade_math
 from bandpo_cli.types import Grade, Problem
 
@@ -21,9 +21,11 @@ SENTENCE = " apples because the total number, "
 
 def test_the_accepted_tails_of_up_to_six_characters_are_those_of_the_nested_pattern() -> None:
     texts = ["".join(each) for n in range(7) for each in itertools.product("a ^{}-15", repeat=n)]
-    different = [text for text in texts if bool(NESTED.fullmatch(text)) != bool(units._UNIT.fullmatch(text))]
+    different = [
+        text for text in texts if bool(NESTED.fullmatch(text)) != bool(numbers._UNIT.fullmatch(text))
+    ]
     assert not different
-    assert 100 < sum(bool(units._UNIT.fullmatch(text)) for text in texts) < len(texts) / 2
+    assert 100 < sum(bool(numbers._UNIT.fullmatch(text)) for text in texts) < len(texts) / 2
 
 
 def test_the_accepted_tails_are_those_of_the_nested_pattern_on_random_pieces() -> None:
@@ -50,14 +52,14 @@ def test_the_accepted_tails_are_those_of_the_nested_pattern_on_random_pieces() -
     accepted = 0
     for _ in range(20_000):
         text = "".join(draw.choices(pieces, k=draw.randrange(1, 6)))[:18]
-        assert bool(NESTED.fullmatch(text)) == bool(units._UNIT.fullmatch(text)), text
+        assert bool(NESTED.fullmatch(text)) == bool(numbers._UNIT.fullmatch(text)), text
         accepted += bool(NESTED.fullmatch(text))
     assert accepted > 1000
 
 
 def test_each_single_character_is_accepted_or_refused_as_by_the_nested_pattern() -> None:
     for code in range(0x3000):
-        assert bool(NESTED.fullmatch(chr(code))) == bool(units._UNIT.fullmatch(chr(code))), chr(code)
+        assert bool(NESTED.fullmatch(chr(code))) == bool(numbers._UNIT.fullmatch(chr(code))), chr(code)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,12 @@ def test_each_single_character_is_accepted_or_refused_as_by_the_nested_pattern()
     ["' ' + 'a' * 200_000 + ','", "' word' * 40_000 + '5'", "' a^2' * 40_000 + '^'", f"{SENTENCE!r} * 6_000"],
 )
 def test_a_long_tail_that_is_no_unit_is_refused_without_backtracking(tail: str) -> None:
-    code = f"from bandpo_cli.grading.units import read_unit; assert read_unit({tail}) is None"
+    code = f"from bandpo_cli.grading.numbers import read_unit; assert read_unit({tail}) is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
 def test_a_long_unit_is_accepted() -> None:
-    assert units.read_unit(" apples" * 30_000) == units.NOTHING
+    assert numbers.read_unit(" apples" * 30_000) == numbers.NO_UNIT
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from bandpo_cli.grading.answers import grade_math, grade_number
+from bandpo_cli.grading.answers import grade_math, grade_number, voted_answer
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.grading.votes import voted_answer
 from bandpo_cli.types import Grade, Problem
 
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.models.embedded_build import ALPHABET, build_model, build_tokenizer
-from bandpo_cli.models.embedded_default import embedded_model_path
-from bandpo_cli.models.embedded_habit import BEYOND_SUMS, hardly_times
-from bandpo_cli.models.embedded_measure import measure
-from bandpo_cli.models.embedded_train import Demonstrations, main, partly_wrong, solutions, solved_problems
+from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.tasks.countdown import Countdown
+from scripts.embedded_model.build import ALPHABET, build_model, build_tokenizer
+from scripts.embedded_model.habit import BEYOND_SUMS, hardly_times
+from scripts.embedded_model.measure import measure
+from scripts.embedded_model.train import Demonstrations, main, partly_wrong, solutions, solved_problems
 
 FOLDER = embedded_model_path()
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
@@ -113,8 +113,8 @@ def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
 
 
 def test_the_command_writes_the_same_folder_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bandpo_cli.models.embedded_train.HELDOUT_PROBLEMS", 4)
-    monkeypatch.setattr("bandpo_cli.models.embedded_train.PROBLEMS", 4)
+    monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 4)
+    monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
     for folder in ("first", "second"):
         main(["--out", str(tmp_path / folder), "--steps", "2", "--seed", "3"])
     files = sorted(file.name for file in FOLDER.iterdir())

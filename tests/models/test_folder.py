@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import load_policy, save_policy
-from bandpo_cli.models.memory import shape_of
+from bandpo_cli.models.memory import build_on_meta_device
 from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, damaged, every_value, no_file
 from tests.fuzz.outcome import taken
 from tests.tasks.test_completions import mutations
@@ -120,7 +120,7 @@ def test_an_estimate_of_memory_lays_no_million_layers_out(folder: Path) -> None:
     edit(folder / "config.json", num_hidden_layers=10**6, layer_types=None)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="num_hidden_layers = 1000000: more than 10,000"):
-        shape_of(ModelConfig(path=str(folder)))
+        build_on_meta_device(ModelConfig(path=str(folder)))
 
 
 class Planted:
@@ -198,7 +198,7 @@ def test_code_that_a_folder_brings_is_not_run_unasked(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))  # the loader would ask, and take a yes
     assert "--set model.trust_remote_code=true" in refusal(own_code)
     with pytest.raises(UserError, match=r"model\.trust_remote_code=true"):
-        shape_of(ModelConfig(path=str(own_code)))
+        build_on_meta_device(ModelConfig(path=str(own_code)))
     edit(own_code / "config.json", model_type="qwen2")  # transformers has one of its own
     load(own_code)
     assert not (tmp_path / "mark").exists()

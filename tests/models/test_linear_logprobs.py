@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bandpo_cli.models import linear_logprobs as module
-from bandpo_cli.models.linear_logprobs import linear_logprobs
+from bandpo_cli.models import logprobs as module
+from bandpo_cli.models.logprobs import linear_logprobs
 
 N, H, V = 37, 12, 101
 

@@ -10,10 +10,10 @@ from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3Ne
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.batch import Row, collate
-from bandpo_cli.models.forward_check import check_forward, check_plain_head
+from bandpo_cli.models.checks import check_output_layer, check_packed_forward
 from bandpo_cli.models.load import frozen_copy, load_policy
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import Row, collate
 from tests.conftest import SHAPE, random_model
 
 ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]
@@ -70,14 +70,14 @@ def test_flash_attention_has_no_float32(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_with_capped_logits_is_refused() -> None:
     model = random_model()
-    check_plain_head(model)
+    check_output_layer(model)
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(UserError, match="final_logit_softcapping"):
-        check_plain_head(model)
+        check_output_layer(model)
 
 
 def test_the_usual_architectures_are_accepted(model: torch.nn.Module) -> None:
-    check_forward(model)
+    check_packed_forward(model)
 
 
 def test_logits_that_are_not_the_heads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_logits_that_are_not_the_heads_are_noticed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(model, "forward", scaled)
     with pytest.raises(UserError, match="llama models are not supported"):
-        check_forward(model)
+        check_packed_forward(model)
 
 
 def test_layers_that_carry_a_state_are_refused() -> None:
@@ -106,10 +106,10 @@ def test_layers_that_carry_a_state_are_refused() -> None:
     ).eval()
     for model in (mamba, hybrid):
         with pytest.raises(UserError, match="linear_attention layers"):
-            check_forward(model)
+            check_packed_forward(model)
     hybrid.config.layer_types = None  # an architecture that does not say so
     with pytest.raises(UserError, match=r"packed rows|without padding"):
-        check_forward(hybrid)
+        check_packed_forward(hybrid)
 
 
 def test_an_architecture_that_cannot_be_trained_is_refused_for_training_alone(tmp_path: Path) -> None:

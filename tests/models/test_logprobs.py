@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from bandpo_cli.models import attention, packing
-from bandpo_cli.models.batch import Row, collate, split_rows
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import Row, batch_rows, collate
 from tests.conftest import SHAPE, random_model
 
 ROWS = [
@@ -177,7 +177,7 @@ def test_one_pass_of_all_rows_is_a_pass_for_each(model: PreTrainedModel) -> None
     whole = gradient(model, token_logprobs(model, collate(rows, CPU)).logprobs.sum())
     pieces = [
         gradient(model, token_logprobs(model, collate(part, CPU)).logprobs.sum())
-        for part in split_rows(rows, 1)
+        for part in batch_rows(rows, 1)
     ]
     assert len(pieces) == 14
     assert_same_gradient(torch.stack(pieces).sum(0), whole)

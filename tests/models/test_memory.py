@@ -10,7 +10,7 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.memory import activation_bytes, estimate_memory, shape_of
+from bandpo_cli.models.memory import activation_bytes, build_on_meta_device, estimate_memory
 from tests.conftest import random_model
 
 TOKENS = 96
@@ -35,7 +35,7 @@ def test_the_estimate_is_what_a_real_model_keeps(tmp_path: Path, kind: str) -> N
     real = random_model(kind)
     real.save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path))
-    shape = shape_of(settings)
+    shape = build_on_meta_device(settings)
     assert sum(p.numel() for p in shape.parameters()) == sum(p.numel() for p in real.parameters())
     assert all(parameter.is_meta for parameter in shape.parameters())
     assert activation_bytes(shape, TOKENS, settings) == pytest.approx(kept_for_backward(real), rel=0.05)
@@ -72,7 +72,7 @@ def test_parts_add_up_by_hand(tmp_path: Path) -> None:
 
 def test_checkpointing_keeps_far_less(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
-    shape = shape_of(ModelConfig(path=str(tmp_path)))
+    shape = build_on_meta_device(ModelConfig(path=str(tmp_path)))
     plain, checkpointed = (
         activation_bytes(shape, TOKENS, ModelConfig(path=str(tmp_path), gradient_checkpointing=on))
         for on in (False, True)
@@ -83,7 +83,7 @@ def test_checkpointing_keeps_far_less(tmp_path: Path) -> None:
 def test_a_model_without_a_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="its config cannot be read"):
-        shape_of(ModelConfig(path=str(tmp_path)))
+        build_on_meta_device(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_completion_longer_than_a_micro_batch_counts_whole(tmp_path: Path) -> None:

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.models import packing
-from bandpo_cli.models.batch import MAX_COPIES, MAX_SHARED_ROW, Row, collate, group_rows, split_rows
-from bandpo_cli.models.packing import Packing
+from bandpo_cli.models.packing import (
+    MAX_PROMPT_COPIES,
+    MAX_SHARED_ROW_TOKENS,
+    Packing,
+    Row,
+    batch_rows,
+    collate,
+    rows_from_groups,
+)
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 CPU = torch.device("cpu")
@@ -37,7 +44,7 @@ def group(prompt: int, completions: list[int]) -> Group:
 
 def test_splitting_keeps_order_and_counts_tokens() -> None:
     rows = [Row([0] * n, [[1] * m]) for n, m in [(3, 2), (1, 1), (9, 9), (2, 2), (2, 1), (2, 1)]]
-    parts = split_rows(rows, max_tokens=10)
+    parts = batch_rows(rows, max_tokens=10)
     assert [row for part in parts for row in part] == rows
     assert [len(part) for part in parts] == [2, 1, 3]
     assert [sum(map(len, part)) for part in parts] == [7, 18, 10]
@@ -46,7 +53,7 @@ def test_splitting_keeps_order_and_counts_tokens() -> None:
 def test_splitting_cuts_rows_that_do_not_fit() -> None:
     """A group of long completions behind one prompt must not undo the budget."""
     long = Row([0, 1], [[2, 3, 4], [5, 6, 7], [8], [9] * 20])
-    parts = split_rows([Row([0], [[1]]), long], max_tokens=10)
+    parts = batch_rows([Row([0], [[1]]), long], max_tokens=10)
     assert [row for part in parts for row in part] == [
         Row([0], [[1]]), Row([0, 1], [[2, 3, 4], [5, 6, 7], [8]]), Row([0, 1], [[9] * 20])
     ]  # fmt: skip
@@ -70,14 +77,14 @@ def test_splitting_cuts_rows_that_do_not_fit() -> None:
 def test_a_prompt_is_shared_as_far_as_memory_allows(
     prompt: int, completions: list[int], expected: list[int]
 ) -> None:
-    rows = group_rows([group(prompt, completions), group(3, [2, 2])])
+    rows = rows_from_groups([group(prompt, completions), group(3, [2, 2])])
     assert [len(row.completions) for row in rows] == [*expected, 2]
     flat = [token for row in rows[:-1] for completion in row.completions for token in completion]
     assert flat == list(range(prompt, prompt + sum(completions)))
     for row in rows:
-        assert len(row.completions) == 1 or len(row) <= MAX_SHARED_ROW
+        assert len(row.completions) == 1 or len(row) <= MAX_SHARED_ROW_TOKENS
         places = sum(len(row.prompt_ids) + len(completion) for completion in row.completions)
-        assert len(row.completions) == 1 or len(row) <= 512 or places <= MAX_COPIES * len(row)
+        assert len(row.completions) == 1 or len(row) <= 512 or places <= MAX_PROMPT_COPIES * len(row)
 
 
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=8), limit=st.sampled_from([0, 12, 512]))
@@ -98,12 +105,12 @@ def test_every_token_is_found_again_and_sees_what_it_should(rows: list[tuple[int
         packing.MAX_MASKED = before
     assert torch.equal(packed.take[packed.keep], torch.arange(tokens))
     assert torch.equal(
-        torch.cat([block.take for block in blocks])[packed.keep_in_blocks], torch.arange(tokens)
+        torch.cat([block.take for block in blocks])[packed.block_scatter_index], torch.arange(tokens)
     )
     assert packed.boundaries.diff().sum() == len(packed.take)
     assert packed.longest == packed.boundaries.diff().max()
 
-    kept = packed.keep_in_blocks.tolist()
+    kept = packed.block_scatter_index.tolist()
     first = 0
     for block in blocks:
         count, length = block.shape
@@ -133,5 +140,5 @@ def test_nothing_outside_attention_is_padded() -> None:
     batch = collate(rows, CPU)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
-    assert batch.predictors.tolist() == [2, 3, 2, 6, 7, 8]
+    assert batch.predictor_index.tolist() == [2, 3, 2, 6, 7, 8]
     assert batch.targets.tolist() == [4, 5, 6, 8, 9, 10]

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from bandpo_cli.objective.clip_figures import BIN_NAMES, clip_counts, clip_fractions
-from bandpo_cli.objective.loss import LossInputs, clipped_objective
+from bandpo_cli.objective.loss import BIN_NAMES, LossInputs, clip_counts, clip_metrics, clipped_objective
 
 
 def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
@@ -20,7 +19,7 @@ def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
 
 def test_the_share_of_a_bin_is_taken_of_the_tokens_in_that_bin() -> None:
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
-    figures = clip_fractions(
+    figures = clip_metrics(
         counts_of(
             (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
             (0.95, 0.5, -1.0), (0.95, 1.0, -1.0),
@@ -42,7 +41,7 @@ def test_counts_of_updates_add_up_whatever_bins_they_have_tokens_in() -> None:
 
 
 def test_one_token_is_a_share_of_one() -> None:
-    figures = clip_fractions(counts_of((0.0005, 2.0, 1.0)))
+    figures = clip_metrics(counts_of((0.0005, 2.0, 1.0)))
     assert figures["clip/active_fraction"] == figures["clip/upper_fraction"] == 1.0
     assert figures["clip/token_share/p_0_0.001"] == figures["clip/active_fraction/p_0_0.001"] == 1.0
     assert figures["clip/token_share/p_0.9_1"] == 0.0

@@ -11,10 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.aggregation import AGGREGATIONS
-from bandpo_cli.objective.clip_figures import clip_counts, clip_fractions
-from bandpo_cli.objective.importance import truncated_importance
-from bandpo_cli.objective.loss import LossInputs, clipped_objective, k3
+from bandpo_cli.objective.loss import (
+    AGGREGATIONS,
+    LossInputs,
+    clip_counts,
+    clip_metrics,
+    clipped_objective,
+    k3,
+    truncated_importance,
+)
 
 log_prob = st.floats(-12.0, -1e-3)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -238,7 +243,7 @@ def test_clip_figures_by_probability() -> None:
         advantages=torch.tensor([1.0, 1.0, 1.0]),
         old_logprobs=old,
     )
-    figures = clip_fractions(counts)
+    figures = clip_metrics(counts)
     assert figures["clip/active_fraction"] == pytest.approx(1 / 3)
     assert figures["clip/upper_fraction"] == pytest.approx(1 / 3)
     assert figures["clip/lower_fraction"] == 0.0

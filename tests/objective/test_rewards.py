@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bandpo_cli.config.run import RewardConfig
-from bandpo_cli.objective.rewards import has_spread, shaped_reward
+from bandpo_cli.objective.advantages import has_reward_spread, shaped_reward
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 RIGHT, WRONG, HALF = Grade(1.0, True, "correct"), Grade(0.0, False, "wrong"), Grade(0.5, False, "partly")
@@ -33,6 +33,6 @@ def test_a_group_teaches_where_its_rewards_differ() -> None:
     def group(*grades: Grade) -> Group:
         return Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
 
-    assert has_spread(group(RIGHT, WRONG, WRONG))
-    assert not has_spread(group(WRONG, WRONG))
-    assert not has_spread(group(RIGHT, RIGHT))
+    assert has_reward_spread(group(RIGHT, WRONG, WRONG))
+    assert not has_reward_spread(group(WRONG, WRONG))
+    assert not has_reward_spread(group(RIGHT, RIGHT))

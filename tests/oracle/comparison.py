@@ -26,11 +26,11 @@ from transformers import (
 )
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.models.embedded_default import embedded_model_path
+from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.parts import Parts, build
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
 
@@ -222,7 +222,7 @@ class Case:
     records: list[dict[str, float]]
     results: list[StepResult]
     gradients: list[list[torch.Tensor]]
-    parts: Parts
+    parts: Components
     reference: ReferenceTrainer
 
 
@@ -248,7 +248,7 @@ def compare(
     start = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=getattr(torch, config.model.dtype)
     ).eval()
-    built = build(config, GivenTask())
+    built = build_components(config, GivenTask())
     noise = 0.05 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed)
     parts = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def compare(
     return Case(differences, records, results, gradients, parts, reference)
 
 
-def record_gradients(parts: Parts) -> list[list[torch.Tensor]]:
+def record_gradients(parts: Components) -> list[list[torch.Tensor]]:
     """Return a list that receives the gradients of each update, float64 copies from before clipping."""
     recorded: list[list[torch.Tensor]] = []
     step = parts.optimizer.step
@@ -323,7 +323,7 @@ def _differences(
     records: Sequence[Mapping[str, float]],
     results: Sequence[StepResult],
     gradients: Sequence[Sequence[torch.Tensor]],
-    parts: Parts,
+    parts: Components,
     reference: ReferenceTrainer,
     columns: float,
 ) -> Differences:

@@ -12,9 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from bandpo_cli.evaluation.histogram import success_counts
-from bandpo_cli.reports import eval_plot, style
-from bandpo_cli.reports.eval_plot import plot_success
+from bandpo_cli.evaluation.scores import success_histogram
+from bandpo_cli.reports import run_plots, style
+from bandpo_cli.reports.run_plots import plot_success_histogram
 
 
 def record(folder: Path, sets: dict[str, list[float]]) -> Path:
@@ -43,7 +43,7 @@ def figures() -> Iterator[list[Figure]]:
         drawn.append(figure)
         return figure, axes
 
-    with mock.patch.object(eval_plot.style, "new_figure", keep):
+    with mock.patch.object(run_plots.style, "new_figure", keep):
         yield drawn
 
 
@@ -51,7 +51,7 @@ def test_every_share_of_n_lies_in_the_bin_that_fractions_say() -> None:
     """All c of n up to 64, against exact arithmetic: 3 of 10 is in 0.3 – 0.4 though 3/10 is no binary number."""
     for n in range(1, 65):
         for c in range(n + 1):
-            (name,) = [name for name, count in success_counts([c / n]) if count]
+            (name,) = [name for name, count in success_histogram([c / n]) if count]
             if c in (0, n):
                 assert name == ("never" if c == 0 else "always")
             else:
@@ -61,10 +61,10 @@ def test_every_share_of_n_lies_in_the_bin_that_fractions_say() -> None:
 
 def test_the_bars_are_the_counts(tmp_path: Path, figures: list[Figure]) -> None:
     shares = [0, 0, 0.125, 0.3, 0.5, 1, 1, 1]
-    plot_success(record(tmp_path / "e", {"one": shares}))
+    plot_success_histogram(record(tmp_path / "e", {"one": shares}))
     axes = figures[0].axes[0]
     heights = [bar.get_height() for bar in axes.containers[0]]
-    assert heights == [count / len(shares) for _, count in success_counts(shares)]
+    assert heights == [count / len(shares) for _, count in success_histogram(shares)]
     assert heights == pytest.approx([2 / 8, 0, 1 / 8, 0, 1 / 8, 0, 1 / 8, 0, 0, 0, 0, 3 / 8])
     labels = [text.get_text() for text in axes.get_xticklabels()]
     assert (labels[0], labels[4], labels[-1]) == ("never", "0.3–0.4", "always")
@@ -80,7 +80,7 @@ def test_the_bars_are_the_counts(tmp_path: Path, figures: list[Figure]) -> None:
 )
 def test_nothing_is_cut_off(tmp_path: Path, figures: list[Figure], name: str, labels: list[str]) -> None:
     """Every text lies within the picture, and the key hides neither title nor bars."""
-    path = plot_success(record(tmp_path / name, {label: [0, 0.5, 1] for label in labels}))
+    path = plot_success_histogram(record(tmp_path / name, {label: [0, 0.5, 1] for label in labels}))
     assert imread(path).shape[:2] == (1000, 1600)
     figure = figures[0]
     figure.canvas.draw()

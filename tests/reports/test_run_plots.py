@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.clip_map import Tokens, read_tokens
-from bandpo_cli.reports.run_plots import describe_run, plot_run, probability_bins, series, smooth
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.reports.clip_map import ClipMapTokens, read_clip_map_tokens
+from bandpo_cli.reports.run_plots import plot_run, probability_bins, run_subtitle, series, smooth
+from bandpo_cli.storage.run_folder import RunFolder
 
 RECORD = {
     "train/accuracy": 0.3,
@@ -123,13 +123,13 @@ def test_active_counts_the_sign_of_the_advantage_and_outside_does_not():
     ratio = np.array([1.3, 1.3, 0.7, 0.7, 1.0, 1.3])
     advantage = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     bounds = np.full(6, 0.8), np.full(6, 1.2)
-    tokens = Tokens(np.full(6, 0.5), ratio, *bounds, advantage)
+    tokens = ClipMapTokens(np.full(6, 0.5), ratio, *bounds, advantage)
     assert tokens.active.tolist() == [True, False, False, True, False, False]
     assert tokens.outside.tolist() == [True, True, True, True, False, True]
 
 
 def test_tokens_are_read_as_probabilities(run):
-    tokens = read_tokens(_tokens(run, 1, old_logprob=[np.log(0.25), 0.0]))
+    tokens = read_clip_map_tokens(_tokens(run, 1, old_logprob=[np.log(0.25), 0.0]))
     assert tokens is not None
     np.testing.assert_allclose(tokens.prob, [0.25, 1.0], rtol=1e-6)
 
@@ -153,12 +153,12 @@ def test_probability_bins_are_sorted_by_probability():
 
 
 def test_a_run_is_described_by_its_method(run):
-    assert describe_run(run.path) == "a · band, kl, δ 0.05"
+    assert run_subtitle(run.path) == "a · band, kl, δ 0.05"
     run.write_config("bounds: {method: clip-higher, eps_low: 0.2, eps_high: 0.28}\n")
-    assert describe_run(run.path) == "a · clip-higher, ε₋ 0.2, ε₊ 0.28"
+    assert run_subtitle(run.path) == "a · clip-higher, ε₋ 0.2, ε₊ 0.28"
     for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n", "just text\n"):
         run.write_config(broken)
-        assert describe_run(run.path) == "a"
+        assert run_subtitle(run.path) == "a"
 
 
 def test_pictures_need_neither_torch_nor_the_global_state_of_pyplot(run):

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.image import imread
 
 from bandpo_cli.reports import style
+from bandpo_cli.reports.style import arm_styles, shorten_middle
 from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
-from bandpo_cli.reports.sweep.looks import looks, short
-from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, common_curve
+from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, common_curve
 from bandpo_cli.reports.sweep.statistics import estimate
 from tests.reports.sweep_folders import write_run, write_sweep
 
@@ -82,18 +82,18 @@ def test_an_accuracy_goes_with_the_entropy_of_its_own_policy(tmp_path, figures):
 
 
 def test_every_arm_looks_different():
-    names = [f"arm {index}" for index in range(MOST_DRAWN)]
-    found = looks(names, "arm 3")
-    assert len({(look.color, str(look.dash)) for look in found.values()}) == MOST_DRAWN
+    names = [f"arm {index}" for index in range(MAX_ARMS_PLOTTED)]
+    found = arm_styles(names, "arm 3")
+    assert len({(look.color, str(look.dash)) for look in found.values()}) == MAX_ARMS_PLOTTED
     assert found["arm 3"].color == style.MUTED
-    assert looks(names, None)["arm 0"].color != style.MUTED
+    assert arm_styles(names, None)["arm 0"].color != style.MUTED
 
 
 def test_many_arms_with_long_names_fit(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
     report = _draw(write_sweep(tmp_path / "s", finals))
-    assert any(f"the {MOST_DRAWN} most accurate arms and the baseline" in note for note in report.notes)
+    assert any(f"the {MAX_ARMS_PLOTTED} most accurate arms and the baseline" in note for note in report.notes)
     for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"):
         figure = figures[name]
         figure.canvas.draw()
@@ -102,7 +102,7 @@ def test_many_arms_with_long_names_fit(tmp_path, figures):
         assert box.width > 0.4 * figure.bbox.width
         shown = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
         for legend in figure.legends:
-            assert len(legend.get_texts()) == MOST_DRAWN + 1
+            assert len(legend.get_texts()) == MAX_ARMS_PLOTTED + 1
             assert "clip (baseline)" in [text.get_text() for text in legend.get_texts()]
             assert legend.get_window_extent().x0 > box.x1
             assert legend.get_window_extent().y0 > 0
@@ -114,8 +114,8 @@ def test_many_arms_with_long_names_fit(tmp_path, figures):
 
 
 def test_names_keep_both_ends():
-    assert short("kl 0.05") == "kl 0.05"
-    long = short("kl 0.05 optim.betas=0.9,0.999 arm=7")
+    assert shorten_middle("kl 0.05") == "kl 0.05"
+    long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
     assert len(long) <= 30
     assert long.startswith("kl 0.05")
     assert long.endswith("arm=7")

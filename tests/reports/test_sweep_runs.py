@@ -7,18 +7,18 @@ import math
 
 import pytest
 
-from bandpo_cli.reports.sweep.find import ArmRun
-from bandpo_cli.reports.sweep.runs import LeftOut, RunRecord, read_run
+from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
+from bandpo_cli.reports.sweep.selection import ArmRun
 from tests.reports.sweep_folders import edit_line, write_run
 
 
-def _read(folder) -> RunRecord | LeftOut:
-    return read_run(ArmRun("clip", 0, folder))
+def _read(folder) -> ArmRunData | ExcludedRun:
+    return read_arm_run(ArmRun("clip", 0, folder))
 
 
 def test_the_figures_of_a_run_by_hand(tmp_path):
     record = _read(write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}))
-    assert isinstance(record, RunRecord)
+    assert isinstance(record, ArmRunData)
     countdown = record.sets["countdown"]
     assert (countdown.n, countdown.steps, countdown.mean) == ("16", [0, 2, 4], [0.2, 0.3, 0.5])
     assert countdown.area == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
@@ -103,7 +103,7 @@ def test_what_cannot_be_counted_says_why(tmp_path, damage, reason):
     folder = write_run(tmp_path / "a")
     damage(folder)
     left = _read(folder)
-    assert isinstance(left, LeftOut)
+    assert isinstance(left, ExcludedRun)
     assert reason in left.reason
     assert "\n" not in left.reason
     assert (left.run, left.arm, left.seed) == ("a", "clip", 0)

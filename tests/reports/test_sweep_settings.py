@@ -7,7 +7,13 @@ import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep.settings import arm_names, chosen_keys, differing, read_settings, text
+from bandpo_cli.reports.sweep.selection import (
+    arm_names,
+    chosen_keys,
+    differing_settings,
+    format_setting,
+    read_settings,
+)
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def test_settings_of_the_same_method_are_told_others_are_not(settings):
 
 def test_seed_and_tracking_make_no_arm(settings):
     runs = [settings("seed=0", "tracking.mlflow=false"), settings("seed=1", "tracking.experiment=other")]
-    assert differing(runs) == []
+    assert differing_settings(runs) == []
     assert arm_names(runs) == ["kl 0.05", "kl 0.05"]
 
 
@@ -71,8 +77,8 @@ def test_names_are_the_same_exactly_where_the_settings_are():
     for left in runs:
         for right in runs:
             pair = arm_names([left, right])
-            same = {key: text(value) for key, value in left.items()} == {
-                key: text(value) for key, value in right.items()
+            same = {key: format_setting(value) for key, value in left.items()} == {
+                key: format_setting(value) for key, value in right.items()
             }
             assert (pair[0] == pair[1]) == same
 
@@ -112,7 +118,7 @@ def test_values_are_written_as_they_are_typed():
         -2e-5,
         1.23456789e-5,
     ]
-    assert [text(value) for value in values] == [
+    assert [format_setting(value) for value in values] == [
         "1e-4", "0.05", "5e-5", "1e-3", "10", "3", "null", "true", "4,16", "gsm8k", "0.30000000000000004",
         "1.25e-7", "-2e-5", "1.23456789e-05",
     ]  # fmt: skip

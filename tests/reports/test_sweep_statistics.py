@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from bandpo_cli.reports.sweep.statistics import area_under, band, estimate, holm, paired
+from bandpo_cli.reports.sweep.statistics import area_under, estimate, holm, interval_band, paired_test
 
 VALUES = [0.474, 0.470, 0.481, 0.466]
 
@@ -51,7 +51,7 @@ def test_paired_takes_common_seeds_and_agrees_with_scipy():
     a, b = [arm[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
     expected = stats.ttest_rel(a, b)
     interval = expected.confidence_interval(0.95)
-    found = paired(arm, baseline)
+    found = paired_test(arm, baseline)
     assert found.p == pytest.approx(expected.pvalue)
     assert found.change.mean == pytest.approx(np.mean(a) - np.mean(b))
     assert (found.change.low, found.change.high) == (
@@ -65,7 +65,9 @@ def test_p_is_below_a_twentieth_exactly_when_the_interval_excludes_nothing():
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(300):
-        found = paired(dict(enumerate(rng.normal(0.05, 0.03, 3))), dict(enumerate(rng.normal(0, 0.01, 3))))
+        found = paired_test(
+            dict(enumerate(rng.normal(0.05, 0.03, 3))), dict(enumerate(rng.normal(0, 0.01, 3)))
+        )
         excluded = not found.change.low <= 0 <= found.change.high
         assert excluded == (found.p < 0.05)
         seen.add(excluded)
@@ -73,10 +75,10 @@ def test_p_is_below_a_twentieth_exactly_when_the_interval_excludes_nothing():
 
 
 def test_what_cannot_be_tested_has_no_p():
-    assert paired({0: 0.5}, {1: 0.4}) is None
-    one = paired({0: 0.5}, {0: 0.4})
+    assert paired_test({0: 0.5}, {1: 0.4}) is None
+    one = paired_test({0: 0.5}, {0: 0.4})
     assert (one.p, one.change.low, one.higher) == (None, None, 1)
-    alike = paired({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5})
+    alike = paired_test({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5})
     assert (alike.p, alike.change.low, alike.higher, alike.lower) == (None, None, 2, 0)
 
 
@@ -107,10 +109,10 @@ def test_the_area_is_the_mean_height():
 
 def test_the_band_is_the_interval_of_three_the_range_of_two_and_nothing_of_one():
     values = np.array([[0.1, 0.5], [0.3, 0.4], [0.2, 0.9]])
-    low, high = band(values)
+    low, high = interval_band(values)
     for step in range(2):
         expected = estimate(values[:, step])
         assert (low[step], high[step]) == (pytest.approx(expected.low), pytest.approx(expected.high))
-    low, high = band(values[:2])
+    low, high = interval_band(values[:2])
     assert (low.tolist(), high.tolist()) == ([0.1, 0.4], [0.3, 0.5])
-    assert band(values[:1]) is None
+    assert interval_band(values[:1]) is None

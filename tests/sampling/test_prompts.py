@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.prompts import PromptEncoder
+from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.types import Message, Problem, Prompt
 
 TEMPLATE = (
@@ -71,5 +71,5 @@ def test_a_template_that_refuses_names_the_problem() -> None:
 def test_prompts_over_the_limit_are_left_out_in_order() -> None:
     encoder = PromptEncoder(tokenizer_of(None), "raw")
     short, long, empty = problem("2 plus 2"), problem("2 plus 2 plus 2"), problem("")
-    assert encoder.fitting([long, short, empty, short], 3) == [short, short]
-    assert encoder.fitting([long, short], 5) == [long, short]
+    assert encoder.filter_by_length([long, short, empty, short], 3) == [short, short]
+    assert encoder.filter_by_length([long, short], 5) == [long, short]

@@ -10,8 +10,7 @@ import pytest
 
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
-from bandpo_cli.sampling.prompts import EncodedPrompt
-from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.sampling.rollouts import EncodedPrompt, grade_groups, sample_completions
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.sampling.test_prompts import tokenizer_of
 

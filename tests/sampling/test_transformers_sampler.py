@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.models.batch import Row, collate
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.sampling import build_sampler
+from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler, draw
+from bandpo_cli.sampling.engines import build_sampler
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler, sample_tokens
 from tests.conftest import random_model
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10)]
@@ -67,7 +67,7 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     logits = torch.tensor([1.0, -2.0, 0.3, 0.0, 2.0, -30.0, 1.5, 0.7, -0.5])
     n = 40_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens, logprobs = draw(logits.expand(n, -1), uniforms, temperature)
+    tokens, logprobs = sample_tokens(logits.expand(n, -1), uniforms, temperature)
     probabilities = torch.softmax(logits.double() / temperature, 0)
     counts = torch.bincount(tokens, minlength=9)
     assert counts[5] == 0
@@ -81,7 +81,7 @@ def test_the_extreme_draws_stay_inside() -> None:
     """A uniform of 0 must not pick a token of probability 0, one just below 1 must not run off the end."""
     logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]])
     for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
-        drawn, _ = draw(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
+        drawn, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
         assert drawn.item() == token
 
 

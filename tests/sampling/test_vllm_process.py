@@ -7,7 +7,12 @@ import os
 import pytest
 import torch
 
-from bandpo_cli.sampling.vllm_process import engine_turn, hushed, prepare_environment, undisturbed
+from bandpo_cli.sampling.vllm_worker import (
+    engine_threads,
+    prepare_environment,
+    preserve_process_state,
+    stderr_on_failure,
+)
 
 
 def test_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +20,7 @@ def test_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     set_threads, threads, dice = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
 
-    @undisturbed()
+    @preserve_process_state()
     def start() -> None:
         torch.set_num_threads(threads + 1)
         torch.set_num_threads = lambda count: None  # type: ignore[assignment]
@@ -35,7 +40,7 @@ def test_the_process_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_turn_of_the_engine_has_its_own_threads_and_dice() -> None:
     threads, dice = torch.get_num_threads(), torch.get_rng_state()
-    with engine_turn(threads + 1):
+    with engine_threads(threads + 1):
         assert torch.get_num_threads() == threads + 1
         torch.rand(3)
     assert torch.get_num_threads() == threads
@@ -47,7 +52,7 @@ def test_words_are_held_back_until_something_fails(
 ) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
 
-    @hushed()
+    @stderr_on_failure()
     def start(words: bytes, fails: bool = False) -> None:
         os.write(2, words)
         if fails:

@@ -10,8 +10,8 @@ import torch
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling import build_sampler, vllm_sampler
 from bandpo_cli.sampling.base import StaleEngineError
+from bandpo_cli.sampling.engines import build_sampler, vllm_sampler
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from tests.conftest import random_model
@@ -91,7 +91,7 @@ def test_which_engine_is_built(calls: list[str], monkeypatch: pytest.MonkeyPatch
     """`auto` means vllm with a GPU and the package, transformers without either."""
 
     def built(choice: str, device: str, installed: bool) -> type:
-        monkeypatch.setattr("bandpo_cli.config.engine.vllm_installed", lambda: installed)
+        monkeypatch.setattr("bandpo_cli.config.sampling.vllm_installed", lambda: installed)
         policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
         return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
 

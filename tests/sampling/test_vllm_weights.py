@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bandpo_cli.sampling.vllm_weights import (
+from bandpo_cli.sampling.vllm_worker import (
     PolicyWorker,
     Weights,
     compared_shapes,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.config.layers import resolve, to_yaml
-from bandpo_cli.sweeps.estimate import START_S, known_seconds
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.sweeps.estimate import START_S, seconds_from_earlier_runs
 
 CONFIG = resolve([{"steps": 50}])
 
@@ -29,11 +29,11 @@ def write(
 
 
 def test_by_the_median_of_runs_alike_scaled_to_the_steps(tmp_path: Path) -> None:
-    assert known_seconds(CONFIG, tmp_path, 1) is None
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
     write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # another radius and seed take as long
     write(tmp_path / "sweep", "b", 40.0)
     write(tmp_path, "c", 30.0)
-    assert known_seconds(CONFIG, tmp_path, 1) == START_S + 150.0
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 150.0
 
 
 def test_runs_that_say_nothing_of_this_one_are_left_out(tmp_path: Path) -> None:
@@ -44,6 +44,6 @@ def test_runs_that_say_nothing_of_this_one_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "damaged" / "env.json").write_text("{")
     write(tmp_path, "old", 1.0)
     (tmp_path / "old" / "env.json").write_text(json.dumps({"hardware": {}}))
-    assert known_seconds(CONFIG, tmp_path, 1) is None
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
     write(tmp_path, "gpu", 10.0, threads=16, gpus=("a card",))
-    assert known_seconds(CONFIG, tmp_path, 1) == START_S + 50.0
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 50.0

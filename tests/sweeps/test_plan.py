@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bandpo_cli.config.bounds import BandBounds
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sweeps.plan import axes_of, check_names, plan_runs
+from bandpo_cli.sweeps.plan import check_names, parse_axes, plan_runs
 
 
 def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:
@@ -21,7 +21,7 @@ def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[st
 
 
 def test_every_combination_with_every_seed_and_a_seed_whole_before_the_next() -> None:
-    axes = axes_of({"bounds.delta": "0.01,0.05,0.1", "bounds.divergence": "kl,tv"})
+    axes = parse_axes({"bounds.delta": "0.01,0.05,0.1", "bounds.divergence": "kl,tv"})
     runs = plan_runs(SweepConfig(axes=axes, seeds=(0, 1, 2)))
     assert len(runs) == len({run.name for run in runs}) == 18
     assert [run.seed for run in runs] == [0] * 6 + [1] * 6 + [2] * 6
@@ -33,9 +33,9 @@ def test_every_combination_with_every_seed_and_a_seed_whole_before_the_next() ->
 
 
 def test_an_axis_that_a_method_has_no_setting_for_does_not_multiply_it() -> None:
-    axes = axes_of({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
+    axes = parse_axes({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
     assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
-    axes = axes_of({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
+    axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
     assert arms(axes=axes) == ["kl", "tv", "clip"]
 
 
@@ -63,7 +63,7 @@ def test_layers_below_and_fixed_settings_hold_for_all() -> None:
 
 
 def test_excluded_combinations_are_left_out() -> None:
-    axes = axes_of({"bounds.divergence": "kl,tv", "bounds.delta": "0.01,0.5"})
+    axes = parse_axes({"bounds.divergence": "kl,tv", "bounds.delta": "0.01,0.5"})
     exclude = [{"bounds.divergence": "tv", "bounds.delta": 0.5}]
     assert arms(axes=axes, exclude=exclude) == ["kl 0.01", "kl 0.5", "tv 0.01"]
 
@@ -109,7 +109,7 @@ def test_the_matched_radius_is_that_of_each_arms_own_band() -> None:
     """The matcher here is a stand-in: its radius says which Band and which method it was asked about."""
     asked: list[tuple[str, float | None, str]] = []
 
-    def match(band: BandBounds, method: str) -> float:
+    def match(band: BandSettings, method: str) -> float:
         asked.append((band.divergence, band.max_ratio, method))
         return {"kl": 0.03, "tv": 0.04}[band.divergence]
 
@@ -126,4 +126,4 @@ def test_the_matched_radius_is_that_of_each_arms_own_band() -> None:
 
 def test_an_empty_place_in_a_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="an empty place"):
-        axes_of({"bounds.delta": "0.1,,0.2"})
+        parse_axes({"bounds.delta": "0.1,,0.2"})

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.sweeps.estimate import wall_seconds
-from bandpo_cli.sweeps.pool import Job, LocalPool, local_slots, visible_gpus
+from bandpo_cli.sweeps.estimate import total_seconds
+from bandpo_cli.sweeps.pool import Job, LocalPool, slot_environments, visible_gpus
 
 
 def job(tmp_path: Path, name: str, code: str) -> Job:
@@ -104,7 +104,7 @@ def test_stopping_interrupts_and_then_kills_with_all_that_was_started(tmp_path: 
 def test_a_run_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
     """Killed outright, a sweep cannot end its children; they see it themselves."""
     child = (
-        "from bandpo_cli.sweeps.child import end_with_parent; import os, time; end_with_parent(); "
+        "from bandpo_cli.sweeps.pool import end_with_parent; import os, time; end_with_parent(); "
         "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
     )
     sweep = (
@@ -127,10 +127,10 @@ def test_a_run_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
 
 
 def test_slots_share_cores_and_gpus() -> None:
-    assert local_slots(2, 8, [], {}) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert local_slots(3, 2, [], {}) == [{"OMP_NUM_THREADS": "1"}] * 3
-    assert local_slots(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
-    gpus = [slot["CUDA_VISIBLE_DEVICES"] for slot in local_slots(3, 8, ["4", "6"], {})]
+    assert slot_environments(2, 8, [], {}) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert slot_environments(3, 2, [], {}) == [{"OMP_NUM_THREADS": "1"}] * 3
+    assert slot_environments(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
+    gpus = [slot["CUDA_VISIBLE_DEVICES"] for slot in slot_environments(3, 8, ["4", "6"], {})]
     assert gpus == ["4", "6", "4"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 3"}) == ["1", "3"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
@@ -138,6 +138,6 @@ def test_slots_share_cores_and_gpus() -> None:
 
 
 def test_wall_time_of_runs_in_slots() -> None:
-    assert wall_seconds([10, 10, 10], 1) == 30
-    assert wall_seconds([10, 10, 10], 2) == 20
-    assert wall_seconds([30, 10, 10, 10], 2) == 30
+    assert total_seconds([10, 10, 10], 1) == 30
+    assert total_seconds([10, 10, 10], 2) == 20
+    assert total_seconds([30, 10, 10, 10], 2) == 30

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray")
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.pool import Ended, Job
+from bandpo_cli.sweeps.pool import FinishedJob, Job
 from bandpo_cli.sweeps.ray_pool import RayPool
 
 
@@ -28,7 +28,7 @@ def test_jobs_run_end_and_can_be_stopped(tmp_path: Path) -> None:
         )
         pool.start(job(tmp_path, "two", "raise SystemExit(3)"))
         assert pool.free == 0
-        ended: list[Ended] = []
+        ended: list[FinishedJob] = []
         end = time.monotonic() + 60
         while len(ended) < 2 and time.monotonic() < end:
             ended += pool.ended()

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.sweeps import run as run_module
+from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
+from bandpo_cli.sweeps import scheduler as run_module
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import plan_runs
 from bandpo_cli.sweeps.pool import LocalPool
-from bandpo_cli.sweeps.run import run_sweep
-from bandpo_cli.sweeps.states import RunState
-from bandpo_cli.tracking.checkpoints import Progress, write_state
+from bandpo_cli.sweeps.scheduler import RunState, run_sweep
 
 WRITER = """
 import json, sys, time
@@ -109,7 +108,7 @@ def checkpoint(run: Path, step: int, status: str | None) -> None:
     """What a run leaves that was ended after a checkpoint; None: killed outright."""
     place = run / "checkpoints" / f"step-{step:06d}"
     place.mkdir(parents=True)
-    write_state(place, Progress(step=step, updates=0, skipped_in_a_row=0, position=0, problems=""))
+    write_trainer_state(place, Progress(step=step, updates=0, skipped_in_a_row=0, position=0, problems=""))
     if status is not None:
         (run / "summary.json").write_text(json.dumps({"status": status}))
 

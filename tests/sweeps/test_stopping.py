@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bandpo_cli.sweeps.folder import SweepRun
-from bandpo_cli.sweeps.states import RunState, Status
-from bandpo_cli.sweeps.stopping import hopeless
+from bandpo_cli.sweeps.scheduler import RunState, Status, runs_to_stop
 
 RUNS = [SweepRun("a-s0", "a", 0), SweepRun("a-s1", "a", 1), SweepRun("b-s0", "b", 0)]
 
@@ -14,7 +13,7 @@ def state(status: Status, evaluations: dict[int, float]) -> RunState:
 
 
 def stopped(a0: RunState, a1: RunState, b0: RunState, margin: float = 0.1) -> set[str]:
-    return set(hopeless(RUNS, {"a-s0": a0, "a-s1": a1, "b-s0": b0}, margin))
+    return set(runs_to_stop(RUNS, {"a-s0": a0, "a-s1": a1, "b-s0": b0}, margin))
 
 
 NOTHING = state("waiting", {})
@@ -23,7 +22,7 @@ NOTHING = state("waiting", {})
 def test_a_run_far_behind_another_arm_is_stopped_with_its_reason() -> None:
     behind, ahead = state("running", {0: 0.2, 60: 0.3}), state("whole", {0: 0.2, 60: 0.45, 100: 0.5})
     assert stopped(behind, NOTHING, ahead) == {"a-s0"}
-    reasons = hopeless(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
+    reasons = runs_to_stop(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
     assert reasons["a-s0"] == "held-out accuracy 0.300 at step 60, b had 0.450"
 
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.storage.tables import EvalRow, SampleRow, write_eval_table, write_sample_table
 from bandpo_cli.tasks.completions import StoredCompletion, read_completions
-from bandpo_cli.tracking.tables import EvalRow, SampleRow, write_eval_table, write_sample_table
 
 ROW = EvalRow(
     task="aime24", problem_id="p1", prompt="1+1?", reference="2", grader="number", extra='{"level": 3}',

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.storage.tables import write_eval_table
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tracking.tables import write_eval_table
 from tests.tasks.test_completions import ROW
 
 

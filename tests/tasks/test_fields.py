@@ -16,10 +16,10 @@ from bandpo_cli.tasks.fields import (
     ANSWER_NAMES,
     FieldNames,
     as_answer,
-    as_json,
     as_level,
     as_question,
     find_fields,
+    to_json_value,
     value_at,
 )
 from bandpo_cli.types import Message
@@ -99,21 +99,21 @@ def test_any_value_is_read_or_is_none(value: Any) -> None:
     question = as_question(value)
     assert question is None or question
     as_level(value)
-    json.dumps(as_json(value), allow_nan=False)
+    json.dumps(to_json_value(value), allow_nan=False)
 
 
 def test_depth_cannot_exhaust_the_stack() -> None:
     deep: Any = "1"
     for _ in range(5000):
         deep = {"a": [deep]}
-    assert as_json(deep) is not None
+    assert to_json_value(deep) is not None
     assert as_answer(deep) is not None
     assert as_answer([deep]) is None
 
 
 def test_json_values_keep_what_json_can_say() -> None:
     row = {"n": 2**70, "when": datetime.date(2024, 1, 2), "p": (1.5, None, "x"), 3: float("nan")}
-    assert as_json(row) == {"n": 2**70, "when": "2024-01-02", "p": [1.5, None, "x"], "3": None}
+    assert to_json_value(row) == {"n": 2**70, "when": "2024-01-02", "p": [1.5, None, "x"], "3": None}
 
 
 def test_dotted_paths() -> None:

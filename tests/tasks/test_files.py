@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.files import read_file
+from bandpo_cli.tasks.rows import read_file
 
 ROWS = [
     {"question": 'He said "1, 2"\nand then?', "answer": "3"},

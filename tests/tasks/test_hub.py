@@ -13,10 +13,10 @@ import pytest
 from bandpo_cli.config.data import DATASETS, Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tasks.hub import read_hub
-from bandpo_cli.tasks.known import KNOWN
+from bandpo_cli.tasks.datasets import KNOWN
 from bandpo_cli.tasks.questions import load_questions
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.rows import read_hub
 
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * n}"} for n in range(2500)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.questions import Question, load_questions
-from bandpo_cli.tasks.sources import label_of
+from bandpo_cli.tasks.rows import source_label
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
@@ -169,12 +169,12 @@ def test_ids_are_given_or_a_hash_of_label_question_and_answer(tmp_path: Path) ->
     ],
 )
 def test_labels(source: Source, label: str) -> None:
-    assert label_of(source) == label
+    assert source_label(source) == label
 
 
 def test_a_name_that_cannot_be_a_label() -> None:
     with pytest.raises(ConfigError, match="give it a label:"):
-        label_of(Source(path="数学.jsonl"))
+        source_label(Source(path="数学.jsonl"))
 
 
 def test_the_key_ignores_what_does_not_make_another_question(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tasks.questions import Loaded, load_questions
+from bandpo_cli.tasks.questions import LoadedQuestions, load_questions
+from bandpo_cli.tasks.registry import build_task
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no copy of the public data sets here")
 
 
-def load(file: str, name: str | None) -> Loaded:
+def load(file: str, name: str | None) -> LoadedQuestions:
     if not (DATA / file).is_file():
         pytest.skip(f"no {file} here")
     return load_questions(Source.model_validate({"path": str(DATA / file), "name": name}), "heldout")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.tasks.stream import ProblemStream
+from bandpo_cli.tasks.base import ProblemStream
 from bandpo_cli.types import Problem
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.tracking.reach import check_reachable
+from bandpo_cli.tracking.store import check_reachable
 
 Triple = tuple[str, int, float]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bandpo_cli.tracking.mlflow_mirror import MlflowMirror, Record, Sent
+from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror, Sent
 
 
 class Client:
@@ -21,8 +21,8 @@ class Client:
 def test_a_metric_is_sent_with_its_step_and_its_clock_in_milliseconds() -> None:
     client = Client()
     records = [
-        Record.of(3, {"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, 1_700_000_000_123),
-        Record.of(4, {"step": 4, "eval/a/mean@16": 0.75}, 1_700_000_002_456),
+        MetricRecord.of(3, {"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, 1_700_000_000_123),
+        MetricRecord.of(4, {"step": 4, "eval/a/mean@16": 0.75}, 1_700_000_002_456),
     ]
     assert MlflowMirror(client, "run").send(records) == Sent(new=2, there=0, differing=0)
     name = "eval/a/mean_at_16"
@@ -33,14 +33,16 @@ def test_a_record_without_a_clock_has_that_of_now_in_mlflows_unit() -> None:
     from mlflow.utils.time import get_current_time_millis
 
     before = get_current_time_millis()
-    clock = Record.of(1, {"a": 1.0}).clock_ms
+    clock = MetricRecord.of(1, {"a": 1.0}).clock_ms
     assert before <= clock <= get_current_time_millis()
 
 
 def test_no_call_has_more_metrics_than_mlflow_takes() -> None:
     """MLflow refuses a batch of more than 1000 metrics."""
     client = Client()
-    records = [Record(step, {f"m{index}": float(index) for index in range(30)}, step) for step in range(70)]
+    records = [
+        MetricRecord(step, {f"m{index}": float(index) for index in range(30)}, step) for step in range(70)
+    ]
     assert MlflowMirror(client, "run").send(records).new == 2100
     assert list(map(len, client.batches)) == [1000, 1000, 100]
     sent = [(key, step) for batch in client.batches for key, _, _, step in batch]

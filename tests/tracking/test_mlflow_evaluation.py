@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.tracking import TrackingConfig
-from bandpo_cli.tracking.eval_folder import EvalFolder
-from bandpo_cli.tracking.mlflow_evaluation import send_evaluation
-from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.eval_folder import EvalFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.parents import send_evaluation
 from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.tracker import MlflowTracker
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bandpo_cli.config.tracking import TrackingConfig
-from bandpo_cli.tracking.artifacts import run_artifacts
-from bandpo_cli.tracking.mlflow_names import finite_metrics, flat_params, legal_name, run_tags
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.run_folder import run_artifacts
+from bandpo_cli.tracking.names import finite_metrics, flat_params, mlflow_name, run_tags
 from bandpo_cli.tracking.store import tracking_store, ui_command
-from bandpo_cli.tracking.tracker import status_of
+from bandpo_cli.types import status_of
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from bandpo_cli.tracking.tracker import status_of
 def test_names_become_legal_and_legal_ones_stay(name, legal):
     from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
-    assert legal_name(name) == legal
+    assert mlflow_name(name) == legal
     _validate_metric_name(legal)
     _validate_param_name(legal)
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.tracking import mlflow_tracker, run_names
-from bandpo_cli.tracking.artifacts import run_artifacts
-from bandpo_cli.tracking.mlflow_names import finite_metrics
-from bandpo_cli.tracking.mlflow_sync import sync_run
-from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage import run_folder
+from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
+from bandpo_cli.tracking import tracker
+from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking.sync import sync_run
+from bandpo_cli.tracking.tracker import MlflowTracker
 from tests.tracking.mlflow_server import MlflowServer, Triple, silent_port
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def server(one_server: MlflowServer) -> MlflowServer:
 
 @pytest.fixture
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> RunFolder:
-    folder = RunFolder.create(tmp_path / "runs", run_names.plain(request.node.name))
+    folder = RunFolder.create(tmp_path / "runs", run_folder.slug(request.node.name))
     folder.write_config("seed: 3\n")
     folder.write_env({"versions": {"python": "3.11"}})
     return folder
@@ -126,7 +126,7 @@ def test_a_server_that_is_ended_and_started_again_during_the_run(
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a frozen server be noticed within seconds."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    monkeypatch.setattr(mlflow_tracker, "ANSWER_WITHIN_S", 2.0)
+    monkeypatch.setattr(tracker, "ANSWER_WITHIN_S", 2.0)
 
 
 def freeze(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
@@ -218,7 +218,7 @@ def test_a_run_that_is_killed_and_resumed_has_one_record_a_step(
     assert server.statuses(folder.name) == ["RUNNING"]
     sync_run(Store(server.uri, "bandpo", None), folder.path)
     assert server.statuses(folder.name) == ["KILLED"]
-    folder.rewind(20)
+    folder.roll_back(20)
     seen: list[list[str]] = []
 
     def look() -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.tracking import TrackingConfig
-from bandpo_cli.tracking.artifacts import run_artifacts
-from bandpo_cli.tracking.mlflow_tracker import MlflowTracker, open_tracker
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
 from bandpo_cli.tracking.store import Store, tracking_store
-from bandpo_cli.tracking.tracker import NullTracker, RunStatus
+from bandpo_cli.tracking.tracker import MlflowTracker, NullTracker, open_tracker
+from bandpo_cli.types import RunStatus
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
@@ -164,8 +163,8 @@ def test_a_server_that_answers_500_costs_one_warning(run):
 
 def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
     """Two failures in the middle, one of them after MLflow had stored what it was sent."""
-    from bandpo_cli.tracking import mlflow_tracker
-    from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
+    from bandpo_cli.tracking import tracker
+    from bandpo_cli.tracking.mirror import MlflowMirror
 
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     send, calls = MlflowMirror.send, []
@@ -179,8 +178,8 @@ def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
             raise TimeoutError("stored, but the answer was lost")
 
     monkeypatch.setattr(MlflowMirror, "send", flaky)
-    monkeypatch.setattr(mlflow_tracker, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(mlflow_tracker, "LAST_TRIES", 3)
+    monkeypatch.setattr(tracker, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(tracker, "LAST_TRIES", 3)
     warnings = _mirror(run, store)
     assert len(warnings) == 1
     _check_complete(store.uri, run, "FINISHED")
@@ -189,7 +188,7 @@ def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
 HANGING_RUN = """
 import sys, time
 from pathlib import Path
-from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.tracking.store import Store
 
 tracker = MlflowTracker(Store(sys.argv[1], "bandpo", None), Path(sys.argv[2]), print)
@@ -225,8 +224,8 @@ def test_a_run_in_a_new_process_prints_nothing_and_calls_nobody(run):
     """MLflow's migrations, its telemetry threads and its log lines stay out of the way."""
     code = (
         "import sys, threading; from pathlib import Path\n"
-        "from bandpo_cli.config.tracking import TrackingConfig\n"
-        "from bandpo_cli.tracking.mlflow_tracker import open_tracker\n"
+        "from bandpo_cli.config.run import TrackingConfig\n"
+        "from bandpo_cli.tracking.tracker import open_tracker\n"
         "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
         "tracker.start('first', {}, {}); tracker.log_metrics(1, {'a': 1.0}); tracker.finish('FINISHED', [])\n"
         "assert [t.name for t in threading.enumerate()] == ['MainThread'], threading.enumerate()\n"
@@ -243,8 +242,8 @@ def test_runs_that_start_together_share_a_new_database(run):
     folders = [RunFolder.create(run.path.parent, f"job-{i}") for i in range(4)]
     code = (
         "import sys; from pathlib import Path\n"
-        "from bandpo_cli.config.tracking import TrackingConfig\n"
-        "from bandpo_cli.tracking.mlflow_tracker import open_tracker\n"
+        "from bandpo_cli.config.run import TrackingConfig\n"
+        "from bandpo_cli.tracking.tracker import open_tracker\n"
         "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
         "tracker.start('x', {}, {}); [tracker.log_metrics(i, {'a': 1.0}) for i in range(100)]\n"
         "tracker.finish('FINISHED', [])\n"

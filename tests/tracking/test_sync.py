@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.layers import to_yaml
-from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.tracking import TrackingConfig
+from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.tracking.lock import LOCK
-from bandpo_cli.tracking.mlflow_link import find_link, link_stamp, read_links, write_link
-from bandpo_cli.tracking.mlflow_mirror import MlflowMirror
-from bandpo_cli.tracking.mlflow_names import flat_params, run_tags
-from bandpo_cli.tracking.mlflow_sync import store_of, sync_run
-from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
-from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.tracking.run_record import is_being_written, read_records, read_run
+from bandpo_cli.storage.files import LOCK
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.link import find_link, link_version, read_links, write_link
+from bandpo_cli.tracking.mirror import MlflowMirror
+from bandpo_cli.tracking.names import flat_params, run_tags
+from bandpo_cli.tracking.run_record import is_locked, read_records, read_stored_run
 from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.sync import store_for_run, sync_run
+from bandpo_cli.tracking.tracker import MlflowTracker
 
 NO_VARIABLES: dict[str, str] = {}
 
@@ -137,7 +136,7 @@ def test_a_step_that_was_done_again_is_not_there_twice(store: Store, folder: Run
     """Its time is another one; MLflow keeps the first, and the sync says so."""
     sync_run(store, folder.path)
     before = history(store, folder)
-    folder.rewind(1)
+    folder.roll_back(1)
     folder.append_metrics({"step": 2, "train/reward": 0.5, "time/step": 9.0})
     sent = sync_run(store, folder.path)
     assert (sent.metrics.new, sent.metrics.there, sent.metrics.differing) == (0, 6, 1)
@@ -157,7 +156,7 @@ def test_a_changed_file_is_sent_again_and_one_that_mlflow_lost_too(store: Store,
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bandpo_cli.tracking.lock import sole_writer
+from bandpo_cli.storage.files import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -179,7 +178,7 @@ def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, f
         assert run_at(store, folder).info.status == "RUNNING"
         writer.kill()
     assert (folder.path / LOCK).exists()
-    assert not is_being_written(folder.path)
+    assert not is_locked(folder.path)
     sent = sync_run(store, folder.path)
     assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
     assert run_at(store, folder).info.status == "KILLED"  # it could not say so any more
@@ -199,7 +198,7 @@ def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, f
 def test_how_a_run_has_ended(folder: RunFolder, summary: dict[str, Any] | None, status: str) -> None:
     if summary is not None:
         folder.write_summary(summary)
-    assert read_run(folder.path).status == status
+    assert read_stored_run(folder.path).status == status
 
 
 def written(path: Path, second: float) -> None:
@@ -215,7 +214,7 @@ def test_clocks_come_from_the_seconds_of_the_steps_and_the_times_of_the_files(fo
     written(samples, 900)
     assert [record.clock_ms for record in read_records(folder.path)] == [898_000, 900_000, 1_000_000]
     written(folder.path / "config.yaml", 897)
-    run = read_run(folder.path)
+    run = read_stored_run(folder.path)
     assert (run.start_ms, run.end_ms) == (896_000, 1_000_000)
 
 
@@ -233,7 +232,7 @@ def test_clocks_come_from_the_seconds_of_the_steps_and_the_times_of_the_files(fo
 def test_a_damaged_folder_is_told_by_its_file(folder: RunFolder, name: str, text: str) -> None:
     (folder.path / name).write_text(text)
     with pytest.raises(UserError, match=name) as told:
-        read_run(folder.path)
+        read_stored_run(folder.path)
     assert "\n" not in str(told.value)
 
 
@@ -263,7 +262,7 @@ def test_a_run_whose_making_was_not_answered_is_found_and_not_made_twice(
 def test_a_tracker_notices_that_a_sync_has_sent_meanwhile(store: Store, folder: RunFolder) -> None:
     tracker = MlflowTracker(store, folder.path, pytest.fail)
     mirror = MlflowMirror.connect(store, folder.path, folder.name, flat_params({}), {})
-    tracker._mirror, tracker._link = mirror, link_stamp(folder.path)  # connected, with nothing sent yet
+    tracker._mirror, tracker._link = mirror, link_version(folder.path)  # connected, with nothing sent yet
     sync_run(store, folder.path)  # what the tracker has seen of MLflow is out of date now
     for record in folder.read_metrics():
         tracker.log_metrics(record["step"], record)
@@ -298,7 +297,7 @@ def test_a_runs_folder_that_has_moved_keeps_its_mlflow_run(folder: RunFolder, st
     moved = replace(link, uri=f"sqlite:///{folder.path}/gone.db")
     (folder.path / "mlflow.json").unlink()
     write_link(folder.path, moved)
-    found = store_of(read_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
+    found = store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
     assert found.uri == store.uri
     assert sync_run(store, folder.path).nothing
     assert run_at(store, folder).info.run_id == link.run_id
@@ -310,7 +309,7 @@ def test_where_a_run_belongs(folder: RunFolder, store: Store) -> None:
     runs = folder.path.parent
 
     def uri(option: str | None = None, environ: dict[str, str] = NO_VARIABLES) -> str:
-        return store_of(read_run(folder.path), option, environ).uri
+        return store_for_run(read_stored_run(folder.path), option, environ).uri
 
     assert uri() == f"sqlite:///{runs}/mlflow.db"
     (runs / "sweep.yaml").write_text("runs: []\n")
@@ -327,4 +326,4 @@ def test_a_password_is_not_taken_for_what_it_was_blotted_out_with(folder: RunFol
     link = {"uri": "http://***@host", "experiment": "bandpo", "key": "k", "run_id": "r"}
     (folder.path / "mlflow.json").write_text(json.dumps(link))
     whole = "http://me:secret@host"
-    assert store_of(read_run(folder.path), None, {"MLFLOW_TRACKING_URI": whole}).uri == whole
+    assert store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": whole}).uri == whole

@@ -9,13 +9,13 @@ import pytest
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.tracking import mlflow_sync
-from bandpo_cli.tracking.mlflow_mirror import Record, Sent
-from bandpo_cli.tracking.mlflow_sync import RECORDS_A_CALL, sync_run
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking import sync
+from bandpo_cli.tracking.mirror import MetricRecord, Sent
 from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking.sync import RECORDS_PER_CALL, sync_run
 
-STEPS = 2 * RECORDS_A_CALL + 20
+STEPS = 2 * RECORDS_PER_CALL + 20
 
 
 class Mirror:
@@ -26,7 +26,7 @@ class Mirror:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
 
-    def send(self, records: Sequence[Record]) -> Sent:
+    def send(self, records: Sequence[MetricRecord]) -> Sent:
         steps = [record.step for record in records]
         self.calls.append(steps)
         there = [step for step in steps if step % 3 == 0]
@@ -53,9 +53,9 @@ def test_each_step_is_sent_once_and_in_order(tmp_path: Path, monkeypatch: pytest
     for step in range(STEPS):
         folder.append_metrics({"step": step, "train/reward": 0.5, "time/step": 1.0})
     mirror = Mirror()
-    monkeypatch.setattr(mlflow_sync.MlflowMirror, "connect", lambda *_: mirror)
+    monkeypatch.setattr(sync.MlflowMirror, "connect", lambda *_: mirror)
     synced = sync_run(Store("http://stand-in", "bandpo", None), folder.path)
     assert [step for call in mirror.calls for step in call] == list(range(STEPS))
-    assert max(map(len, mirror.calls)) <= RECORDS_A_CALL
+    assert max(map(len, mirror.calls)) <= RECORDS_PER_CALL
     assert synced.metrics == Sent(80, 40, 8)  # of 0 … 119, 40 are multiples of 3 and 8 of 15
     assert (synced.files, synced.files_there) == (2, 0)  # config.yaml and metrics.jsonl

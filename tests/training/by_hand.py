@@ -8,12 +8,12 @@ import statistics
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.training.parts import Parts
+from bandpo_cli.training.components import Components
 from tests.training.recording import Sampled, Weights
 
 
 def plain_logprobs(
-    parts: Parts, weights: Weights, groups: list[list[Sampled]], temperature: float
+    parts: Components, weights: Weights, groups: list[list[Sampled]], temperature: float
 ) -> list[float]:
     """Return log π of every sampled token by one unpadded forward pass per completion."""
     model = copy.deepcopy(parts.policy.model)

@@ -18,10 +18,10 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import StepReport, train
-from bandpo_cli.training.parts import Parts, build
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.conftest import SHAPE
 
@@ -158,7 +158,7 @@ class Recording:
         initial: the weights before the first update.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, parts: Components, folder: RunFolder) -> None:
         self.config, self.parts, self.folder = config, parts, folder
         self.steps: dict[int, Step] = {}
         self.current = Step()
@@ -190,7 +190,7 @@ class RecordingSampler:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         shares_weights: bool = True,
         shift: Callable[[int], float] | None = None,
         stale: bool = False,
@@ -304,7 +304,7 @@ def prepare_run(
         sampler: options of `RecordingSampler`.
     """
     config = resolve([SETTINGS, {"model": {"path": str(model)}}, *layers])
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     heldout = parts.heldout["countdown"]
     ids = [problem.id for problem in parts.stream.take(0, 40)]
     recorder, grader = RecordingSampler(parts, **sampler), RecordingGrader(uniform(ids))

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.config.bounds import BandBounds
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.types import Grade, Group, Problem, Rollout
 from tests.conftest import random_model
 
@@ -54,9 +54,11 @@ def experiences_of(
     advantages = group_advantages(
         torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
     )
-    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandBounds())
+    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandSettings())
     return [
-        prepare(policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact)
+        prepare_experience(
+            policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact
+        )
         for i in range(0, len(groups), size)
     ]
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bandpo_cli.config.run import ModelConfig, OptimConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.tracking.checkpoints import Progress
-from bandpo_cli.training.checkpoint import load_checkpoint, save_checkpoint
+from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.training.components import load_checkpoint, save_checkpoint
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 
@@ -162,7 +162,7 @@ def test_room_is_asked_for_moments_and_masters_too(
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
     usage = shutil.disk_usage(tmp_path)
-    for free, fits in ((64 * 2**20 + 13 * trained.policy.parameters_count, False), (80 * 2**20, True)):
+    for free, fits in ((64 * 2**20 + 13 * trained.policy.parameter_count, False), (80 * 2**20, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         if fits:
             save_checkpoint(*trained, STEP, tmp_path / "step-000010")

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.parts import build
 
 SMALL: dict[str, Any] = {
     "steps": 3,
@@ -42,7 +42,7 @@ KEYS = {f"{room}/{name}" for room, names in CONTRACT.items() for name in names}
 def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, RunFolder, torch.nn.Module]:
     config = resolve([SMALL, *layers])
     folder = RunFolder.create(runs_dir, name)
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     for _ in train(config, parts, folder):
         pass
     return config, folder, parts.policy.model
@@ -116,7 +116,7 @@ def test_every_method_trains(tmp_path: Path, bounds: dict[str, Any]) -> None:
 def test_dynamic_sampling_learns_from_groups_with_spread_alone(tmp_path: Path) -> None:
     """Every group that is learnt from has right and wrong answers; what was dropped is still counted and kept."""
     config = resolve([SMALL, {"steps": 2, "sampling": {"dynamic": True}, "evaluation": {"every": 1}}])
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
     for _ in train(config, parts, folder):
         pass
@@ -179,7 +179,7 @@ def test_the_embedded_default_learns(tmp_path: Path) -> None:
     """20 of the 100 steps of `bandpo train`; over three seeds they brought 0.276 to 0.379 and the like."""
     config = resolve([{"steps": 20}])
     folder = RunFolder.create(tmp_path, "a")
-    for _ in train(config, build(config, build_task(config.task)), folder):
+    for _ in train(config, build_components(config, build_task(config.task)), folder):
         pass
     records = folder.read_metrics()
     first, last = (records[step]["eval/countdown/mean_at_16"] for step in (0, 20))

@@ -20,17 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.load import Policy
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tracking.bad_batch import KEPT_BATCHES
-from bandpo_cli.tracking.checkpoints import Progress
-from bandpo_cli.tracking.run_folder import RunFolder
-from bandpo_cli.training.checkpoint import save_checkpoint
+from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import MAX_BAD_BATCHES
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.training.components import build_components, save_checkpoint
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.nonfinite import BadUpdateRule
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
-from bandpo_cli.training.parts import build
-from bandpo_cli.training.update import update_policy
+from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
 
 STEADY = {"warmup_steps": 0, "lr": 1e-3}
@@ -113,7 +111,7 @@ def test_a_skipped_update_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
         first, second = experiences_of(policy, updates=2)
         broken = [with_value(first, "sampler_logprobs", -math.inf)] if bad else []
         optimizer = Optimizer(policy.model, config.optim, total_updates=3)
-        rule = BadUpdateRule(config, optimizer, tmp_path, step=1)
+        rule = BadUpdateHandler(config, optimizer, tmp_path, step=1)
         figures = update_policy(policy, optimizer, [first, *broken, second], config, rule)
         ended.append((weights_of(policy), figures.metrics(), optimizer))
     (weights, expected, _), (found, figures_of_bad, optimizer) = ended
@@ -134,7 +132,7 @@ def test_a_skipped_update_leaves_the_masters_of_narrow_weights_alone(tmp_path: P
     update_policy(policy, optimizer, [experience], config)
     before = [(weight.clone(), master.clone()) for weight, master in optimizer._pairs]
     infinite_gradient(policy, experience)
-    rule = BadUpdateRule(config, optimizer, tmp_path, step=1)
+    rule = BadUpdateHandler(config, optimizer, tmp_path, step=1)
     assert update_policy(policy, optimizer, [experience], config, rule).skipped == 1
     assert all(
         torch.equal(weight, old) and torch.equal(master, old_master)
@@ -153,7 +151,7 @@ def test_the_batch_is_kept_with_every_number_that_there_was(tmp_path: Path) -> N
     spoil_a_weight(policy)
     with pytest.raises(NonFiniteError) as caught:
         update_policy(
-            policy, optimizer, [experience], config, BadUpdateRule(config, optimizer, tmp_path, step=12)
+            policy, optimizer, [experience], config, BadUpdateHandler(config, optimizer, tmp_path, step=12)
         )
     path = tmp_path / "bad_batches" / "step-000012-update-1.parquet"
     line = str(caught.value)
@@ -198,13 +196,13 @@ def test_advice_names_only_what_can_still_be_changed(tmp_path: Path, dtype: str,
     (experience,) = experiences_of(policy, updates=1)
     bad = with_value(experience, "advantages", math.nan)
     with pytest.raises(NonFiniteError) as caught:
-        update_policy(policy, optimizer, [bad], config, BadUpdateRule(config, optimizer, tmp_path, 1))
+        update_policy(policy, optimizer, [bad], config, BadUpdateHandler(config, optimizer, tmp_path, 1))
     assert ("model.dtype=float32" in str(caught.value)) == (dtype != "float32")
     assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
 
 
 def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> None:
-    limit = KEPT_BATCHES + 2
+    limit = MAX_BAD_BATCHES + 2
     config = config_of(optim={**STEADY, "max_skips": limit})
     policy = policy_of()
     good, other = experiences_of(policy, updates=2)
@@ -212,19 +210,19 @@ def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> No
     optimizer = Optimizer(policy.model, config.optim, total_updates=99)
 
     def updates(step: int, *experiences: Experience) -> int:
-        rule = BadUpdateRule(config, optimizer, tmp_path, step)
+        rule = BadUpdateHandler(config, optimizer, tmp_path, step)
         return update_policy(policy, optimizer, experiences, config, rule).skipped
 
     assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, (
         "a good update starts the count anew"
     )
-    assert len(os.listdir(tmp_path / "bad_batches")) == KEPT_BATCHES
+    assert len(os.listdir(tmp_path / "bad_batches")) == MAX_BAD_BATCHES
     with pytest.raises(
         NonFiniteError, match=rf"not applied, after {limit} skipped in a row; its batch is in"
     ):
         updates(2, bad)
     names = sorted(os.listdir(tmp_path / "bad_batches"))
-    assert len(names) == KEPT_BATCHES + 1
+    assert len(names) == MAX_BAD_BATCHES + 1
     assert names[-1] == "step-000002-update-1.parquet", "the one that stops the run is always kept"
 
 
@@ -237,7 +235,7 @@ def test_a_disk_that_takes_no_batch_does_not_hide_the_fault(tmp_path: Path) -> N
     with pytest.raises(
         NonFiniteError, match=r"the advantages are not finite.*its batch could not be written"
     ):
-        update_policy(policy, optimizer, [bad], config, BadUpdateRule(config, optimizer, tmp_path, 1))
+        update_policy(policy, optimizer, [bad], config, BadUpdateHandler(config, optimizer, tmp_path, 1))
 
 
 SMALL: dict[str, Any] = {
@@ -252,7 +250,7 @@ SMALL: dict[str, Any] = {
 def test_a_run_on_a_model_with_a_broken_weight_skips_what_it_may_and_stops(tmp_path: Path) -> None:
     """Three skips are allowed: step 1 is recorded with both updates skipped, step 2 stops at its second."""
     config = resolve([SMALL, {"optim": {"max_skips": 3}, "checkpoint": {"every": 0}}])
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
     spoil_a_weight(parts.policy)
     with pytest.raises(
@@ -288,7 +286,7 @@ def test_a_gradient_that_explodes_late_spoils_no_checkpoint(
     was; and while updates fail none is removed, though the settings ask for the last one alone."""
     keep_one = {"checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}
     config = resolve([SMALL, {"steps": 5, "optim": {"updates": 2, "max_skips": skips}}, keep_one])
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
     steps = train(config, parts, folder)
     assert [next(steps).step, next(steps).step] == [1, 2]

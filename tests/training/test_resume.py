@@ -11,11 +11,11 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.tasks import build_task
-from bandpo_cli.tracking.checkpoints import remove_later, whole_checkpoints
-from bandpo_cli.tracking.run_folder import RunFolder
+from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.parts import Parts, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def run_until(config: RunConfig, folder: RunFolder, parts: Parts, first: int, last: int) -> Parts:
+def run_until(config: RunConfig, folder: RunFolder, parts: Components, first: int, last: int) -> Components:
     """Run the steps from `first` on and leave off after `last`, as a kill there would."""
     for report in train(config, parts, folder, first=first):
         if report.step == last:
@@ -37,15 +37,15 @@ def run_until(config: RunConfig, folder: RunFolder, parts: Parts, first: int, la
     return parts
 
 
-def go_on(config: RunConfig, folder: RunFolder, last: int) -> Parts:
+def go_on(config: RunConfig, folder: RunFolder, last: int) -> Components:
     """Resume from the latest checkpoint."""
     done = folder.read_metrics()[-1]["step"]
-    step = max(step for step in whole_checkpoints(folder)[0] if step <= done)
+    step = max(step for step in complete_checkpoints(folder)[0] if step <= done)
     assert step < last
-    parts = build(config, build_task(config.task))
-    assert parts.go_on_from(folder.checkpoint_dir(step)).step == step
-    folder.rewind(step)
-    remove_later(folder, step)
+    parts = build_components(config, build_task(config.task))
+    assert parts.resume_from(folder.checkpoint_dir(step)).step == step
+    folder.roll_back(step)
+    remove_checkpoints_after(folder, step)
     return run_until(config, folder, parts, step + 1, last)
 
 
@@ -74,8 +74,8 @@ def both(tmp_path: Path, *layers: dict[str, Any], stop: int = 3) -> tuple[RunFol
     """Run it once through, and once stopped after `stop` and resumed; return both folders."""
     config = resolve([SMALL, *layers])
     whole, resumed = (RunFolder.create(tmp_path, name) for name in ("whole", "resumed"))
-    run_until(config, whole, build(config, build_task(config.task)), 0, config.steps)
-    run_until(config, resumed, build(config, build_task(config.task)), 0, stop)
+    run_until(config, whole, build_components(config, build_task(config.task)), 0, config.steps)
+    run_until(config, resumed, build_components(config, build_task(config.task)), 0, stop)
     go_on(config, resumed, config.steps)
     return whole, resumed
 
@@ -134,8 +134,8 @@ def test_gradient_checkpointing_may_change_at_a_resume(tmp_path: Path) -> None:
     """What --resume lets through as harmless: no number of the record moves."""
     config = resolve([SMALL])
     whole, resumed = (RunFolder.create(tmp_path, name) for name in ("whole", "resumed"))
-    run_until(config, whole, build(config, build_task(config.task)), 0, 5)
-    run_until(config, resumed, build(config, build_task(config.task)), 0, 3)
+    run_until(config, whole, build_components(config, build_task(config.task)), 0, 5)
+    run_until(config, resumed, build_components(config, build_task(config.task)), 0, 3)
     go_on(resolve([SMALL, {"model": {"gradient_checkpointing": True}}]), resumed, 5)
     check_same(whole, resumed)
 
@@ -151,26 +151,26 @@ def test_what_is_kept_holds_across_a_resume(tmp_path: Path) -> None:
     check_same(whole, resumed)
     lines = [line for line in record(whole) if line["step"]]
     best = sorted(lines, key=lambda line: (-line["train/accuracy"], line["step"]))[:2]
-    assert sorted(whole_checkpoints(resumed)[0]) == sorted({6, *(line["step"] for line in best)})
+    assert sorted(complete_checkpoints(resumed)[0]) == sorted({6, *(line["step"] for line in best)})
 
 
 def test_other_problems_are_refused(tmp_path: Path) -> None:
     config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
-    run_until(config, folder, build(config, build_task(config.task)), 0, 1)
-    parts = build(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
+    run_until(config, folder, build_components(config, build_task(config.task)), 0, 1)
+    parts = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
     with pytest.raises(UserError, match="learnt from other problems"):
-        parts.go_on_from(folder.checkpoint_dir(1))
+        parts.resume_from(folder.checkpoint_dir(1))
     parts.close()
 
 
 def test_asked_to_stop_it_keeps_the_step_it_has_done(tmp_path: Path) -> None:
     config = resolve([SMALL, {"checkpoint": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
-    parts = build(config, build_task(config.task))
+    parts = build_components(config, build_task(config.task))
     steps = [report.step for report in train(config, parts, folder, stop=lambda: len(record(folder)) == 4)]
     parts.close()
     assert steps == [0, 1, 2, 3]
     state = json.loads((folder.checkpoint_dir(3) / "trainer" / "state.json").read_text())
     assert (state["step"], state["updates"], state["position"]) == (3, 6, 12)
-    assert list(whole_checkpoints(folder)[0]) == [3]
+    assert list(complete_checkpoints(folder)[0]) == [3]

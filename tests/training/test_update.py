@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import RatioBounds, ratio_bounds
-from bandpo_cli.config.bounds import BandBounds, ClipBounds, NoBounds
+from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.training.experience import Experience, prepare
+from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Group
@@ -56,7 +56,7 @@ def test_accumulation_gives_the_gradient_of_one_pass(aggregation: str) -> None:
 def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
     policy = policy_of()
     optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-2}), total_updates=2)
-    experience = experiences_of(policy, updates=1, bounds=ClipBounds(eps_low=0.05, eps_high=0.05))
+    experience = experiences_of(policy, updates=1, bounds=ClipSettings(eps_low=0.05, eps_high=0.05))
     first = update_policy(policy, optimizer, experience, CONFIG).metrics()
     second = update_policy(policy, optimizer, experience, CONFIG).metrics()
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
@@ -68,7 +68,7 @@ def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
 def test_bounds_hold_the_policy_back() -> None:
     """The same eight updates end nearer to π_old under a tight Band than with no bounds."""
     moved = []
-    for bounds in (BandBounds(delta=1e-4), NoBounds()):
+    for bounds in (BandSettings(delta=1e-4), NoClipSettings()):
         policy = policy_of()
         optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 2e-3}), total_updates=8)
         experience = experiences_of(policy, updates=1, bounds=bounds)
@@ -80,11 +80,11 @@ def test_bounds_hold_the_policy_back() -> None:
 
 def test_a_step_raises_the_probability_of_what_did_better() -> None:
     policy = policy_of()
-    (before,) = experiences_of(policy, updates=1, bounds=NoBounds())
+    (before,) = experiences_of(policy, updates=1, bounds=NoClipSettings())
     groups, advantages = _same_groups(before)
     optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-3}), total_updates=1)
     update_policy(policy, optimizer, [before], CONFIG)
-    after = prepare(policy, None, groups, advantages, _free, CONFIG)
+    after = prepare_experience(policy, None, groups, advantages, _free, CONFIG)
     assert ((after.old_logprobs - before.old_logprobs) * before.advantages).mean() > 0
 
 
@@ -118,7 +118,7 @@ def test_a_batch_without_spread_moves_nothing() -> None:
     policy = policy_of()
     groups = graded_groups(policy)
     flat = group_advantages(torch.ones(4, 4))
-    experience = prepare(policy, None, groups, flat, ratio_bounds(BandBounds()), CONFIG)
+    experience = prepare_experience(policy, None, groups, flat, ratio_bounds(BandSettings()), CONFIG)
     before = weights_of(policy)
     figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
     assert torch.equal(weights_of(policy), before)
@@ -157,10 +157,10 @@ def test_the_shortest_batches_are_learnt_from(
     groups = with_completions(graded_groups(policy)[:1], *token_ids)
     advantages = group_advantages(torch.tensor([[rollout.grade.reward for rollout in groups[0].rollouts_G]]))
     config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
-    before = prepare(policy, policy, groups, advantages, ratio_bounds(BandBounds()), config)
+    before = prepare_experience(policy, policy, groups, advantages, ratio_bounds(BandSettings()), config)
     figures = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
     assert all(math.isfinite(value) for value in figures.metrics().values())
-    after = prepare(policy, None, groups, advantages, ratio_bounds(BandBounds()), config)
+    after = prepare_experience(policy, None, groups, advantages, ratio_bounds(BandSettings()), config)
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
         assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
@@ -170,7 +170,7 @@ def test_a_completion_without_a_token_is_the_samplers_fault() -> None:
     policy = policy_of()
     groups = with_completions(graded_groups(policy), (2,), ())
     with pytest.raises(RunError, match="a completion without a token"):
-        prepare(policy, None, groups, torch.zeros(4, 2), ratio_bounds(BandBounds()), CONFIG)
+        prepare_experience(policy, None, groups, torch.zeros(4, 2), ratio_bounds(BandSettings()), CONFIG)
 
 
 @pytest.mark.parametrize(("by", "weight"), [(-0.5, math.exp(0.5)), (0.5, math.exp(-0.5)), (-3.0, 2.0)])
@@ -183,7 +183,9 @@ def test_another_engines_tokens_are_weighted_by_the_truncated_ratio(by: float, w
         advantages = group_advantages(
             torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
         )
-        experience = prepare(policy, None, groups, advantages, ratio_bounds(BandBounds()), CONFIG, exact)
+        experience = prepare_experience(
+            policy, None, groups, advantages, ratio_bounds(BandSettings()), CONFIG, exact
+        )
         optimizer = Optimizer(policy.model, config_of(optim={"max_grad_norm": None}).optim, total_updates=1)
         update_policy(policy, optimizer, [experience], CONFIG)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))  # type: ignore[union-attr]
@@ -194,7 +196,9 @@ def test_the_samplers_own_log_probs_can_be_what_ratios_are_taken_to() -> None:
     policy = policy_of()
     groups = shifted_groups(graded_groups(policy), 0.25)
     config = config_of(objective={"old_logprobs": "sampler"})
-    experience = prepare(policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandBounds()), config, False)
+    experience = prepare_experience(
+        policy, None, groups, torch.zeros(4, 4), ratio_bounds(BandSettings()), config, False
+    )
     assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
     assert experience.correction is None
     figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.sampling.vllm_weights import compared_shapes, policy_weights
+from bandpo_cli.sampling.vllm_worker import compared_shapes, policy_weights
 from tests.vllm.conftest import perturb, random_policy, start
 
 pytestmark = pytest.mark.vllm

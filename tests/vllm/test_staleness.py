@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from bandpo_cli.sampling import vllm_weights
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
+from bandpo_cli.sampling.engines import vllm_worker
 from tests.vllm.conftest import Running, perturb
 
 pytestmark = pytest.mark.vllm
@@ -84,7 +84,7 @@ def test_other_values_than_were_given(
 
 def test_a_tied_output_layer_left_as_it_was(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM 0.32 does on a CPU: without the repacking, the probe would stop the run."""
-    monkeypatch.setattr(vllm_weights, "_repack_tied", lambda model: None)
+    monkeypatch.setattr(vllm_worker, "_repack_tied", lambda model: None)
     with pytest.raises(StaleEngineError, match="log-probs of a fixed sequence"):
         qwen2.sync()
 

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import is_there, read_text
+from bandpo_cli.paths import path_exists, read_text
 from bandpo_cli.reports.run_plots import Series, series
-from bandpo_cli.reports.sweep.find import ArmRun
-from bandpo_cli.reports.sweep.settings import read_settings
+from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
 from bandpo_cli.reports.sweep.statistics import area_under
-from bandpo_cli.tracking.run_folder import read_metrics
+from bandpo_cli.storage.run_folder import read_metrics
 
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 _BIN = re.compile(r"clip/active_fraction/(p_[\d.e-]+_[\d.e-]+)")
 
 _MOST_STEPS = 10**12
-_HUGE = 1e100  # nothing that is measured is as large
+_MAX_ABS_VALUE = 1e100  # nothing that is measured is as large
 
 Record = Mapping[str, Any]
 
@@ -49,7 +48,7 @@ class Evaluations:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class ArmRunData:
     """What a report takes from a whole run.
 
     Attributes:
@@ -82,7 +81,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedRun:
     """A run that no figure is of, and why."""
 
     run: str
@@ -91,12 +90,12 @@ class LeftOut:
     reason: str
 
 
-def read_run(run: ArmRun) -> RunRecord | LeftOut:
+def read_arm_run(run: ArmRun) -> ArmRunData | ExcludedRun:
     """Return the run's record; what failed, is unfinished, not evaluated, damaged or gone is left out, with why."""
     try:
         return _read(run)
     except UserError as error:
-        return LeftOut(run.folder.name, run.arm, run.seed, str(error))
+        return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -104,7 +103,7 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _read(run: ArmRun) -> RunRecord:
+def _read(run: ArmRun) -> ArmRunData:
     """Raises UserError with the reason where the run cannot be counted."""
     if not run.folder.is_dir():
         raise UserError("its folder is not there")
@@ -118,7 +117,7 @@ def _read(run: ArmRun) -> RunRecord:
     training = [record for record in records if record["step"] > 0]
     bins = _bins(training)
     tokens = math.fsum(share for _, share in bins.values())
-    return RunRecord(
+    return ArmRunData(
         run=run,
         settings=settings,
         steps=last,
@@ -150,13 +149,13 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def _is_number(value: Any) -> bool:
     """Tell what can be counted with from NaN, infinities and numbers whose squares no float can hold."""
-    return isinstance(value, int | float) and abs(value) < _HUGE
+    return isinstance(value, int | float) and abs(value) < _MAX_ABS_VALUE
 
 
 def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
-        if not is_there(folder / "summary.json"):
+        if not path_exists(folder / "summary.json"):
             raise UserError(f"not finished: {of_steps}, no summary.json")
         summary = json.loads(read_text(folder / "summary.json", "damaged: summary.json"))
         status = summary["status"]

@@ -32,7 +32,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """How an arm differs from the baseline, by the seeds that both have.
 
     Attributes:
@@ -60,7 +60,7 @@ def estimate(values: ArrayLike) -> Estimate | None:
     return Estimate(array.size, mean, mean - half, mean + half)
 
 
-def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
+def paired_test(arm: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
     """Compare two arms by their common seeds (values by seed); None when they have none in common.
 
     Pairing takes out what a seed does to both alike: the order of the problems, the evaluation before training.
@@ -71,7 +71,7 @@ def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | 
         return None
     error = _standard_error(changes)
     p = None if error is None else 2.0 * float(stdtr(change.n - 1, -abs(change.mean) / error))
-    return Paired(change, p, int(np.sum(changes > 0)), int(np.sum(changes < 0)))
+    return PairedTest(change, p, int(np.sum(changes > 0)), int(np.sum(changes < 0)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -92,7 +92,7 @@ def area_under(steps: Sequence[float], values: Sequence[float]) -> float | None:
     return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
 
 
-def band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return the lower and upper edge over R runs at each of S steps: [S], [S].
 
     The 95% t-interval of the mean; of two runs their range, since t with one degree of freedom (12.7 standard errors)

@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bandpo_cli.reports.sweep.finding import p_text
-from bandpo_cli.reports.sweep.result import Difference, Figure, Report
+from bandpo_cli.reports.sweep.arms import ArmDifference, Metric, Report
+from bandpo_cli.reports.sweep.findings import p_text
 from bandpo_cli.reports.sweep.statistics import Estimate
 
 CAPTIONS = {
@@ -30,12 +30,12 @@ DIFFERENCE_HEADS = (
 )
 
 
-def value_text(figure: Figure, estimate: Estimate | None) -> str:
+def value_text(figure: Metric, estimate: Estimate | None) -> str:
     """Return a mean as tables have it."""
     return "–" if estimate is None else figure.text(estimate.mean)
 
 
-def interval_text(figure: Figure, estimate: Estimate | None, sign: bool = False) -> str:
+def interval_text(figure: Metric, estimate: Estimate | None, sign: bool = False) -> str:
     """Return `0.451 – 0.497`, '' where there is no interval or the figure is beside the point."""
     if not figure.compared or estimate is None or estimate.low is None or estimate.high is None:
         return ""
@@ -43,14 +43,14 @@ def interval_text(figure: Figure, estimate: Estimate | None, sign: bool = False)
     return between.join(figure.text(end, sign) for end in (estimate.low, estimate.high))
 
 
-def half_width(figure: Figure, estimate: Estimate | None) -> str:
+def half_width(figure: Metric, estimate: Estimate | None) -> str:
     """Return `±0.023`, the distance from the mean to either end; '' as for `interval_text`."""
     if not figure.compared or estimate is None or estimate.high is None:
         return ""
     return f"±{figure.text(estimate.high - estimate.mean)}"
 
 
-def difference_cells(report: Report, each: Difference) -> list[str]:
+def difference_cells(report: Report, each: ArmDifference) -> list[str]:
     """Return the cells under `DIFFERENCE_HEADS`."""
     figure, pair = report.figure(each.figure), each.paired
     if pair is None:
@@ -151,7 +151,7 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def relative(path: Path) -> str:
+def _relative_to_cwd(path: Path) -> str:
     """Return `path` as short as it can be typed from here."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.reports.sweep.result import Figure, Report
-from bandpo_cli.reports.sweep.tables import half_width, relative, value_text
+from bandpo_cli.reports.sweep.arms import Metric, Report
+from bandpo_cli.reports.sweep.tables import _relative_to_cwd, half_width, value_text
 
 _WIDE = 110
 """Columns of a terminal in which a mean and its interval stand on one line."""
@@ -36,12 +36,12 @@ def print_report(console: Console, report: Report) -> None:
         )
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
-        console.print(Text(relative(report.files[name])), soft_wrap=True)
+        console.print(Text(_relative_to_cwd(report.files[name])), soft_wrap=True)
     pictures = [name for name in report.files if name.endswith(".png")]
     console.print(Text(f"beside them: {', '.join(pictures)}", style="dim"), soft_wrap=whole)
 
 
-def _table(report: Report, figures: Sequence[Figure], apart: str) -> Table:
+def _table(report: Report, figures: Sequence[Metric], apart: str) -> Table:
     """Return the arms, the most accurate first, with half the width of each 95% interval."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("arm", overflow="fold")

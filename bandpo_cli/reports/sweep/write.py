@@ -1,22 +1,62 @@
-"""From runs to a report on disk."""
+"""The report as one HTML file that needs nothing beside it: no script, no network, pictures inside."""
 
+# MERGED: From runs to a report on disk.
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.reports.sweep import finding as words
-from bandpo_cli.reports.sweep.find import ArmRun
-from bandpo_cli.reports.sweep.measure import by_arm, common_sets, compare_arms, measure_arms, measures
-from bandpo_cli.reports.sweep.notes import notes as notes_on
-from bandpo_cli.reports.sweep.page import page
-from bandpo_cli.reports.sweep.pictures import MOST_DRAWN, draw_all
-from bandpo_cli.reports.sweep.result import Report
-from bandpo_cli.reports.sweep.runs import LeftOut, RunRecord, read_run
+from bandpo_cli.reports.sweep import findings as words
+from bandpo_cli.reports.sweep import tables
+from bandpo_cli.reports.sweep.arms import (
+    Report,
+    arm_metrics,
+    common_sets,
+    compare_arms,
+    evaluate_arms,
+    group_by_arm,
+)
+from bandpo_cli.reports.sweep.findings import report_notes as notes_on
+from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
+from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
+from bandpo_cli.reports.sweep.selection import ArmRun
 from bandpo_cli.reports.sweep.tables import leaderboard_csv, markdown
-from bandpo_cli.tracking.files import write_text
+from bandpo_cli.storage.files import write_text
+
+
+def html_page(report: Report, pictures: Mapping[str, Path]) -> str:
+    """Return the page; `pictures` are PNG files by the names of `tables.CAPTIONS`."""
+    environment = Environment(
+        loader=PackageLoader("bandpo_cli.reports"),
+        autoescape=True,  # names of arms and runs are the user's
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    shown = [
+        (caption, base64.b64encode(pictures[name].read_bytes()).decode())
+        for name, caption in tables.CAPTIONS.items()
+        if name in pictures
+    ]
+    differences = [
+        (
+            report.figure(key),
+            [
+                (each, tables.difference_cells(report, each))
+                for each in report.differences
+                if each.figure == key
+            ],
+        )
+        for key in dict.fromkeys(each.figure for each in report.differences)
+    ]
+    return environment.get_template("report.html").render(
+        report=report, tables=tables, pictures=shown, differences=differences
+    )
 
 
 def write_report(
@@ -35,29 +75,29 @@ def write_report(
             no arm, or `out` cannot be written to.
     """
     _check_baseline(runs, baseline)
-    read = [read_run(run) for run in runs]
-    left_out = [each for each in read if isinstance(each, LeftOut)]
-    records = [each for each in read if isinstance(each, RunRecord)]
+    read = [read_arm_run(run) for run in runs]
+    left_out = [each for each in read if isinstance(each, ExcludedRun)]
+    records = [each for each in read if isinstance(each, ArmRunData)]
     if not records:
         raise UserError(_nothing_left(title, left_out))
-    arms = by_arm(records)
+    arms = group_by_arm(records)
     sets = common_sets(records)
-    taken = measures(records, sets)
-    measured = measure_arms(arms, taken)
+    taken = arm_metrics(records, sets)
+    measured = evaluate_arms(arms, taken)
     taken = [each for each in taken if any(each.figure.key in arm.figures for arm in measured)]
     ranked = {arm.name: arms[arm.name] for arm in measured}
     differences = compare_arms(ranked, baseline, taken) if baseline in arms and len(arms) > 1 else []
     accuracy = taken[0].figure
     passing = any(each.figure.key.startswith("pass_at_") for each in taken)
     drawn_few = (
-        [f"The pictures show the {MOST_DRAWN} most accurate arms and the baseline."]
-        if len(arms) > MOST_DRAWN
+        [f"The pictures show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline."]
+        if len(arms) > MAX_ARMS_PLOTTED
         else []
     )
     report = Report(
         title=title,
-        about=words.about(measured, sets),
-        finding=words.finding(
+        about=words.scope(measured, sets),
+        finding=words.headline(
             measured, baseline, [each for each in differences if each.figure == accuracy.key], accuracy
         ),
         baseline=baseline if baseline in arms else None,
@@ -83,7 +123,7 @@ def _check_baseline(runs: Sequence[ArmRun], baseline: str | None) -> None:
         )
 
 
-def _nothing_left(title: str, left_out: Sequence[LeftOut]) -> str:
+def _nothing_left(title: str, left_out: Sequence[ExcludedRun]) -> str:
     if not left_out:
         return f"{title}: no runs to report on"
     first = left_out[0]
@@ -91,14 +131,14 @@ def _nothing_left(title: str, left_out: Sequence[LeftOut]) -> str:
     return f"{title}: no run can be counted: {first.run}: {first.reason}{more}"
 
 
-def _write(report: Report, arms: dict[str, list[RunRecord]], out: Path) -> Report:
+def _write(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
     """Write the pictures, then what refers to them."""
     out.mkdir(parents=True, exist_ok=True)
     order = [arm.name for arm in report.arms]
-    pictures = draw_all(arms, order, report.baseline, report.sets, report.title, out)
+    pictures = plot_all(arms, order, report.baseline, report.sets, report.title, out)
     files = {name: out / name for name in ("report.html", "report.md", "leaderboard.csv")}
     report = replace(report, files={**files, **{path.name: path for path in pictures.values()}})
     write_text(files["leaderboard.csv"], leaderboard_csv(report))
     write_text(files["report.md"], markdown(report))
-    write_text(files["report.html"], page(report, pictures))
+    write_text(files["report.html"], html_page(report, pictures))
     return report

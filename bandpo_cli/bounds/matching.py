@@ -1,0 +1,105 @@
+"""The inverse question: at which radius is a Band as wide, at one probability, as a given ratio?"""
+
+# MERGED: At which radius does a Band clip as many of some recorded tokens as another method does?
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bandpo_cli.bounds.arrays import TokenProbs
+from bandpo_cli.bounds.divergences import divergence_at, find_divergence
+from bandpo_cli.bounds.methods import ratio_bounds
+from bandpo_cli.config.methods import BandSettings, MethodSettings
+from bandpo_cli.errors import ConfigError
+
+
+def matching_delta(name: str, prob: float, upper: float) -> float | None:
+    """The δ whose Band has this upper bound at p = `prob`; None where no Band has it.
+
+    None has it where upper > 1/p, which the simplex forbids, and where upper = 1/p and f(0) is infinite (kl, neyman),
+    which only an infinite radius allows. Raises ConfigError for p outside (0, 1) or upper ≤ 1, and for `name` as
+    `find` does.
+    """
+    if not 0.0 < prob < 1.0:
+        raise ConfigError(f"p must be in (0, 1) for its upper bound to say anything, not {prob!r}")
+    if not upper > 1.0:
+        raise ConfigError(f"the upper bound to match must be > 1, not {upper!r}")
+    if upper * prob > 1.0:
+        return None
+    with np.errstate(all="ignore"):
+        delta = divergence_at(find_divergence(name), TokenProbs(np.log([prob])), upper)
+    return delta if math.isfinite(delta) and delta > 0.0 else None
+
+
+MIN_DELTA, MAX_DELTA = 1e-9, 10.0
+"""The radii that are looked at: the smallest hardly allows any change, at the largest nearly all bounds saturate."""
+_HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class RecordedTokens:
+    """N tokens of rollouts, each at its own update.
+
+    Attributes:
+        old_logprobs: [N] float64, nats.
+        ratios: [N] π/π_old at the time of the token's update.
+        advantages: [N]; the sign says which of the two bounds can bind.
+    """
+
+    old_logprobs: NDArray[np.float64]
+    ratios: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+
+
+class Match(NamedTuple):
+    """A radius, and the active clip fractions of the method and of the Band with it on the recorded tokens."""
+
+    delta: float
+    wanted: float
+    reached: float
+
+
+def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
+    """Return the share of tokens whose clamp binds: above `upper` with a > 0, or below `lower` with a < 0."""
+    bounds = ratio_bounds(config)(tokens.old_logprobs)
+    above = (tokens.ratios > bounds.upper) & (tokens.advantages > 0)
+    below = (tokens.ratios < bounds.lower) & (tokens.advantages < 0)
+    return float(np.mean(above | below))
+
+
+def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
+    """Return the δ at which `band` clips the share of `tokens` that `method` clips; its own δ is not looked at.
+
+    A wider Band clips fewer, so δ is found by bisection in its logarithm. The share is a step function of δ: `reached`
+    is the one nearest to `wanted` at the step. It answers for these ratios; a run with that δ makes other ones.
+
+    Raises:
+        ConfigError: the method clips none of the tokens, or more than any Band does.
+    """
+    wanted = clip_fraction(method, tokens)
+
+    def clipped(delta: float) -> float:
+        return clip_fraction(band.model_copy(update={"delta": delta}), tokens)
+
+    if wanted == 0.0:
+        raise ConfigError(
+            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens, so every wide enough Band "
+            "matches it; record a run in which it binds (more optim.updates, a higher optim.lr)"
+        )
+    if clipped(MIN_DELTA) < wanted or clipped(MAX_DELTA) > wanted:
+        raise ConfigError(
+            f"no Band of {band.divergence} clips {wanted:.3%} of the recorded tokens, as {method.method} does: it can "
+            f"clip between {clipped(MAX_DELTA):.3%} and {clipped(MIN_DELTA):.3%}"
+        )
+    low, high = math.log(MIN_DELTA), math.log(MAX_DELTA)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if clipped(math.exp(middle)) > wanted else (low, middle)
+    best = min((math.exp(low), math.exp(high)), key=lambda delta: abs(clipped(delta) - wanted))
+    # Six digits: the share cannot tell more apart, and a person has to read and type it.
+    delta = float(f"{best:.6g}")
+    return Match(delta, wanted, clipped(delta))

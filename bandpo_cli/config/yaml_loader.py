@@ -1,0 +1,104 @@
+"""YAML from anyone: plain values alone, of a size and depth that settings have, or one line that says where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.paths import read_text
+
+MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
+
+
+def read_yaml(path: Path, where: str) -> Any:
+    """Read a file as `parse_yaml` does. Raises ConfigError; the line begins with `where`."""
+    return parse_yaml(read_text(path, where), where)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value that `text` holds, None for an empty one.
+
+    Raises:
+        ConfigError: it is no YAML, gives a key twice, has a tag of a language's own, or is too large or too deep.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except Exception as error:  # noqa: BLE001 - the reader raises KeyError, IndexError and more for what is no value
+        said = getattr(error, "problem", None) or getattr(error, "reason", None)
+        problem = said or ("nested too deep" if isinstance(error, RecursionError) else type(error).__name__)
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe reader, with a key given twice an error instead of the last one silently winning."""
+
+    _composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > MAX_VALUES:  # told on the way: the reader takes a minute for a megabyte
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
+        return super().compose_node(parent, index)
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_expanded_size(MAX_VALUES, node)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):  # `!!map 5`
+            raise _yaml_error("expected `key: value` lines", node)
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key is not None and not isinstance(key, (str, int, float)):
+                raise _yaml_error("a key must be a plain name", key_node)
+            if key in seen:
+                raise _yaml_error(f"'{key}' is given twice", key_node)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Read a number. YAML has numbers to the base of 60, which take hours when they are long."""
+        if not isinstance(node.value, str) or len(node.value) > MAX_DIGITS:
+            raise _yaml_error(f"a number of more than {MAX_DIGITS} digits", node)
+        kind = (
+            yaml.SafeLoader.construct_yaml_int
+            if node.tag.endswith("int")
+            else yaml.SafeLoader.construct_yaml_float
+        )
+        return kind(self, node)
+
+
+for _tag in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _StrictLoader.construct_number)
+
+
+def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+def _check_expanded_size(most: int, root: yaml.Node) -> None:
+    """Refuse what comes to more than `most` values with every alias written out, or to none that ends."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if depth > MAX_DEPTH:  # an alias within itself, too
+            raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
+        if id(node) not in sizes:
+            inner = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
+            if sizes[id(node)] > most:
+                raise _yaml_error(f"more than {most:,} values", node)
+        return sizes[id(node)]
+
+    size(root, 0)

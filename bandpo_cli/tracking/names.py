@@ -1,0 +1,87 @@
+"""What MLflow takes as names, params and tags, made from what a run has."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bandpo_cli.storage.environment import redact_credentials
+
+MAX_KEY = 250
+MAX_PARAM = 6000
+MAX_TAG = 5000
+MAX_PARAMS_PER_BATCH = 100
+MAX_METRICS_PER_BATCH = 1000
+"""MLflow's own limits (mlflow/utils/validation.py); for tags the smaller one of servers before 2.9."""
+
+_WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
+
+
+def mlflow_name(name: str) -> str:
+    """Return `name` as MLflow takes it: ASCII letters, digits, `_ - . /` and blanks, no odd path, ≤ 250 long.
+
+    `@ < > = % +` become words (`mean@16` is `mean_at_16`), any other character `_`; then path parts that are
+    empty, `.` or `..` are dropped. A legal name stays as it is. Two names can meet (`a[b]` and `a(b)`).
+    """
+    spelled = re.sub(r"[@<>=%+]", lambda match: _WORDS[match[0]], name)
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", spelled)
+    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_KEY].rstrip("/") or "unnamed"
+
+
+def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
+    """Return the finite numbers of `record` under legal names, `step` left out."""
+    return {
+        mlflow_name(key): float(value)
+        for key, value in record.items()
+        if key != "step"
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    }
+
+
+def flat_params(config: Mapping[str, object]) -> dict[str, str]:
+    """Return `config` as `a.b.c` → text: strings as they are, anything else as JSON, at most 6000 characters.
+
+    Passwords in addresses are blotted out.
+    """
+    return {mlflow_name(key): redact_credentials(text)[:MAX_PARAM] for key, text in _leaves(config, "")}
+
+
+def _leaves(config: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
+    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the versions.
+
+    `parent` is the MLflow run that it is shown under.
+    """
+    tags = {
+        "mlflow.source.name": str(env.get("command", "bandpo")),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _user(),
+    }
+    if parent is not None:
+        tags["mlflow.parentRunId"] = parent
+    git = env.get("git")
+    if git:
+        tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
+    tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
+    return {key: value[:MAX_TAG] for key, value in tags.items()}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (ImportError, KeyError, OSError):  # no such user in this container
+        return "unknown"

@@ -1,0 +1,185 @@
+"""Which checkpoints are whole, which stay, and what a crash left: decided from the disk alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.run import CheckpointConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.storage.checkpoints import (
+    Progress,
+    complete_checkpoints,
+    kept_steps,
+    prune_checkpoints,
+    read_trainer_state,
+    remove_checkpoints_after,
+    write_trainer_state,
+)
+from bandpo_cli.storage.run_folder import RunFolder
+
+
+def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
+    """Write checkpoints with weights that are none, and a line of the record for each."""
+    for step in steps:
+        folder = run.checkpoint_dir(step)
+        (folder / "trainer").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "trainer" / "optimizer.safetensors").write_bytes(b"moments")
+        write_trainer_state(folder, Progress(step, 4 * step, skipped, 64 * step, "abc"))
+
+
+def names(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in (run.path / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "a")
+
+
+def test_what_was_written_is_read_back(run: RunFolder) -> None:
+    make(run, 10)
+    assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
+
+
+def _cut(folder: Path) -> None:
+    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"mom")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _no_mark(folder: Path) -> None:
+    (folder / "trainer" / "state.json").unlink()
+
+
+def _torn_mark(folder: Path) -> None:
+    (folder / "trainer" / "state.json").write_text('{"format": 1, "st')
+
+
+def _list_mark(folder: Path) -> None:
+    (folder / "trainer" / "state.json").write_text("[]")
+
+
+def _later_format(folder: Path) -> None:
+    path = folder / "trainer" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+
+
+def _another_step(folder: Path) -> None:
+    path = folder / "trainer" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 11}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (_cut, "optimizer.safetensors is damaged: 3 of 7 bytes"),
+        (_no_weights, "model.safetensors is damaged: no of 7 bytes"),
+        (_no_mark, "No such file"),
+        (_torn_mark, "state.json is damaged"),
+        (_list_mark, "state.json is damaged"),
+        (_later_format, "format 99"),
+        (_another_step, "holds step 11"),
+    ],
+)
+def test_what_is_not_whole_is_never_taken_for_a_checkpoint(run: RunFolder, damage: Any, word: str) -> None:
+    make(run, 5, 10)
+    damage(run.checkpoint_dir(10))
+    with pytest.raises(UserError) as error:
+        read_trainer_state(run.checkpoint_dir(10))
+    assert word in str(error.value)
+    assert "\n" not in str(error.value)
+    whole, damaged = complete_checkpoints(run)
+    assert (list(whole), list(damaged)) == ([5], [10])
+    remove_checkpoints_after(run, 5)
+    assert names(run) == ["step-000005"]
+
+
+def test_leftovers_of_a_crash_go_and_a_users_own_files_stay(run: RunFolder) -> None:
+    make(run, 5, 10, 15)
+    folder = run.path / "checkpoints"
+    for name in (".step-000020.writing", ".step-000001.removing", ".mine", "best-so-far"):
+        shutil.copytree(run.checkpoint_dir(5), folder / name)
+    remove_checkpoints_after(run, 10)
+    assert names(run) == [".mine", "best-so-far", "step-000005", "step-000010"]
+
+
+def test_a_run_without_checkpoints_has_none(run: RunFolder) -> None:
+    assert complete_checkpoints(run) == ({}, {})
+    remove_checkpoints_after(run, -1)
+    prune_checkpoints(run, CheckpointConfig())
+
+
+scores = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.75]))
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), scores, max_size=8),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.integers(0, 3),
+)
+def test_the_last_and_the_best_stay(table: dict[int, float | None], last: int | None, best: int) -> None:
+    """Against the definition: a step stays if fewer than `last` are later, or fewer than `best` are better."""
+    records = [
+        {"step": step} if score is None else {"step": step, "eval/a/mean_at_4": score}
+        for step, score in table.items()
+    ]
+    expected = set()
+    for step, score in table.items():
+        later = sum(other > step for other in table)
+        better = sum(
+            value is not None and score is not None and (value, -other) > (score, -step)
+            for other, value in table.items()
+        )
+        if last is None or later < last or (score is not None and better < best):
+            expected.add(step)
+    assert kept_steps(table, records, CheckpointConfig(keep_last=last, keep_best=best)) == expected
+
+
+def test_the_best_is_the_mean_over_sets_or_the_metric_that_is_named() -> None:
+    records: list[dict[str, Any]] = [
+        {"step": 1, "eval/a/mean_at_4": 0.9, "eval/b/mean_at_32": 0.1, "eval/a/pass_at_4": 0.1, "train/accuracy": 3},
+        {"step": 2, "eval/a/mean_at_4": 0.5, "eval/b/mean_at_32": 0.6, "eval/a/pass_at_4": 0.2},
+        {"step": 3, "eval/a/mean_at_4": 0.4, "eval/b/mean_at_32": 0.4, "eval/a/pass_at_4": 0.3},
+        {"step": 4, "eval/a/mean_at_4": None, "eval/b/mean_at_32": 0.99},
+        {"step": 5},
+    ]  # fmt: skip
+
+    def kept(**settings: Any) -> set[int]:
+        return kept_steps([1, 2, 3, 4, 5], records, CheckpointConfig(keep_last=1, **settings))
+
+    assert kept() == {2, 5}
+    assert kept(keep_best=2) == {1, 2, 5}
+    assert kept(best_metric="eval/a/pass_at_4") == {3, 5}
+    assert kept(best_metric="train/accuracy") == {1, 5}
+    assert kept(best_metric="no/such_metric") == {5}
+    assert kept(keep_best=0) == {5}
+
+
+def test_pruning_looks_at_the_record_that_is_on_the_disk(run: RunFolder) -> None:
+    make(run, 5, 10, 15, 20)
+    for step, value in ((5, 0.1), (10, 0.9), (15, 0.2), (20, 0.3)):
+        run.append_metrics({"step": step, "eval/a/mean_at_4": value})
+    _cut(run.checkpoint_dir(15))
+    prune_checkpoints(run, CheckpointConfig(keep_last=1))
+    assert names(run) == ["step-000010", "step-000015", "step-000020"]  # what is damaged is not for pruning
+
+
+def test_nothing_is_removed_while_updates_are_skipped(run: RunFolder) -> None:
+    make(run, 5, 10)
+    make(run, 15, skipped=2)
+    prune_checkpoints(run, CheckpointConfig(keep_last=1, keep_best=0))
+    assert len(names(run)) == 3
+    make(run, 20)
+    prune_checkpoints(run, CheckpointConfig(keep_last=1, keep_best=0))
+    assert names(run) == ["step-000020"]

@@ -1,0 +1,52 @@
+"""env.json explains a result without giving anything away."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from bandpo_cli.storage.environment import describe_environment, git_state, redact_credentials
+
+
+def test_it_says_what_ran_and_gives_no_secret_away(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    command = ["bandpo", "train", "--set", "tracking.uri=https://me:secret@example.org/mlflow"]
+    env = describe_environment(command)
+    text = json.dumps(env)
+    assert "secret" not in text
+    assert env["command"].endswith("tracking.uri=https://***@example.org/mlflow")
+    assert env["versions"]["python"].startswith("3.")
+    assert "mlflow" in env["versions"]
+    assert env["hardware"]["cores"] >= env["hardware"]["usable_cores"] >= 1
+
+
+def test_it_imports_nothing_heavy():
+    code = (
+        "import sys; from bandpo_cli.storage.environment import describe_environment as d; d();"
+        "print([m for m in ('torch', 'mlflow', 'pandas', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_git_state_tells_a_changed_file(tmp_path):
+    assert git_state(tmp_path) is None
+    run = ["git", "-c", "user.name=a", "-c", "user.email=a@b.org"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "a.txt").write_text("1")
+    subprocess.run([*run, "add", "a.txt"], cwd=tmp_path, check=True)
+    subprocess.run([*run, "commit", "-qm", "first"], cwd=tmp_path, check=True)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert git_state(tmp_path) == {"commit": head.stdout.strip(), "dirty": False}
+    (tmp_path / "untracked.txt").write_text("runs and notes do not make a commit dirty")
+    assert git_state(tmp_path)["dirty"] is False
+    (tmp_path / "a.txt").write_text("2")
+    assert git_state(tmp_path)["dirty"] is True
+
+
+def test_redact_takes_only_what_stands_before_the_at_sign_of_an_address():
+    assert redact_credentials("postgresql://u:p@db/x and mean@16") == "postgresql://***@db/x and mean@16"
+    assert redact_credentials("http://localhost:5000/#/runs") == "http://localhost:5000/#/runs"

@@ -1,0 +1,119 @@
+"""The folder of an evaluation: found under every name it has, whole or not there, and never half read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.paths import path_exists
+from bandpo_cli.storage.eval_folder import EvalFolder, PartKey, read_record
+from bandpo_cli.storage.tables import EvalRow
+
+ROW = EvalRow(
+    task="a", problem_id="p", prompt="q", reference="1", grader="math", extra="{}", text="Answer: 1 🙂", answer="1",
+    accuracy=1.0, verdict="correct", length=None, finish_reason=None, logprob_sum=-0.1234567890123456,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> EvalFolder:
+    made = EvalFolder.create(tmp_path / "runs", "first")
+    made.write_record({"status": "running", "sets": {}})
+    return made
+
+
+def test_parts_come_back_by_their_place_and_to_the_last_bit(folder: EvalFolder) -> None:
+    """In the order of sets and problems, whatever order they were written in."""
+    keys = [PartKey(1, 0), PartKey(0, 128), PartKey(0, 4), PartKey(0, 100_000_000)]
+    for key in keys:
+        folder.write_part(key, [{**ROW, "problem_id": str(key)}, ROW])
+    found = folder.read_parts()
+    assert sorted(found) == [PartKey(0, 4), PartKey(0, 128), PartKey(0, 100_000_000), PartKey(1, 0)]
+    assert all(found[key] == [{**ROW, "problem_id": str(key)}, ROW] for key in keys)
+    assert folder.count_stored() == 8
+
+
+def test_the_table_replaces_the_parts(folder: EvalFolder) -> None:
+    folder.write_part(PartKey(0, 0), [ROW])
+    folder.write_samples([ROW, ROW])
+    assert not (folder.path / "parts").exists()
+    assert folder.read_parts() == {}
+    assert folder.count_stored() == 2
+    assert pq.read_table(folder.samples_path).to_pylist() == [ROW, ROW]
+
+
+def test_a_failed_write_leaves_what_was_there(folder: EvalFolder) -> None:
+    folder.write_part(PartKey(0, 0), [ROW])
+    with pytest.raises(TypeError):
+        folder.write_record({"status": object()})
+    with pytest.raises((TypeError, ValueError)):
+        folder.write_part(PartKey(0, 0), [{**ROW, "text": 5}])  # type: ignore[typeddict-item]
+    assert folder.read_record()["status"] == "running"
+    assert folder.read_parts() == {PartKey(0, 0): [ROW]}
+
+
+@pytest.mark.parametrize("name", ["first", "{runs}/first", "{runs}/first/", "{runs}/first/eval.json"])
+def test_it_is_found_by_name_folder_and_record(tmp_path: Path, folder: EvalFolder, name: str) -> None:
+    found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
+    assert found.path == folder.path
+    assert found.name == "first"
+
+
+def test_it_is_found_from_within_and_has_its_name_there(
+    tmp_path: Path, folder: EvalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path)
+    assert EvalFolder.open(Path("runs"), ".").name == "first"
+    assert EvalFolder.open(Path("runs"), "eval.json").name == "first"
+    with pytest.raises(UserError, match="no evaluation 'frist'"):
+        EvalFolder.open(Path("runs"), "frist")
+
+
+def test_a_name_that_is_not_there_gets_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
+    with pytest.raises(UserError, match=r"no evaluation 'frist' .*did you mean 'first'\?.*it has first"):
+        EvalFolder.open(tmp_path / "runs", "frist")
+    with pytest.raises(UserError, match="it has none"):
+        EvalFolder.open(tmp_path, "first")
+    for name in ("", "x" * 5000, "a\0b"):
+        with pytest.raises(UserError, match="no evaluation"):
+            EvalFolder.open(tmp_path / "runs", name)
+
+
+def test_a_taken_name_is_refused(tmp_path: Path, folder: EvalFolder) -> None:
+    with pytest.raises(UserError, match="first-2"):
+        EvalFolder.create(tmp_path / "runs", "first")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not readable as JSON"),
+        (b"{", "not readable as JSON"),
+        (b"\xff\xfe", "not readable as JSON"),
+        (b"[" * 100_000, "not readable as JSON"),
+        (b"[]", "not the record of an evaluation"),
+        (b'{"sets": []}', "not the record of an evaluation"),
+        (b'{"status": "finished"}', "not the record of an evaluation"),
+    ],
+)
+def test_a_damaged_record_gets_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "eval.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        read_record(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_record_that_is_a_folder_or_missing(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UserError, match=words):
+            read_record(path)
+
+
+def test_names_that_no_file_can_have_are_not_there(tmp_path: Path) -> None:
+    assert path_exists(tmp_path)
+    for name in ("x" * 300, "a\0b", "x/" * 3000):
+        assert not path_exists(tmp_path / name)

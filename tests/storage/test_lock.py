@@ -1,0 +1,82 @@
+"""One writer a run: a second process is refused with the first one's name, and no death leaves the lock behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.storage.files import run_lock
+
+HOLD = (
+    "import os, sys, time; from pathlib import Path\n"
+    "from bandpo_cli.storage.files import sole_writer\n"
+    "with sole_writer(Path(sys.argv[1])):\n"
+    "    if sys.argv[2] == 'fork' and os.fork() == 0:\n"
+    "        time.sleep(20); os._exit(0)\n"
+    "    print('held', flush=True); time.sleep(20)\n"
+)
+
+
+@contextmanager
+def holder(folder: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds the lock of `folder`; all that it started ends with the body."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_process_is_refused_in_a_line_that_names_the_first(tmp_path: Path) -> None:
+    with (
+        holder(tmp_path) as process,
+        pytest.raises(UserError) as error,
+        run_lock(tmp_path),
+    ):
+        pytest.fail("two processes have the lock")
+    line = str(error.value)
+    assert f"process {process.pid} on {socket.gethostname()}" in line
+    assert tmp_path.name in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_killed_holder_leaves_no_lock_not_even_to_its_child(tmp_path: Path, how: str) -> None:
+    with holder(tmp_path, how) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with run_lock(tmp_path):
+            pass
+
+
+def test_the_lock_is_let_go_in_the_end_and_when_the_body_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
+        raise ZeroDivisionError
+    with holder(tmp_path):
+        pass
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written to"), run_lock(tmp_path / "nowhere"):
+        pytest.fail("there is no such folder")

@@ -1,0 +1,193 @@
+"""The run folder is the record that must survive: names stay inside, files are whole, lines are JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.storage import files
+from bandpo_cli.storage.files import step_of
+from bandpo_cli.storage.run_folder import RunFolder, read_metrics, unused_name
+from bandpo_cli.storage.tables import sample_rows
+from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("../x", "--name x"),
+        ("/etc/x", "--name x"),
+        ("a/b", "--name b"),
+        ("a\\b", "--name b"),
+        ("", "--name run"),
+        (".", "--name run"),
+        ("..", "--name run"),
+        (".hidden", "--name hidden"),
+        ("-rf", "--name rf"),
+        ("my run", "--name my-run"),
+        ("a\n", "--name a"),
+        ("mlartifacts", "--name mlartifacts-2"),
+        ("x" * 300, "--name xxx"),
+    ],
+)
+def test_a_name_that_is_not_one_folder_is_refused_with_one_that_is(tmp_path, name, instead):
+    runs = tmp_path / "runs"
+    with pytest.raises(UserError) as error:
+        RunFolder.create(runs, name)
+    assert instead in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not runs.exists()
+    assert list(tmp_path.iterdir()) == []
+    RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # what it says to type works
+
+
+def test_a_taken_name_is_refused_with_another(tmp_path):
+    RunFolder.create(tmp_path, "a")
+    (tmp_path / "a" / "config.yaml").write_text("mine")
+    with pytest.raises(UserError, match=r"--name a-2"):
+        RunFolder.create(tmp_path, "a")
+    assert (tmp_path / "a" / "config.yaml").read_text() == "mine"
+
+
+def test_fresh_name_counts_past_what_is_there(tmp_path):
+    assert unused_name("kl", tmp_path) == "kl"
+    (tmp_path / "kl").mkdir()
+    (tmp_path / "kl-2").write_text("a file takes a name too")
+    assert unused_name("kl", tmp_path) == "kl-3"
+
+
+def test_open_finds_a_run_by_name_and_by_path_and_helps_with_a_typing_error(run, tmp_path):
+    runs = tmp_path / "runs"
+    assert RunFolder.open(runs, "first").path == run.path
+    assert RunFolder.open(Path("nowhere"), str(run.path)).path == run.path
+    with pytest.raises(UserError, match="did you mean 'first'"):
+        RunFolder.open(runs, "frist")
+    with pytest.raises(UserError, match="has no runs"):
+        RunFolder.open(tmp_path / "none", "first")
+
+
+def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
+    folder = RunFolder.create(tmp_path, "a")
+    folder.append_metrics({"ratio/max": float("inf"), "kl/ref": float("nan"), "step": 7, "task": "é"})
+    line = folder.metrics_path.read_text(encoding="utf-8")
+    assert line == '{"step": 7, "ratio/max": null, "kl/ref": null, "task": "é"}\n'
+    assert folder.read_metrics() == [{"step": 7, "ratio/max": None, "kl/ref": None, "task": "é"}]
+
+
+def test_a_torn_last_line_is_no_record_and_rewind_takes_it_away(run):
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 4, "train/rew')
+    assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
+    run.roll_back(3)
+    run.append_metrics({"step": 4})
+    assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n[2]\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(path)
+
+
+def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
+    for step in (2, 3):
+        run.write_samples(step, [])
+        run.write_eval(step, {})
+        run.write_tokens(
+            step, {key: [0.0] for key in ("old_logprob", "ratio", "lower", "upper", "advantage")}
+        )
+    before = run.metrics_path.read_bytes()
+    run.roll_back(2)
+    assert run.metrics_path.read_bytes() == b"".join(before.splitlines(keepends=True)[:2])
+    left = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("step-*"))
+    assert left == ["evals/step-000002.json", "samples/step-000002.parquet", "tokens/step-000002.parquet"]
+
+
+def test_samples_hold_every_completion(tmp_path):
+    problem = Problem("p1", "1 2=3:", "3", "countdown", "countdown")
+    completion = Completion((5, 6, 7), (-0.5, -0.25, -1.0), "stop", policy_version=4)
+    rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(0.5, True, "correct"))
+    folder = RunFolder.create(tmp_path, "a")
+    path = folder.write_samples(10, sample_rows([Group(problem, (rollout, rollout))]))
+    assert path == tmp_path / "a/samples/step-000010.parquet"
+    assert pq.read_table(path).to_pylist() == 2 * [
+        {
+            "source": "countdown",
+            "problem_id": "p1",
+            "prompt": "1 2=3:",
+            "reference": "3",
+            "grader": "countdown",
+            "extra": "{}",
+            "text": "1+2",
+            "reward": 0.5,
+            "accuracy": 1.0,
+            "length": 3,
+            "finish_reason": "stop",
+            "verdict": "correct",
+            "logprob_sum": -1.75,
+        }
+    ]
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    empty = folder.write_samples(11, [])
+    assert pq.read_table(empty).schema.equals(pq.read_table(path).schema)
+
+
+def test_token_columns_keep_infinite_bounds_and_refuse_a_wrong_name(tmp_path):
+    folder = RunFolder.create(tmp_path, "a")
+    columns = dict.fromkeys(("old_logprob", "ratio", "lower", "advantage"), np.zeros(2, np.float32))
+    path = folder.write_tokens(100, {**columns, "upper": [np.inf, 2.0]})
+    assert pq.read_table(path)["upper"].to_pylist() == [float("inf"), 2.0]
+    with pytest.raises(ValueError, match="upper"):
+        folder.write_tokens(100, columns)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = files.write_text(tmp_path / "summary.json", "old")
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        files.write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_whole_write_is_on_the_disk_before_it_takes_the_place(tmp_path, monkeypatch):
+    calls = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    files.write_json(tmp_path / "env.json", {"a": [float("nan"), 1]})
+    assert calls == ["fsync", "replace", "fsync"]
+    assert json.loads((tmp_path / "env.json").read_text()) == {"a": [None, 1]}
+
+
+def test_records_survive_a_process_that_is_killed(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from bandpo_cli.storage.run_folder import RunFolder\n"
+        "run = RunFolder.create(Path(sys.argv[1]), 'a')\n"
+        "[run.append_metrics({'step': step}) for step in range(5)]\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(5))
+
+
+def test_step_names_are_read_back(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.checkpoint_dir(100) == tmp_path / "checkpoints" / "step-000100"
+    assert step_of(folder.checkpoint_dir(1234567)) == 1234567
+    assert step_of(tmp_path / "step-000010.json") == 10
+    assert step_of(tmp_path / "notes.txt") is None
