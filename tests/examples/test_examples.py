@@ -1,0 +1,78 @@
+"""The programs in examples/ run and do what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bandpo_cli.bounds import band_bounds
+from examples import custom_grader, grpo_loop
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_plain_loop_is_short() -> None:
+    assert len((ROOT / "examples" / "grpo_loop.py").read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("2+3+4", 1.0), ("4+3+2", 1.0), ("9", 0.0), ("2+3+3", 0.0), ("2+7", 0.0), ("", 0.0)],
+)
+def test_the_plain_loop_rewards_sums_of_all_numbers(answer: str, expected: float) -> None:
+    assert grpo_loop.reward("2 3 4=9:", answer) == expected
+
+
+def test_the_plain_loop_trains(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The shipped model solves some sums from the start; a step changes its weights, so rewards are no constant."""
+    history = grpo_loop.train(steps=3)
+    assert len(history) == 3
+    assert max(history) > 0
+    assert capsys.readouterr().out.count("reward") == 3
+
+
+def test_the_custom_divergence_is_twice_hellinger() -> None:
+    """4(1 − √u) + 2(u − 1) = 2(√u − 1)², so its Band at δ is Hellinger's at δ/2."""
+    logprobs = np.log([0.001, 0.1, 0.5, 0.9])
+    custom = band_bounds(logprobs, "examples.custom_divergence:alpha_half", delta=0.05)
+    hellinger = band_bounds(logprobs, "hellinger", delta=0.025)
+    np.testing.assert_allclose(custom.lower, hellinger.lower, rtol=1e-6)
+    np.testing.assert_allclose(custom.upper, hellinger.upper, rtol=1e-6)
+
+
+def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> None:
+    problems = custom_grader.write_problems(tmp_path / "words.jsonl")
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    right, half, wrong = rows[0], rows[1], rows[2]
+    completions = [[right["answer"]], [half["answer"][:2] + "zzz"], ["?"]]
+    stored = tmp_path / "answers.jsonl"
+    stored.write_text(
+        "".join(
+            json.dumps({**row, "completions": texts}) + "\n"
+            for row, texts in zip((right, half, wrong), completions, strict=True)
+        )
+    )
+    command = ["eval", "--samples", str(stored), "--grader", "examples.custom_grader:reversed_word"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bandpo_cli", *command, "--no-mlflow", "--runs-dir", str(tmp_path / "runs"),
+         "--format", "json"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr
+    (scores,) = json.loads(done.stdout)["sets"].values()
+    assert scores["figures"]["mean_at_1"]["value"] == pytest.approx(1 / 3)
+
+
+def test_the_custom_grader_gives_partial_credit() -> None:
+    assert custom_grader.reversed_word("dnab", "dnab", {"letters": 4})["score"] == 1.0
+    assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == {
+        "score": 0.5,
+        "correct": False,
+        "verdict": "wrong",
+    }
