@@ -22,7 +22,7 @@ def reversed_word(text: str, answer: str, extra: Mapping[str, object]) -> dict[s
     Args:
         text: the completion.
         answer: the reference answer.
-        extra: the other fields of the row, here `letters`.
+        extra: the other fields of the row, unused here.
 
     Returns:
         `score` from 0 to 1, `correct` (what accuracy counts) and a short `verdict`.
@@ -31,13 +31,13 @@ def reversed_word(text: str, answer: str, extra: Mapping[str, object]) -> dict[s
     if not given.isalpha():
         return {"score": 0.0, "correct": False, "verdict": "malformed"}
     in_place = sum(a == b for a, b in zip(given, answer, strict=False))
-    share = in_place / max(len(given), int(str(extra["letters"])))
+    share = in_place / max(len(given), len(answer))
     return {"score": share, "correct": given == answer, "verdict": "correct" if given == answer else "wrong"}
 
 
 def write_problems(path: Path) -> Path:
     """Write one problem per word as JSON Lines."""
-    rows = [{"question": f"Reverse: {word}", "answer": word[::-1], "letters": len(word)} for word in WORDS]
+    rows = [{"question": f"Reverse: {word}", "answer": word[::-1]} for word in WORDS]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
