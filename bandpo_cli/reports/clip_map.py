@@ -40,13 +40,13 @@ class ClipMapTokens:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Return [T], True for clipped tokens: the clamp is active and the gradient is zero."""
+        """Clipped: the clamp binds and the gradient is zero."""
         up = (self.advantage > 0) & (self.ratio > self.upper)
         return up | ((self.advantage < 0) & (self.ratio < self.lower))
 
     @property
     def outside(self) -> NDArray[np.bool_]:
-        """Return [T], True for ratios outside the interval, for either sign of the advantage."""
+        """Outside the interval, whatever the sign of the advantage."""
         return (self.ratio > self.upper) | (self.ratio < self.lower)
 
 
@@ -75,7 +75,7 @@ def plot_clip_map(folder: Path, subtitle: str) -> Path | None:
 
 
 def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:
-    """Return the tokens of a table whose probability and ratio fit on log axes; None if there are none."""
+    """Return the tokens of a table, without those that have no place on log axes; None when none is left."""
     table = pq.read_table(path)
     columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
     prob = np.exp(columns["old_logprob"])

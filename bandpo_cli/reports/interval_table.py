@@ -31,7 +31,7 @@ PEERS: dict[str, MethodSettings] = {
     "dcpo": DcpoSettings(),
     "none": NoClipSettings(),
 }
-"""Methods without a divergence that a Band can be compared with, with the settings of their papers."""
+"""Methods without a divergence that an interval can be compared with, at their papers' settings."""
 
 
 @dataclass(frozen=True)

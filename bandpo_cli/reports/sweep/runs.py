@@ -162,19 +162,19 @@ def _is_number(value: Any) -> bool:
 
 def _check_finished(folder: Path, last: int, steps: Any) -> None:
     """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps."""
-    position = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
+    of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
         if not path_exists(folder / "summary.json"):
-            raise UserError(f"not finished: {position}, no summary.json")
+            raise UserError(f"not finished: {of_steps}, no summary.json")
         summary = json.loads(read_text(folder / "summary.json", "damaged: summary.json"))
         status = summary["status"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError("damaged: summary.json is not readable") from None
     if status != "FINISHED":
         error = str(summary.get("error") or "").split("\n")[0][:200]
-        raise UserError(f"{str(status).lower()} at {position}{f': {error}' if error else ''}")
+        raise UserError(f"{str(status).lower()} at {of_steps}{f': {error}' if error else ''}")
     if isinstance(steps, int) and last < steps:
-        raise UserError(f"metrics.jsonl ends at {position}")
+        raise UserError(f"metrics.jsonl ends at {of_steps}")
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
