@@ -1,10 +1,10 @@
-"""Milliseconds per million tokens for every divergence, beside a plain bisection and beside mere memory traffic.
+"""Time of every divergence in milliseconds per million tokens, compared with a plain bisection and with memory traffic.
 
     python benchmarks/bounds.py [--tokens N] [--device DEVICE] [--rounds R] [--only NAME ...]
 
-Log-probabilities are float32, two thirds of them above −0.1 and a tail down to −40, as a policy's are. The
-bisection is what one writes first: float32, 50 halvings for each bound, all tokens at once. Each figure is the
-least of the rounds, and the rounds of all are interleaved, so that a busy machine slows both alike.
+Log-probabilities are float32, two thirds of them above −0.1 with a tail down to −40, similar to those of a policy. The
+bisection is the simplest implementation: float32, 50 halvings per bound, all tokens at once. Each value is the minimum
+over the rounds. The rounds of both methods alternate, so that other load on the machine slows both alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bandpo_cli.bounds.divergences import DIVERGENCES
 DELTA = 0.05
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 PLAIN: dict[str, Elementwise] = {
-    "kl": lambda u: -u.log(),  # the linear parts of f cancel in the sum, so the shortest form is taken
+    "kl": lambda u: -u.log(),  # linear terms of f cancel in the sum, so the shortest form is used
     "reverse-kl": lambda u: u * u.log(),
     "tv": lambda u: 0.5 * (u - 1).abs(),
     "chi2": lambda u: (u - 1).square(),
@@ -33,28 +33,28 @@ PLAIN: dict[str, Elementwise] = {
 
 
 def logprobs(count: int, device: str) -> torch.Tensor:
-    """Float32 log-probabilities of shape (count,)."""
+    """Return float32 log-probabilities of shape [count] on `device`."""
     generator = torch.Generator().manual_seed(0)
-    draw = torch.rand(count, generator=generator)
+    uniform = torch.rand(count, generator=generator)
     frequent, rare = (
         -0.1 * torch.rand(count, generator=generator),
         -40.0 * torch.rand(count, generator=generator) ** 3,
     )
-    return torch.where(draw < 2 / 3, frequent, rare).to(device)
+    return torch.where(uniform < 2 / 3, frequent, rare).to(device)
 
 
 def bisection(old_logprobs: torch.Tensor, f: Elementwise) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both bounds by 50 halvings of the ratio's interval."""
+    """Return both bounds, computed by 50 halvings of the interval of the ratio."""
     p = old_logprobs.exp()
 
-    def inside(r: torch.Tensor) -> torch.Tensor:
+    def is_inside(r: torch.Tensor) -> torch.Tensor:
         other = (1 - r * p) / (1 - p)
         return p * f(r) + (1 - p) * f(other) <= DELTA
 
     def halve(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
         for _ in range(50):
             middle = (inner + outer) / 2
-            within = inside(middle)
+            within = is_inside(middle)
             inner, outer = torch.where(within, middle, inner), torch.where(within, outer, middle)
         return inner
 
@@ -63,22 +63,22 @@ def bisection(old_logprobs: torch.Tensor, f: Elementwise) -> tuple[torch.Tensor,
 
 
 def traffic(old_logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read one tensor, write two."""
+    """Read one tensor and write two, the memory traffic of any implementation."""
     return old_logprobs + 1.0, old_logprobs - 1.0
 
 
 def milliseconds(work: Callable[[], object], device: str) -> float:
-    """Wall time of one call."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
-    wait()
+    """Return the wall time of one call of `work`."""
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
+    synchronize()
     begin = time.perf_counter()
     work()
-    wait()
+    synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
 def main() -> None:
-    """Print the table."""
+    """Parse the arguments and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--device", default="cpu")
@@ -99,13 +99,15 @@ def main() -> None:
         print(f"{'divergence':<12}{'band_bounds':>12}{'bisection':>12}{'faster':>9}{'x traffic':>11}")
         for name in arguments.only:
             f = PLAIN[name]
-            band_bounds(x, name, DELTA)  # makes the table of starts, which later calls with this delta share
+            band_bounds(
+                x, name, DELTA
+            )  # builds the table of initial values, which later calls with this delta use
             band, plain = [], []
-            for turn in range(arguments.rounds):
+            for round_index in range(arguments.rounds):
                 band += [
                     milliseconds(lambda name=name: band_bounds(x, name, DELTA), device) for _ in range(3)
                 ]
-                if turn < 3:
+                if round_index < 3:
                     plain.append(milliseconds(lambda f=f: bisection(x, f), device))
             best, slow = min(band) * scale, min(plain) * scale
             print(f"{name:<12}{best:>12.1f}{slow:>12.0f}{slow / best:>8.0f}×{best / copy:>10.0f}×")

@@ -1,15 +1,15 @@
-"""The largest relative error of every divergence's bounds against 60-digit roots.
+"""Largest relative error of the bounds of every divergence, compared with 60-digit roots.
 
     python benchmarks/bounds_accuracy.py [--points N] [--only NAME ...]
 
-log p is drawn from [−80, −1e-9] (half log-uniform towards 0, half uniform), δ from [1e-4, 2]. Both ways of
-computing are measured: a few numbers at a time, and as part of a batch large enough for tables.
+log p is sampled from [−80, −1e-9] (half log-uniform towards 0, half uniform), δ from [1e-4, 2]. Both implementations
+are measured: for single tokens, and for a batch that is large enough for tables.
 
-What no method in the type can do better is not held against it. Where the lower bound is about to vanish it is
-a difference of near-equal numbers, and one rounding of p = exp(log p) in the type of the computation moves it
-by its condition number |∂log r/∂log p| times 1e-16. A point counts as `ill` where that number exceeds 1000, and
-its error is reported apart, divided by the condition number. Bounds below the type's smallest normal number
-(lower ones of kl) and above its largest are left out.
+Errors that no method can avoid in the type are reported separately. A lower bound close to 0 is a difference of nearly
+equal numbers, and one rounding of p = exp(log p) in the type of the computation changes it by its condition number
+|∂log r/∂log p| times 1e-16. A point counts as `ill` if that number exceeds 1000; its error is reported in its own
+column, divided by the condition number. Bounds below the type's smallest normal number (lower bounds of kl) and above
+its largest number are excluded.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import DIVERGENCES
 from bandpo_cli.bounds.solver import MIN_TOKENS_FOR_TABLE
 
-BATCH = {
-    True: 4096,
-    False: MIN_TOKENS_FOR_TABLE,
-}  # tokens that make a batch large enough for tables: kl, the solver
+BATCH = {True: 4096, False: MIN_TOKENS_FOR_TABLE}
+"""Tokens of a batch that is large enough for tables, by whether the divergence has its own `solve` (as kl has)."""
+
 F = {
     "kl": lambda u: -mp.log(u),
     "reverse-kl": lambda u: u * mp.log(u) if u else mp.mpf(0),
@@ -44,7 +43,7 @@ INFINITE_AT_ZERO = ("kl", "neyman")
 
 
 def reference(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
-    """Both ratios, by halving in the logit of the new probability: nothing shared with the package."""
+    """Return both bounds from root finding in the logit of the new probability, independent of the package's code."""
     f, delta = F[name], mp.mpf(delta)
     p = mp.exp(mp.mpf(logp))
     m = -mp.expm1(mp.mpf(logp))
@@ -52,46 +51,48 @@ def reference(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
     def excess(r: mp.mpf, other: mp.mpf) -> mp.mpf:
         return p * f(r) + m * f(other) - delta
 
-    def at(t: mp.mpf) -> tuple[mp.mpf, mp.mpf]:
+    def ratio_pair(t: mp.mpf) -> tuple[mp.mpf, mp.mpf]:
         other = 1 / (1 + p * mp.expm1(t))
         return mp.exp(t) * other, other
 
     def root(side: int) -> mp.mpf:
         inner, outer = mp.mpf(0), mp.mpf(side)
-        while excess(*at(outer)) < 0:
+        while excess(*ratio_pair(outer)) < 0:
             inner, outer = outer, 2 * outer
         for _ in range(12):
             middle = (inner + outer) / 2
-            inner, outer = (middle, outer) if excess(*at(middle)) < 0 else (inner, middle)
+            inner, outer = (middle, outer) if excess(*ratio_pair(middle)) < 0 else (inner, middle)
         tiny = mp.mpf(10) ** -90
-        t = mp.findroot(lambda t: excess(*at(t)), (inner, outer), solver="anderson", tol=tiny, verify=False)
-        return at(t)[0]
+        t = mp.findroot(
+            lambda t: excess(*ratio_pair(t)), (inner, outer), solver="anderson", tol=tiny, verify=False
+        )
+        return ratio_pair(t)[0]
 
-    lower_free = name not in INFINITE_AT_ZERO and excess(mp.mpf(0), 1 / m) <= 0
-    upper_free = name not in INFINITE_AT_ZERO and excess(1 / p, mp.mpf(0)) <= 0
-    return mp.mpf(0) if lower_free else root(-1), 1 / p if upper_free else root(+1)
+    lower_saturates = name not in INFINITE_AT_ZERO and excess(mp.mpf(0), 1 / m) <= 0
+    upper_saturates = name not in INFINITE_AT_ZERO and excess(1 / p, mp.mpf(0)) <= 0
+    return mp.mpf(0) if lower_saturates else root(-1), 1 / p if upper_saturates else root(+1)
 
 
 def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
-    """|∂ log r / ∂ log p| of the lower bound, by a difference; infinite where it is saturated nearby."""
+    """Return |∂ log r / ∂ log p| of the lower bound by finite difference; infinite where it saturates nearby."""
     step = mp.mpf(10) ** -25
-    moved = reference(name, mp.mpf(logp) - step, delta)[0]
-    return mp.inf if moved == 0 else abs(mp.log(moved / ratio)) / step
+    shifted = reference(name, mp.mpf(logp) - step, delta)[0]
+    return mp.inf if shifted == 0 else abs(mp.log(shifted / ratio)) / step
 
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
-    """Both bounds of one token, alone or in a batch."""
+    """Return both bounds of one token, computed alone or in a batch."""
     count = BATCH[DIVERGENCES[name].solve is not None] if batch else 1
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()
 
 
 def points(count: int) -> Iterator[tuple[float, float]]:
-    """(log p, δ), the ends of the range first."""
+    """Yield (log p, δ): the ends of the range, then `count` random points."""
     random = np.random.default_rng(0)
     deltas = (1e-4, 0.05, 2.0)
     yield from ((logp, delta) for logp in (-80.0, -1e-9) for delta in deltas)
-    # lower bounds of kl, about exp(−δ/p), just above the smallest normal number of either type
+    # Lower bounds of kl, about exp(−δ/p), slightly above the smallest normal number of either type.
     yield from ((math.log(delta / depth), delta) for depth in (80.0, 600.0, 690.0) for delta in deltas)
     for index in range(count):
         logp = -(10 ** random.uniform(-9, np.log10(80))) if index % 2 else -random.uniform(0, 80)
@@ -99,10 +100,10 @@ def points(count: int) -> Iterator[tuple[float, float]]:
 
 
 def measure(name: str, dtype: torch.dtype, count: int) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     info, worst, ill, ill_points, used = torch.finfo(dtype), {"lower": 0.0, "upper": 0.0}, 0.0, 0, 0
-    for drawn, delta in points(count):
-        logp = torch.tensor(drawn, dtype=dtype).item()
+    for exact_logp, delta in points(count):
+        logp = torch.tensor(exact_logp, dtype=dtype).item()
         truth = reference(name, logp, delta)
         for batch in (False, True):
             results = computed(logp, name, delta, dtype, batch)
@@ -126,9 +127,9 @@ def measure(name: str, dtype: torch.dtype, count: int) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Parse the arguments and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--points", type=int, default=60, help="random points for each divergence and type")
+    parser.add_argument("--points", type=int, default=60, help="random points per divergence and type")
     parser.add_argument("--only", nargs="*", choices=list(F), default=list(F))
     arguments = parser.parse_args()
     mp.mp.dps = 60

@@ -1,7 +1,7 @@
-"""The other side of `against_trl.py`: TRL's GRPOTrainer on the embedded model and task. Prints seconds a step as JSON.
+"""TRL's GRPOTrainer on the embedded model and task, for `against_trl.py`. Prints the seconds per step as JSON.
 
-Runs in an environment that has trl beside bandpo; one "step" is what bandpo calls one: a batch of 64 × 16 completions
-and 4 updates on it.
+Runs in an environment with both trl and bandpo. A step is a step of bandpo: a batch of 64 × 16 completions and 4
+updates on it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from bandpo_cli.tasks.registry import build_task
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]
-    """Notes the time at the end of every batch, which is `updates` of the trainer's own steps."""
+    """Callback that records the time at the end of every batch, which is `updates` steps of the trainer."""
 
     def __init__(self, updates: int) -> None:
         self._updates = updates
-        self.marks: list[float] = []
+        self.times: list[float] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self.times.append(time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._updates == 0:
-            self.marks.append(time.perf_counter())
+            self.times.append(time.perf_counter())
 
 
 def main() -> None:
+    """Train and print the seconds per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=6)
     steps = parser.parse_args().steps
@@ -49,7 +50,11 @@ def main() -> None:
     def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [grade_countdown(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
 
-    prompts_a_step, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
+    prompts_per_step, samples, updates = (
+        config.sampling.prompts,
+        config.sampling.samples,
+        config.optim.updates,
+    )
     clock = StepClock(updates)
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
@@ -62,7 +67,7 @@ def main() -> None:
                 use_cpu=True,
                 bf16=False,
                 max_steps=steps * updates,
-                per_device_train_batch_size=prompts_a_step * samples // updates,
+                per_device_train_batch_size=prompts_per_step * samples // updates,
                 steps_per_generation=updates,
                 gradient_accumulation_steps=1,
                 gradient_checkpointing=False,
@@ -83,7 +88,7 @@ def main() -> None:
             ),
         )
         trainer.train()
-    seconds = [later - earlier for earlier, later in zip(clock.marks[:-1], clock.marks[1:], strict=True)]
+    seconds = [later - earlier for earlier, later in zip(clock.times[:-1], clock.times[1:], strict=True)]
     print(json.dumps({"seconds": seconds}))
 
 

@@ -1,4 +1,4 @@
-"""The clip map: which tokens of a step were clipped, by how probable they were and how far they moved."""
+"""Clip map: probability ratio against old probability of the tokens of a step, with the clipped ones marked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bandpo_cli.storage.tables import TOKEN_COLUMNS
 Floats = NDArray[np.float64]
 
 MAX_POINTS = 5_000
-"""More points of a kind than this hide each other: only every second, third, ... is then drawn."""
+"""Maximum number of points per kind of token; with more tokens only every second, third, ... is plotted."""
 
 
 @dataclass(frozen=True)
 class ClipMapTokens:
-    """The tokens of one step; every array has one entry a token.
+    """The tokens of one step; every array has shape [T], one entry per token.
 
     Attributes:
-        prob: probability under the policy that sampled them.
-        ratio: new probability / old one, when the update was taken.
-        lower, upper: the bounds of the ratio; infinity for none.
-        advantage: its sign says which bound counts.
+        prob: probability under the policy that sampled the token.
+        ratio: new probability / old probability at the update.
+        lower, upper: bounds of the ratio; `upper` is infinite without a bound.
+        advantage: advantage of the token; its sign decides which bound can clip.
     """
 
     prob: Floats
@@ -50,14 +50,18 @@ class ClipMapTokens:
         return (self.ratio > self.upper) | (self.ratio < self.lower)
 
 
-def plot_clip_map(folder: Path, about: str) -> Path | None:
-    """Draw `plots/clip_map.png` from the latest token table of the run in `folder`; None when it has none."""
+def plot_clip_map(folder: Path, subtitle: str) -> Path | None:
+    """Plot `plots/clip_map.png` from the last token table of the run in `folder`.
+
+    Returns:
+        The path of the plot; None if the run has no token table, or none of its tokens fits on log axes.
+    """
     tables = sorted((folder / "tokens").glob("step-*.parquet"))
     tokens = read_clip_map_tokens(tables[-1]) if tables else None
     if tokens is None:
         return None
-    what = f"{about} · step {step_of(tables[-1])} · {len(tokens.prob):,} tokens"
-    figure, (axes,) = style.new_figure("Clip map", what)
+    subtitle = f"{subtitle} · step {step_of(tables[-1])} · {len(tokens.prob):,} tokens"
+    figure, (axes,) = style.new_figure("Clip map", subtitle)
     low, high = _ratio_limits(tokens)
     _plot_interval(axes, tokens, low, high)
     _plot_tokens(axes, tokens)
@@ -83,7 +87,7 @@ def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:
 
 
 def _ratio_limits(tokens: ClipMapTokens) -> tuple[float, float]:
-    """Return the span of the y axis: nearly all ratios and the usual bounds, without the far tails."""
+    """Return the limits of the y axis: 99.9% of the ratios, lower bounds from 0.1 on and upper bounds up to 20."""
     lowest, highest = np.quantile(tokens.ratio, [0.0005, 0.9995])
     highest = max(highest, np.max(tokens.upper[tokens.upper <= 20], initial=1.0))
     lowest = min(lowest, np.min(tokens.lower[tokens.lower >= 0.1], initial=1.0))
@@ -96,9 +100,9 @@ def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -
     lower, upper = tokens.lower[order], tokens.upper[order]
     inside = np.maximum(lower, low), np.minimum(upper, high)
     axes.fill_between(prob, *inside, color=style.SKY, alpha=0.20, linewidth=0, label="allowed interval")
-    for bound in (lower, upper):  # a bound beyond the picture has no line at its edge
-        drawn = np.where((bound > low) & (bound < high), bound, np.nan)
-        axes.plot(prob, drawn, color=style.BLUE, linewidth=1.6, zorder=4)
+    for bound in (lower, upper):  # a bound beyond the axes gets no line at their edge
+        visible = np.where((bound > low) & (bound < high), bound, np.nan)
+        axes.plot(prob, visible, color=style.BLUE, linewidth=1.6, zorder=4)
     limit = np.geomspace(prob[0] / 1.3, 1.0, 200)
     axes.plot(
         limit,
@@ -107,26 +111,26 @@ def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -
         linewidth=1.2,
         linestyle=(0, (4, 3)),
         zorder=4,
-        label="limit 1/p: certainty",
+        label="limit 1/p",
     )
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
 
 
 def _plot_tokens(axes: Axes, tokens: ClipMapTokens) -> None:
-    """Draw the quiet tokens first, the clipped ones on top, each kind with its share of all."""
+    """Plot the tokens inside the interval first and the clipped ones on top, with the share of each kind."""
     active = tokens.active
-    kept = tokens.outside & ~active
+    not_clipped = tokens.outside & ~active
     kinds = (
         (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40),
-        (kept, "outside, gradient kept", style.ORANGE, 9, 0.7),
-        (active, "clipped, gradient zero", style.RED, 9, 0.7),
+        (not_clipped, "outside, not clipped", style.ORANGE, 9, 0.7),
+        (active, "clipped (zero gradient)", style.RED, 9, 0.7),
     )
-    for chosen, text, color, size, alpha in kinds:
-        at = np.flatnonzero(chosen)
-        name = f"{text} ({_percent(len(at) / len(chosen))})"
-        at = at[:: max(1, -(-len(at) // MAX_POINTS))]
+    for mask, text, color, size, alpha in kinds:
+        index = np.flatnonzero(mask)
+        name = f"{text} ({_percent(len(index) / len(mask))})"
+        index = index[:: max(1, -(-len(index) // MAX_POINTS))]
         axes.scatter(
-            tokens.prob[at], tokens.ratio[at], s=size, color=color, alpha=alpha, linewidth=0, label=name
+            tokens.prob[index], tokens.ratio[index], s=size, color=color, alpha=alpha, linewidth=0, label=name
         )
 
 

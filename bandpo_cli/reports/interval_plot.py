@@ -1,4 +1,4 @@
-"""The intervals as a picture: ratio bounds and change of probability against p, with the simplex's limits."""
+"""Plot of intervals: bounds of the ratio and change of probability against p, with the limits of the simplex."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from bandpo_cli.reports import style
 from bandpo_cli.reports.interval_table import PEERS
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
-_COLORS = (*style.CYCLE, "#7f4f24", style.TEXT_COLOR)
 _LEGEND_COLUMNS = 5
 _SIMPLEX = "#f1f2f4"
 
@@ -36,20 +35,28 @@ def plot_intervals(
     max_ratio: float | None,
     marked: Sequence[float],
 ) -> None:
-    """Write a picture of every asked method; `marked` probabilities get a tick of their own.
+    """Plot the intervals of the given methods to `path`, as png, svg or pdf by its suffix.
 
-    The format follows the suffix: png, svg or pdf. Raises UserError where the file cannot be written.
+    Args:
+        path: file to write.
+        divergences, deltas: a Band is plotted for each divergence and each radius.
+        peers: names in `PEERS`, the methods without a divergence.
+        max_ratio: cap on the upper bounds of the Bands; None for no cap.
+        marked: probabilities to mark with a dotted line; the first 12 are shown.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     p = 1.0 - np.geomspace(1.0 - _SMALLEST_P, 1e-4, 400)
     p = np.unique(np.concatenate([np.geomspace(min([_SMALLEST_P, *marked]), 1.0, 600), p[p > 0.5], [1.0]]))
     curves = list(_curves(np.log(p), divergences, deltas, peers, max_ratio))
     figure, (ratios, changes) = style.new_figure(
-        "What each method allows a token",
+        "Allowed ratio and probability change of a token",
         "old probability p, new probability r·p; grey: outside the simplex",
         panels=2,
     )
-    _draw_ratios(ratios, p, curves)
-    _draw_changes(changes, p, curves)
+    _plot_ratios(ratios, p, curves)
+    _plot_changes(changes, p, curves)
     for axes in (ratios, changes):
         _probability_axis(axes, p, marked)
     handles, labels = ratios.get_legend_handles_labels()
@@ -80,22 +87,22 @@ def _curves(
     peers: Sequence[str],
     max_ratio: float | None,
 ) -> Iterator[_Curve]:
-    """A colour for each divergence, a dash for each radius; peers in grey."""
+    """Yield one curve per method: a colour per divergence, a dash per radius; peers are grey."""
     dashes: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
     for index, name in enumerate(divergences):
-        for turn, delta in enumerate(deltas):
+        for delta_index, delta in enumerate(deltas):
             band = band_bounds(logp, name, delta, max_ratio)
-            color, dash = _COLORS[index % len(_COLORS)], dashes[turn % len(dashes)]
+            color, dash = style.LINE_COLORS[index % len(style.LINE_COLORS)], dashes[delta_index % len(dashes)]
             yield _Curve(f"{name} δ={delta:g}", band, color, dash)
     for index, name in enumerate(peers):
         yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED_COLOR, dashes[1 + index % 3])
 
 
-def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+def _plot_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     for curve in curves:
-        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
-        axes.plot(p, np.clip(curve.bounds.upper, None, 1e6), label=curve.name, **look)
-        axes.plot(p, np.clip(curve.bounds.lower, 1e-6, None), **look)
+        line_style: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
+        axes.plot(p, np.clip(curve.bounds.upper, None, 1e6), label=curve.name, **line_style)
+        axes.plot(p, np.clip(curve.bounds.lower, 1e-6, None), **line_style)
     axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
     axes.plot(p, 1.0 / p, color=style.TEXT_COLOR, linewidth=0.9, label="simplex, r = 1/p")
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
@@ -106,19 +113,19 @@ def _draw_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     style.label(axes, "old probability p", "probability ratio r = π / π_old")
 
 
-def _draw_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+def _plot_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     for curve in curves:
-        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
-        axes.plot(p, np.clip(p * (curve.bounds.upper - 1.0), None, 2.0), **look)
-        axes.plot(p, p * (curve.bounds.lower - 1.0), **look)
+        line_style: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
+        axes.plot(p, np.clip(p * (curve.bounds.upper - 1.0), None, 2.0), **line_style)
+        axes.plot(p, p * (curve.bounds.lower - 1.0), **line_style)
     axes.fill_between(p, 1.0 - p, 2.0, color=_SIMPLEX, zorder=0)
     axes.fill_between(p, -p, -2.0, color=_SIMPLEX, zorder=0)
     axes.plot(p, 1.0 - p, color=style.TEXT_COLOR, linewidth=0.9)
     axes.plot(p, -p, color=style.TEXT_COLOR, linewidth=0.9)
     axes.axhline(0.0, color=style.MUTED_COLOR, linewidth=0.8)
-    allowed = np.concatenate([np.minimum(p * (c.bounds.upper - 1.0), 1.0 - p) for c in curves])
-    fallen = np.concatenate([p * (1.0 - c.bounds.lower) for c in curves])
-    axes.set_ylim(-1.25 * max(fallen.max(), 0.02), 1.25 * max(allowed.max(), 0.02))
+    largest_gains = np.concatenate([np.minimum(p * (c.bounds.upper - 1.0), 1.0 - p) for c in curves])
+    largest_losses = np.concatenate([p * (1.0 - c.bounds.lower) for c in curves])
+    axes.set_ylim(-1.25 * max(largest_losses.max(), 0.02), 1.25 * max(largest_gains.max(), 0.02))
     style.label(axes, "old probability p", "change of probability Δp = (r − 1)·p")
 
 

@@ -1,4 +1,4 @@
-"""The intervals of single probabilities as rows, and the rows as a table, JSON or CSV. numpy only, no torch."""
+"""Intervals of single probabilities as rows, and the rows as a table, JSON or CSV. Uses numpy, not torch."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ PEERS: dict[str, MethodSettings] = {
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """What one method allows a token. The fields are the keys of `--format json`.
+    """Interval of one token under one method. The fields are the keys of `bandpo bounds --format json`.
 
     Attributes:
-        prob: the token's probability under π_old.
-        divergence: the trust region, or a peer's name.
-        delta: its radius; None for a peer.
-        lower: least ratio.
-        upper: greatest ratio.
-        prob_lower: least new probability.
-        prob_upper: greatest new probability, at most 1.
-        lower_saturated: the token may vanish.
-        upper_saturated: the token may become certain: the simplex, not the region, is the limit.
+        prob: probability of the token under π_old.
+        divergence: divergence of the trust region, or the name of a method in `PEERS`.
+        delta: radius of the trust region; None for a method in `PEERS`.
+        lower: smallest allowed ratio.
+        upper: largest allowed ratio.
+        prob_lower: smallest allowed new probability.
+        prob_upper: largest allowed new probability, at most 1.
+        lower_saturated: whether the new probability may be 0.
+        upper_saturated: whether the new probability may be 1: the simplex, not the trust region, is the limit.
     """
 
     prob: float
@@ -62,20 +62,30 @@ class IntervalRow:
 
 
 def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float | None) -> list[IntervalRow]:
-    """One row a probability, in the order given. Raises ConfigError as `band_bounds` does."""
+    """Return one row per probability, in the given order.
+
+    Args:
+        probs: probabilities in (0, 1].
+        name: name of the divergence.
+        delta: radius of the trust region.
+        max_ratio: cap on the upper bounds; None for no cap.
+
+    Raises:
+        ConfigError: the divergence or a number is not valid, as in `band_bounds`.
+    """
     divergence, (lower, upper) = find_divergence(name), band_bounds(_logs(probs), name, delta, max_ratio)
     rows = []
     for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True):
         vanishes, certain = saturation(divergence, prob, delta)
         capped = max_ratio is not None and high == max_ratio and high * prob < 1.0
-        # A probability given as such saturates at an exact number, which its rounded logarithm may just miss.
+        # Saturation starts at an exact probability, which exp of its rounded logarithm may miss.
         low, high = 0.0 if vanishes else low, 1.0 / prob if certain and not capped else high
         rows.append(_row(prob, name, delta, low, high, vanishes, certain and not capped))
     return rows
 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
-    """One row a probability for a method of `PEERS`."""
+    """Return one row per probability for a method in `PEERS`."""
     lower, upper = ratio_bounds(PEERS[name])(_logs(probs))
     return [
         _row(prob, name, None, low, high, low <= 0.0, high * prob >= 1.0)
@@ -94,13 +104,13 @@ def _logs(probs: Sequence[float]) -> np.ndarray:
 
 
 def as_json(rows: Sequence[IntervalRow]) -> str:
-    """A list of objects with the keys of `IntervalRow`, numbers to full precision; infinity as null."""
+    """Return a JSON list of objects with the keys of `IntervalRow`, in full precision; infinity is null."""
     plain = [{key: None if value == np.inf else value for key, value in asdict(row).items()} for row in rows]
     return json.dumps(plain, indent=1, allow_nan=False)
 
 
 def as_csv(rows: Sequence[IntervalRow]) -> str:
-    """The same with a header line; no delta is an empty cell."""
+    """Return the rows as CSV with a header line; a missing delta is an empty cell."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [field.name for field in fields(IntervalRow)], lineterminator="\n")
     writer.writeheader()

@@ -1,6 +1,8 @@
-"""One look for every picture: quiet axes, colours that the colour-blind tell apart, no global state."""
+"""Common style of all plots: axes, colours for colour-blind readers, line styles of arms, legends.
 
-# MERGED: How arms are told apart in the pictures, and the list of them beside the axes.
+pyplot is not used, so importing this module and plotting change no global state of matplotlib.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,31 @@ BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e0
 """Okabe and Ito's palette (Color Universal Design, 2008)."""
 
 CYCLE = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
+LINE_COLORS = (*CYCLE, "#7f4f24", TEXT_COLOR)
+"""Colours of lines, in plots with more lines than `CYCLE` has colours."""
+
+TOP = 0.86
+"""Upper end of the axes as a share of the figure's height, in plots without a legend above the axes."""
+
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+_MAX_NAME_CHARS = 30
+
+
+@dataclass(frozen=True)
+class ArmStyle:
+    """Name and line style of an arm, the same in all plots of a report.
+
+    Attributes:
+        name: legend text, shortened and escaped for matplotlib.
+        color: colour of the line.
+        dash: dash pattern as matplotlib's `linestyle`.
+        width: line width in points.
+    """
+
+    name: str
+    color: str
+    dash: Any
+    width: float
 
 
 def new_figure(title: str, subtitle: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
@@ -34,7 +61,7 @@ def new_figure(title: str, subtitle: str, panels: int = 1) -> tuple[Figure, list
 
 
 def clean_axes(axes: Axes) -> Axes:
-    """Take the box and the tick marks away, leave a light grid behind the data."""
+    """Remove the box and the tick marks from `axes`, and put a light grid behind the data."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(MUTED_COLOR)
@@ -45,13 +72,13 @@ def clean_axes(axes: Axes) -> Axes:
 
 
 def label(axes: Axes, x: str, y: str) -> None:
-    """Name both axes, units included."""
+    """Set the labels of both axes. Labels include the unit."""
     axes.set_xlabel(x, size=11.5, color=TEXT_COLOR, labelpad=8)
     axes.set_ylabel(y, size=11.5, color=TEXT_COLOR, labelpad=8)
 
 
 def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> None:
-    """Put the legend in a row above the axes, where it hides no data."""
+    """Put the legend above the axes, where it covers no data."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
@@ -71,7 +98,7 @@ def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> None:
 
 
 def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
-    """Let the x axis span the steps, whole numbers only, a single step in the middle."""
+    """Set the limits of the x axis to the steps, with integer ticks; a single step is in the middle."""
     low, high = min(steps), max(steps)
     pad = 0.02 * (high - low) if high > low else 1.0
     axes.set_xlim(low - pad, high + pad)
@@ -82,62 +109,46 @@ def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
 
 
 def percent_axis(axes: Axes) -> None:
-    """Write the shares on the y axis as percentages, with no more digits than they need."""
+    """Format the shares on the y axis as percentages, without trailing zeros."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write `figure` as PNG, whole or not at all."""
+    """Write `figure` to `path` as PNG, atomically; return the path."""
     return write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 
-TOP = 0.86
-"""Upper end of the axes, as a share of the picture: there is no legend between them and the heading."""
-
-_COLORS = (*CYCLE, "#7f4f24", TEXT_COLOR)
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-_LONGEST_NAME = 30
-
-
-@dataclass(frozen=True)
-class ArmStyle:
-    """How an arm is drawn and named, in every picture alike."""
-
-    name: str
-    color: str
-    dash: Any
-    width: float
-
-
 def arm_styles(names: Sequence[str], baseline: str | None) -> dict[str, ArmStyle]:
-    """Return a look for each arm: colours, then colours with another dash; the baseline muted."""
+    """Return the style of each arm: each colour once, then the colours with other dashes; the baseline is grey."""
     others = [name for name in names if name != baseline]
-    found = {
+    styles = {
         name: ArmStyle(
             escape_mathtext(shorten_middle(name)),
-            _COLORS[index % len(_COLORS)],
-            _DASHES[(index + index // len(_COLORS)) % len(_DASHES)],
+            LINE_COLORS[index % len(LINE_COLORS)],
+            _DASHES[(index + index // len(LINE_COLORS)) % len(_DASHES)],
             2.2,
         )
         for index, name in enumerate(others)
     }
     if baseline is not None:
-        found[baseline] = ArmStyle(
+        styles[baseline] = ArmStyle(
             f"{escape_mathtext(shorten_middle(baseline))} (baseline)", MUTED_COLOR, "-", 2.8
         )
-    return found
+    return styles
 
 
-def side_legend(figure: Figure, axes: Axes, ends: Mapping[str, float], look: Mapping[str, ArmStyle]) -> None:
-    """List the arms right of the axes, in the order in which their lines end."""
-    names = sorted(ends, key=lambda name: -ends[name])
+def side_legend(
+    figure: Figure, axes: Axes, final_values: Mapping[str, float], styles: Mapping[str, ArmStyle]
+) -> None:
+    """Put a legend right of the axes, with the arms in the order of their final values, and shrink the axes to fit."""
+    names = sorted(final_values, key=lambda name: -final_values[name])
     handles = [
-        Line2D([], [], color=look[name].color, linestyle=look[name].dash, linewidth=look[name].width)
+        Line2D([], [], color=styles[name].color, linestyle=styles[name].dash, linewidth=styles[name].width)
         for name in names
     ]
     legend = figure.legend(
         handles,
-        [look[name].name for name in names],
+        [styles[name].name for name in names],
         loc="upper right",
         bbox_to_anchor=(0.985, TOP + 0.02),
         frameon=False,
@@ -152,13 +163,13 @@ def side_legend(figure: Figure, axes: Axes, ends: Mapping[str, float], look: Map
 
 
 def shorten_middle(name: str) -> str:
-    """Return a name that fits beside the picture: a long one keeps both ends, where names differ."""
-    if len(name) <= _LONGEST_NAME:
+    """Return `name` with its middle cut out if it is longer than the legend allows; names differ at their ends."""
+    if len(name) <= _MAX_NAME_CHARS:
         return name
-    half = (_LONGEST_NAME - 1) // 2
+    half = (_MAX_NAME_CHARS - 1) // 2
     return f"{name[:half]}…{name[-half:]}"
 
 
 def escape_mathtext(text: str) -> str:
-    """Return a text that matplotlib draws as it is: a pair of dollars would be read as mathematics."""
+    """Return `text` on one line with dollar signs escaped, which matplotlib would read as mathematics."""
     return " ".join(text.split()).replace("$", r"\$")

@@ -125,7 +125,7 @@ def test_a_plan_that_was_handed_over_cannot_name_what_lies_elsewhere(tmp_path: P
 @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", "a\nb"])
 def test_a_report_reads_no_run_from_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]}))
-    with pytest.raises(UserError, match="no folder's name"):
+    with pytest.raises(UserError, match="not a valid folder name"):
         read_sweep(tmp_path)
 
 

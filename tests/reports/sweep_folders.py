@@ -1,4 +1,4 @@
-"""Small run folders and sweeps, written as `bandpo train` leaves them."""
+"""Helpers that write small run folders and sweeps in the format of `bandpo train` and `bandpo sweep`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_run(
     status: str | None = "FINISHED",
     **record: Any,
 ) -> Path:
-    """Write a run with a figure at each step of `accuracy`; `record` is added to every step's line."""
+    """Write a run with an evaluation at each step of `accuracy`; `record` is added to the record of every step."""
     accuracy = {0: 0.2, steps: 0.4} if accuracy is None else accuracy
     folder.parent.mkdir(parents=True, exist_ok=True)
     run = RunFolder.create(folder.parent, folder.name)
@@ -59,7 +59,7 @@ def write_run(
 def write_sweep(
     folder: Path, finals: Mapping[str, Mapping[int, float]], baseline: str | None = "clip"
 ) -> Path:
-    """Write a sweep: final accuracies by arm and seed. The arm `clip` is one, others are Bands of other radii."""
+    """Write a sweep with these final accuracies by arm and seed. The arm `clip` uses clip, others are Bands."""
     runs = []
     for index, (arm, by_seed) in enumerate(finals.items()):
         settings = CLIP if arm == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
@@ -72,12 +72,12 @@ def write_sweep(
 
 
 def write_plan(folder: Path, plan: Any) -> None:
-    """Write `sweep.yaml`."""
+    """Write `plan` to the `sweep.yaml` of `folder`."""
     (folder / "sweep.yaml").write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
 
 
 def edit_line(folder: Path, number: int, **changes: Any) -> None:
-    """Change a line of a run's metrics.jsonl."""
+    """Change values in line `number` of the metrics.jsonl of a run."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
     lines[number] = json.dumps(json.loads(lines[number]) | changes)

@@ -1,4 +1,4 @@
-"""The report says what the run folders say: hand-computed figures, honest words, files that need nothing else."""
+"""Reports agree with hand-computed values and scipy, claim no untested difference, and are self-contained files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLEAR = {
     "kl 0.02": {0: 0.50, 1: 0.53, 2: 0.52},
     "kl 0.03": {0: 0.39, 1: 0.43, 2: 0.42},
 }
-PICTURES = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
+PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
 
 
 def _report(folder, baseline="sweep's", out=None) -> Report:
@@ -30,15 +30,15 @@ def _report(folder, baseline="sweep's", out=None) -> Report:
 
 
 @pytest.fixture(autouse=True)
-def fewer_pictures(request, monkeypatch):
-    """Draw pictures for those tests alone that look at them: drawing is most of a report's time."""
-    if "with_pictures" not in request.fixturenames:
-        monkeypatch.setattr("bandpo_cli.reports.sweep.write.draw_all", lambda *_: {})
+def no_plots(request, monkeypatch):
+    """Skip plotting, which takes most of a report's time, except in tests with the fixture `with_plots`."""
+    if "with_plots" not in request.fixturenames:
+        monkeypatch.setattr("bandpo_cli.reports.sweep.write.plot_all", lambda *_: {})
 
 
 @pytest.fixture
-def with_pictures():
-    """Ask for pictures."""
+def with_plots():
+    """Enable plotting."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def sweep(tmp_path):
     return write_sweep(tmp_path / "deltas", CLEAR)
 
 
-def test_the_leaderboard_has_means_and_intervals_by_hand(sweep):
+def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     report = _report(sweep)
     with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -79,20 +79,20 @@ def test_differences_are_paired_by_seed_and_adjusted(sweep):
         assert each.paired.change.low == pytest.approx(expected.confidence_interval().low)
     assert found["kl 0.02"].p_holm == pytest.approx(2 * p["kl 0.02"])
     assert found["kl 0.03"].p_holm == pytest.approx(p["kl 0.03"])
-    assert (found["kl 0.02"].verdict, found["kl 0.03"].verdict) == ("higher", "cannot tell apart")
+    assert (found["kl 0.02"].verdict, found["kl 0.03"].verdict) == ("higher", "not significant")
     assert (found["kl 0.03"].paired.higher, found["kl 0.03"].paired.lower) == (2, 1)
-    assert any(note.startswith("8 comparisons: 2 arms against clip in 4 figures") for note in report.notes)
+    assert any(note.startswith("8 comparisons: 2 arms against clip in 4 metrics") for note in report.notes)
 
 
-def test_the_finding_names_what_is_told_apart_and_what_is_not(sweep):
+def test_finding_names_significant_arms_and_counts_the_others(sweep):
     assert re.fullmatch(
         r"Against clip, final accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ over 3 "
-        r"seeds, Holm-adjusted p = 0\.0\d+\); the other arm cannot be told apart from it\.",
+        r"seeds, Holm-adjusted p = 0\.0\d+\); the other arm does not differ significantly from it\.",
         _report(sweep).finding,
     )
 
 
-def test_worse_arms_are_named_as_worse(tmp_path):
+def test_finding_names_significantly_lower_arms(tmp_path):
     finals = {"clip": CLEAR["kl 0.02"], "kl 0.02": CLEAR["clip"]}
     finding = _report(write_sweep(tmp_path / "s", finals)).finding
     assert finding.startswith("Against clip, final accuracy is lower for kl 0.02 (-0.107, 95% interval -0.")
@@ -100,29 +100,29 @@ def test_worse_arms_are_named_as_worse(tmp_path):
 
 
 @pytest.mark.parametrize("arms", [2, 3])
-def test_nothing_told_apart_is_said_plainly(tmp_path, arms):
+def test_finding_without_significant_difference(tmp_path, arms):
     finals = {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.5, 1: 0.45}, "kl 0.03": {0: 0.39, 1: 0.52}}
     report = _report(write_sweep(tmp_path / "s", dict(list(finals.items())[:arms])))
-    assert "be told apart" in report.finding
+    assert re.search("(differs|do not differ) significantly", report.finding)
     assert "higher for" not in report.finding
-    assert {each.verdict for each in report.differences if each.figure == "accuracy"} == {"cannot tell apart"}
+    assert {each.verdict for each in report.differences if each.figure == "accuracy"} == {"not significant"}
 
 
-def test_an_interval_without_zero_that_holm_does_not_grant_is_said(tmp_path):
+def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     finals = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.43, 1: 0.48, 2: 0.45}}
     finals |= {f"kl 0.0{index}": {0: 0.39 + index / 1000, 1: 0.43, 2: 0.42} for index in (3, 4, 5, 6)}
     report = _report(write_sweep(tmp_path / "s", finals))
     each = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", "accuracy"))
     assert each.paired.p < 0.05 < each.p_holm
     assert each.verdict == "higher, but not after Holm's adjustment"
-    assert report.finding.startswith("No arm can be told apart from clip by final accuracy")
+    assert report.finding.startswith("No arm differs significantly from clip in final accuracy")
 
 
-def test_one_seed_has_no_interval_anywhere(tmp_path):
+def test_one_seed_has_no_interval_in_any_output(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}})
     report = _report(sweep)
     assert all(value.low is None for arm in report.arms for value in arm.figures.values())
-    assert {each.verdict for each in report.differences} == {"one seed: cannot tell"}
+    assert {each.verdict for each in report.differences} == {"one seed: no test"}
     assert report.finding == (
         "kl 0.02 ends with the highest accuracy, 0.600 (one seed, no interval); with these seeds no difference from "
         "clip can be tested."
@@ -134,7 +134,7 @@ def test_without_baseline_there_are_no_differences_and_a_note(sweep):
     report = _report(sweep, baseline=None)
     assert report.differences == ()
     assert "a ranking, not a test" in report.finding
-    assert any("No baseline is named" in note for note in report.notes)
+    assert any("No baseline was given" in note for note in report.notes)
     assert "Differences" not in (sweep / "report" / "report.html").read_text()
 
 
@@ -144,11 +144,11 @@ def test_only_common_seeds_are_compared(tmp_path):
     found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
     assert found["kl 0.02"].paired.change.n == 2
     assert found["kl 0.02"].paired.change.mean == pytest.approx(0.105)
-    assert found["kl 0.03"].verdict == "no seed in common"
+    assert found["kl 0.03"].verdict == "no common seed"
     assert any("do not have the same seeds" in note for note in report.notes)
 
 
-def test_runs_that_cannot_be_counted_are_listed_and_change_nothing(sweep):
+def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     _, _, runs = read_sweep(sweep)
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, ArmRun("clip", 3, failed), ArmRun("dcpo", 0, sweep / "gone")]
@@ -158,29 +158,29 @@ def test_runs_that_cannot_be_counted_are_listed_and_change_nothing(sweep):
         ("gone", "dcpo", 0),
     ]
     assert report.arms == _report(sweep).arms
-    assert "No run is left of dcpo." in report.notes
+    assert "All runs of dcpo were excluded." in report.notes
     for name in ("report.html", "report.md"):
         text = (write_report(more, "t", "clip", sweep / "report").files[name]).read_text()
         assert "NonFiniteError: the loss is nan" in text
-        assert "its folder is not there" in text
+        assert "its folder does not exist" in text
 
 
-def test_a_baseline_with_no_run_left_is_said(sweep):
+def test_note_on_a_baseline_without_runs(sweep):
     _, _, runs = read_sweep(sweep)
     runs = [run for run in runs if run.arm != "clip"] + [ArmRun("clip", 0, sweep / "gone")]
     report = write_report(runs, "t", "clip", sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
-    assert any("No run of the baseline 'clip' is left" in note for note in report.notes)
+    assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
 
 
-def test_nothing_left_and_other_mistakes_are_one_line(sweep, tmp_path):
+def test_errors_are_one_line(sweep, tmp_path):
     gone = [ArmRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
     twice = [*read_sweep(sweep)[2], ArmRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
     other = [*read_sweep(sweep)[2], ArmRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
     for runs, baseline, message in (
-        (gone, None, "no run can be counted: gone-0: its folder is not there; 1 more"),
+        (gone, None, "all runs are excluded: gone-0: its folder does not exist; 1 more"),
         ([], None, "no runs to report on"),
-        (twice, None, "both seed 0 of the arm 'clip'; give one of them"),
+        (twice, None, "both seed 0 of the arm 'clip'; give only one of them"),
         (other, None, "share no evaluation set: clip-s0 has countdown, gsm has gsm8k"),
         (read_sweep(sweep)[2], "clpi", "no arm of that name (did you mean 'clip'?)"),
     ):
@@ -193,7 +193,7 @@ def test_nothing_left_and_other_mistakes_are_one_line(sweep, tmp_path):
         _report(sweep, out=tmp_path / "file")
 
 
-def test_two_runs_of_one_seed_that_differ_point_at_by(tmp_path):
+def test_error_for_two_runs_of_one_seed_suggests_by(tmp_path):
     runs = [
         ArmRun("clip", 0, write_run(tmp_path / "a", CLIP)),
         ArmRun("clip", 0, write_run(tmp_path / "b", (*CLIP, "optim.lr=1e-4"))),
@@ -202,7 +202,7 @@ def test_two_runs_of_one_seed_that_differ_point_at_by(tmp_path):
         write_report(runs, "t", None, tmp_path / "out")
 
 
-def test_several_sets_have_their_mean_first_and_each_beside(tmp_path):
+def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     sets = ["gsm8k", "math500"]
     folder = write_run(tmp_path / "a", CLIP, 0, sets=sets)
     path = folder / "metrics.jsonl"
@@ -217,17 +217,17 @@ def test_several_sets_have_their_mean_first_and_each_beside(tmp_path):
     assert report.sets == ("gsm8k", "math500")
 
 
-def test_a_set_that_some_runs_lack_is_left_out_with_a_note(tmp_path):
+def test_set_that_some_runs_lack_is_excluded_with_a_note(tmp_path):
     runs = [
         ArmRun("a", 0, write_run(tmp_path / "a", CLIP, sets=["x", "y"])),
         ArmRun("b", 0, write_run(tmp_path / "b", KL, sets=["y"])),
     ]
     report = write_report(runs, "t", None, tmp_path / "out")
     assert report.sets == ("y",)
-    assert "Not evaluated in every run, and left out: x." in report.notes
+    assert "Excluded, since not every run was evaluated on them: x." in report.notes
 
 
-def test_what_makes_runs_incomparable_is_noted(tmp_path):
+def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     runs = [
         ArmRun("a", 0, write_run(tmp_path / "a", CLIP)),
         ArmRun("a", 1, write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)),
@@ -235,17 +235,17 @@ def test_what_makes_runs_incomparable_is_noted(tmp_path):
     notes = " ".join(write_report(runs, "t", None, tmp_path / "out").notes)
     assert "Runs of unequal length in a" in notes
     assert "The runs of a differ in more than their seed: steps, task.max_number" in notes
-    assert "their accuracies are not of the same problems" in notes
+    assert "their accuracies come from different problems" in notes
 
 
 class _Page(HTMLParser):
-    """Collects the tags of a page and what they refer to."""
+    """Parser that collects the tags, links and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.sources: list[str] = []
-        self.words = ""
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -254,10 +254,10 @@ class _Page(HTMLParser):
         assert not any(name.startswith("on") for name, _ in attrs)
 
     def handle_data(self, data):
-        self.words += data
+        self.text += data
 
 
-def test_the_page_needs_nothing_beside_it(sweep, with_pictures):
+def test_html_page_is_self_contained(sweep, with_plots):
     report = _report(sweep)
     text = report.files["report.html"].read_text()
     page = _Page(text)
@@ -265,42 +265,42 @@ def test_the_page_needs_nothing_beside_it(sweep, with_pictures):
     assert "link" not in page.tags
     assert "@import" not in text
     assert "url(" not in text
-    pictures = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in page.sources]
-    assert pictures == [(sweep / "report" / name).read_bytes() for name in PICTURES]
-    for words in (report.title, report.finding, *report.notes):
-        assert words in page.words
+    plots = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in page.sources]
+    assert plots == [(sweep / "report" / name).read_bytes() for name in PLOTS]
+    for sentence in (report.title, report.finding, *report.notes):
+        assert sentence in page.text
 
 
-def test_markdown_refers_to_pictures_that_are_there(sweep, with_pictures):
+def test_markdown_links_to_existing_plots(sweep, with_plots):
     report = _report(sweep)
     links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report.files["report.md"].read_text())
-    assert links == PICTURES
+    assert links == PLOTS
     assert all((sweep / "report" / link).is_file() for link in links)
     assert sorted(path.name for path in (sweep / "report").iterdir()) == sorted(
-        [*PICTURES, "leaderboard.csv", "report.html", "report.md"]
+        [*PLOTS, "leaderboard.csv", "report.html", "report.md"]
     )
 
 
-def test_names_are_text_and_never_markup(tmp_path):
+def test_names_are_escaped_in_html_and_markdown(tmp_path):
     arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)
     report = write_report([ArmRun(arm, 0, folder)], "<b>t</b> & $", None, tmp_path / "out")
     page = _Page(report.files["report.html"].read_text())
     assert "script" not in page.tags
     assert "b" not in page.tags
-    assert arm in page.words
+    assert arm in page.text
     lines = report.files["report.md"].read_text().splitlines()
     row = next(line for line in lines if line.startswith("| \\<script>"))
     head = next(line for line in lines if line.startswith("| arm"))
     assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
 
 
-def test_a_report_is_written_again_in_its_place(sweep):
+def test_report_can_be_written_again_in_the_same_folder(sweep):
     assert _report(sweep).as_json() == _report(sweep).as_json()
     assert json.loads(json.dumps(_report(sweep).as_json()))["arms"][0]["name"] == "kl 0.02"
 
 
-def test_runs_with_nothing_but_accuracy_give_a_report(tmp_path, with_pictures):
+def test_runs_with_accuracy_only_give_a_report(tmp_path, with_plots):
     names = ("train/entropy", "clip/active_fraction", "time/step", "clip/active_fraction/p_0.1_0.5")
     nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])
     runs = [

@@ -1,4 +1,4 @@
-"""The statistics of a report agree with scipy and with cases worked by hand, and never invent an interval."""
+"""Statistics of a report agree with scipy and with cases computed by hand; there is no interval without variance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VALUES = [0.474, 0.470, 0.481, 0.466]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_interval_is_that_of_student(n):
+def test_interval_is_the_t_interval(n):
     found = estimate(VALUES[:n])
     low, high = stats.t.interval(0.95, n - 1, np.mean(VALUES[:n]), stats.sem(VALUES[:n]))
     assert (found.n, found.mean) == (n, pytest.approx(np.mean(VALUES[:n])))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
 
 
-def test_two_values_by_hand():
+def test_interval_of_two_values_by_hand():
     # mean 0.5, standard error 0.1, t(1, 97.5%) = 12.7062
     found = estimate([0.4, 0.6])
     assert found.low == pytest.approx(0.5 - 1.27062, abs=1e-5)
@@ -39,13 +39,13 @@ def test_no_values_have_no_mean():
     assert estimate([]) is None
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says():
-    draws = np.random.default_rng(0).normal(0.4, 0.02, size=(4000, 3))
-    held = [found.low <= 0.4 <= found.high for found in map(estimate, draws)]
-    assert 0.94 < np.mean(held) < 0.96
+def test_interval_has_the_nominal_coverage():
+    samples = np.random.default_rng(0).normal(0.4, 0.02, size=(4000, 3))
+    covered = [found.low <= 0.4 <= found.high for found in map(estimate, samples)]
+    assert 0.94 < np.mean(covered) < 0.96
 
 
-def test_paired_takes_common_seeds_and_agrees_with_scipy():
+def test_paired_test_uses_common_seeds_and_agrees_with_scipy():
     arm = {0: 0.50, 1: 0.47, 2: 0.52, 3: 0.49, 9: 0.99}
     baseline = {3: 0.48, 2: 0.46, 1: 0.48, 0: 0.45, 7: 0.01}
     a, b = [arm[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
@@ -61,7 +61,7 @@ def test_paired_takes_common_seeds_and_agrees_with_scipy():
     assert (found.change.n, found.higher, found.lower) == (4, 3, 1)
 
 
-def test_p_is_below_a_twentieth_exactly_when_the_interval_excludes_nothing():
+def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(300):
@@ -74,16 +74,16 @@ def test_p_is_below_a_twentieth_exactly_when_the_interval_excludes_nothing():
     assert seen == {True, False}
 
 
-def test_what_cannot_be_tested_has_no_p():
+def test_no_p_value_without_a_test():
     assert paired_test({0: 0.5}, {1: 0.4}) is None
     one = paired_test({0: 0.5}, {0: 0.4})
     assert (one.p, one.change.low, one.higher) == (None, None, 1)
-    alike = paired_test({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5})
-    assert (alike.p, alike.change.low, alike.higher, alike.lower) == (None, None, 2, 0)
+    equal = paired_test({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5})
+    assert (equal.p, equal.change.low, equal.higher, equal.lower) == (None, None, 2, 0)
 
 
 def test_holm_by_hand():
-    # sorted 0.005·4, 0.01·3, 0.03·2, then 0.04·1 is raised to the one before it
+    # sorted: 0.005·4, 0.01·3, 0.03·2; then 0.04·1 is raised to the previous value
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.2]) == [0.2]
     assert holm([]) == []
@@ -91,7 +91,7 @@ def test_holm_by_hand():
 
 
 @given(st.lists(st.floats(0, 1), max_size=6), st.floats(0.001, 0.5))
-def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, alpha):
+def test_holm_agrees_with_the_step_down_procedure(p_values, alpha):
     rejected = set()
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         if (len(p_values) - rank) * p_values[index] > alpha:
@@ -100,14 +100,14 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, alpha):
     assert {index for index, p in enumerate(holm(p_values)) if p <= alpha} == rejected
 
 
-def test_the_area_is_the_mean_height():
-    # from 0 to 1 over 10 steps, then level for 30: (0.5·10 + 1·30) / 40
+def test_area_is_the_mean_height_of_the_curve():
+    # from 0 to 1 over 10 steps, then constant for 30: (0.5·10 + 1·30) / 40
     assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
     assert area_under([5, 6], [0.3, 0.3]) == pytest.approx(0.3)
     assert area_under([5], [0.3]) is None
 
 
-def test_the_band_is_the_interval_of_three_the_range_of_two_and_nothing_of_one():
+def test_band_is_the_interval_of_three_runs_the_range_of_two_and_none_of_one():
     values = np.array([[0.1, 0.5], [0.3, 0.4], [0.2, 0.9]])
     low, high = interval_band(values)
     for step in range(2):

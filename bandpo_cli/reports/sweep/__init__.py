@@ -1,4 +1,4 @@
-"""One report over many runs: arms compared over seeds, from the run folders alone."""
+"""Reports that compare the arms of a sweep, or of any runs, over seeds. All input is read from run folders."""
 
 from bandpo_cli.reports.sweep.arms import Report
 from bandpo_cli.reports.sweep.selection import ArmRun, Selection, read_sweep, select_runs

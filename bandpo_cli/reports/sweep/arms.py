@@ -1,6 +1,8 @@
-"""What a report holds. Every table, page and JSON is made from this alone."""
+"""Metrics of arms, comparison of arms with the baseline, and the `Report` that holds the results.
 
-# MERGED: From runs to arms: the figures of each, and how they differ from the baseline's.
+All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,18 +15,21 @@ from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, mean
 from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.sweep.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 
+ValueOf = Callable[[ArmRunData], float | None]
+"""Returns the value of a metric for a run, None where the run has no value."""
+
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that is measured of every run.
+    """A metric with one value per run. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        key: its column in leaderboard.csv.
-        name: as tables head it.
-        about: what exactly, with its unit.
-        compared: whether arms are compared by it, so that tables show its interval.
-        pattern: how a value is written.
-        percent: whether it is written in hundredths.
+        key: column in leaderboard.csv.
+        name: heading in tables.
+        about: definition, with the unit.
+        compared: whether arms are compared by this metric; tables then show its interval.
+        pattern: format specification of a value.
+        percent: whether a value is shown in percent.
     """
 
     key: str
@@ -35,21 +40,21 @@ class Metric:
     percent: bool = False
 
     def text(self, value: float, sign: bool = False) -> str:
-        """Return a value as tables have it."""
-        words = format(100 * value if self.percent else value, ("+" if sign else "") + self.pattern)
-        return f"{words}%" if self.percent else words
+        """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
+        number = format(100 * value if self.percent else value, ("+" if sign else "") + self.pattern)
+        return f"{number}%" if self.percent else number
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs that differ in their seed alone.
+    """The runs that differ only in their seed. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        name: of the arm.
-        seeds: of the runs that are counted.
-        steps: their last steps, the least and the greatest.
-        settings: those in which the arms differ, as typed.
-        figures: by key of `Report.figures`; those that the runs have.
+        name: name of the arm.
+        seeds: seeds of the runs that are included.
+        steps: smallest and largest number of steps of these runs.
+        settings: the settings in which the arms differ, as a user would type them.
+        figures: mean and interval over seeds by key of the metric; only the metrics that the runs have.
     """
 
     name: str
@@ -61,13 +66,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class ArmDifference:
-    """An arm against the baseline in one figure, by common seeds.
+    """Difference between an arm and the baseline in one metric. The fields are keys of `--format json`.
 
     Attributes:
-        arm, figure: names of the arm and key of the figure.
-        paired: None without common seeds.
-        p_holm: the p-value adjusted for the arms that are compared in this figure.
-        verdict: what may be said, in words.
+        arm: name of the arm.
+        figure: key of the metric.
+        paired: comparison over the common seeds; None without a common seed.
+        p_holm: p-value adjusted over the arms compared in this metric; None without a test.
+        verdict: conclusion in words.
     """
 
     arm: str
@@ -79,19 +85,20 @@ class ArmDifference:
 
 @dataclass(frozen=True)
 class Report:
-    """Arms compared.
+    """Results of comparing arms. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        title, finding: what was compared, and what came out, in a sentence.
-        about: arms, seeds and steps in a line.
-        baseline: the arm that others are compared with; None where there is none.
-        sets: the evaluation sets that all runs have; of several, figures without a set's name are the plain mean.
-        figures: what was measured, accuracy first.
-        arms: the most accurate first.
-        differences: by figure, then arm.
-        notes: what a reader must know to read the figures right.
-        left_out: runs that no figure is of.
-        files: what was written, by name.
+        title: what was compared, such as the name of a sweep.
+        about: numbers of arms, seeds and steps in one line.
+        finding: the result in one sentence.
+        baseline: the arm that the others are compared with; None for no comparison.
+        sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
+        figures: the metrics, accuracy first.
+        arms: highest accuracy first.
+        differences: ordered by metric, then by arm.
+        notes: sentences about limits of the comparison.
+        left_out: excluded runs.
+        files: written files by name.
     """
 
     title: str
@@ -106,33 +113,30 @@ class Report:
     left_out: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
 
-    def figure(self, key: str) -> Metric:
-        """Return the figure of a key."""
-        return next(figure for figure in self.figures if figure.key == key)
+    def metric(self, key: str) -> Metric:
+        """Return the metric with this key."""
+        return next(metric for metric in self.figures if metric.key == key)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the report as plain values that `json.dumps` accepts."""
         plain = asdict(self)
         plain["files"] = {name: str(path) for name, path in self.files.items()}
         return plain
 
 
-ValueOf = Callable[[ArmRunData], float | None]
-
-
 @dataclass(frozen=True)
 class ArmMetric:
-    """A figure, and how it is taken of a run."""
+    """A metric and the function that returns its value for a run."""
 
-    figure: Metric
+    metric: Metric
     value: ValueOf
 
 
 def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
-    """Return the runs of each arm by seed.
+    """Return the runs of each arm, sorted by seed.
 
     Raises:
-        UserError: two runs of an arm have the same seed; the line names them.
+        UserError: two runs of an arm have the same seed; the message names both.
     """
     arms: dict[str, dict[int, ArmRunData]] = {}
     for record in records:
@@ -140,7 +144,9 @@ def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
         other = seeds.setdefault(record.run.seed, record)
         if other is not record:
             keys = differing_settings([other.settings, record.settings])
-            advice = f"they differ in {', '.join(keys[:3])}: add it to --by" if keys else "give one of them"
+            advice = (
+                f"they differ in {', '.join(keys[:3])}: add it to --by" if keys else "give only one of them"
+            )
             raise UserError(
                 f"{other.run.folder} and {record.run.folder} are both seed {record.run.seed} of the arm "
                 f"'{record.run.arm}'; {advice}"
@@ -159,41 +165,49 @@ def common_sets(records: Sequence[ArmRunData]) -> list[str]:
         other = next(record for record in records if not record.sets.keys() & records[0].sets.keys())
         raise UserError(
             f"the runs share no evaluation set: {records[0].run.folder.name} has {', '.join(records[0].sets)}, "
-            f"{other.run.folder.name} has {', '.join(other.sets)}; report them apart"
+            f"{other.run.folder.name} has {', '.join(other.sets)}; make a report of each group"
         )
     return sets
 
 
 def common_k(records: Sequence[ArmRunData], sets: Sequence[str]) -> int | None:
-    """Return the largest k whose pass@k all runs have on all sets."""
+    """Return the largest k for which all runs have pass@k on all sets; None if there is none."""
     shared = [set(record.sets[label].passes) for record in records for label in sets]
     return max(set.intersection(*shared), default=None)
 
 
 def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmMetric]:
-    """Return what is measured of these runs; of several sets their mean first, then each."""
+    """Return the metrics of these runs, accuracy first; with several sets their mean first, then each set."""
     ns = {record.sets[label].n for record in records for label in sets}
     n, k = ns.pop() if len(ns) == 1 else "n", common_k(records, sets)
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
-    passing = [Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation")] if k else []
-    found = [
+    metrics = [
         ArmMetric(
-            Metric("accuracy", "accuracy", f"{over}mean@{n} of the last evaluation"), _over(sets, _final)
+            Metric("accuracy", "accuracy", f"{over}mean@{n} of the last evaluation"),
+            _mean_over(sets, _final_accuracy),
         ),
         ArmMetric(
-            Metric("area", "area", f"{over}the area under mean@{n} over the steps, divided by the steps"),
-            _over(sets, _area),
+            Metric("area", "area", f"{over}area under mean@{n} over the steps, divided by the steps"),
+            _mean_over(sets, _area),
         ),
         ArmMetric(
-            Metric("entropy", "entropy", "mean of the last tenth of the steps, nats a token"),
+            Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token"),
             lambda record: record.final_entropy,
         ),
-        *(ArmMetric(figure, _over(sets, _passing(k))) for figure in passing if k),
+    ]
+    if k:
+        metrics.append(
+            ArmMetric(
+                Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation"),
+                _mean_over(sets, _final_pass_at(k)),
+            )
+        )
+    metrics += [
         ArmMetric(
             Metric(
                 "clipped",
                 "clipped",
-                "share of tokens with a zero gradient, mean of the run",
+                "share of tokens with zero gradient, mean over the run",
                 False,
                 ".2f",
                 True,
@@ -201,83 +215,49 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
             lambda record: record.clipped,
         ),
         ArmMetric(
-            Metric("seconds_per_step", "s/step", "seconds, evaluations and checkpoints apart", False, ".2f"),
+            Metric(
+                "seconds_per_step", "s/step", "seconds, without evaluations and checkpoints", False, ".2f"
+            ),
             lambda record: record.seconds,
         ),
     ]
     for label in sets if len(sets) > 1 else ():
-        found += _of_set(label, n, k)
-    return found
+        metrics += _metrics_of_set(label, n, k)
+    return metrics
 
 
-def _of_set(label: str, n: str, k: int | None) -> list[ArmMetric]:
-    """Return the figures of one set among several; by its area and pass@k arms are not compared once more."""
-    accuracy = Metric(f"accuracy/{label}", f"accuracy, {label}", f"mean@{n} of the last evaluation")
-    area = Metric(f"area/{label}", f"area, {label}", f"the area under mean@{n}, divided by the steps", False)
-    found = [ArmMetric(accuracy, _over([label], _final)), ArmMetric(area, _over([label], _area))]
-    if k is not None:
-        passing = Metric(
-            f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} of the last evaluation", False
-        )
-        found.append(ArmMetric(passing, _over([label], _passing(k))))
-    return found
-
-
-def _final(record: ArmRunData, label: str) -> float | None:
-    return record.sets[label].mean[-1]
-
-
-def _area(record: ArmRunData, label: str) -> float | None:
-    return record.sets[label].area
-
-
-def _passing(k: int) -> Callable[[ArmRunData, str], float | None]:
-    return lambda record, label: record.sets[label].passes.get(k)
-
-
-def _over(sets: Sequence[str], of_set: Callable[[ArmRunData, str], float | None]) -> ValueOf:
-    """Return the plain mean over the sets; None where one has no value."""
-
-    def value(record: ArmRunData) -> float | None:
-        values = [of_set(record, label) for label in sets]
-        known = [each for each in values if each is not None]
-        return mean(known) if len(known) == len(values) else None
-
-    return value
-
-
-def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], taken: Sequence[ArmMetric]) -> list[Arm]:
-    """Return the arms with their figures, the most accurate first."""
+def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], metrics: Sequence[ArmMetric]) -> list[Arm]:
+    """Return the arms with the estimates of their metrics, highest accuracy first."""
     keys = differing_settings(record.settings for records in arms.values() for record in records)
-    found = []
+    evaluated = []
     for name, records in arms.items():
-        estimates = {each.figure.key: estimate(list(_by_seed(records, each).values())) for each in taken}
+        estimates = {each.metric.key: estimate(list(_by_seed(records, each).values())) for each in metrics}
         values = {
             key: dict.fromkeys(format_setting(record.settings.get(key, ABSENT)) for record in records)
             for key in keys
         }
-        found.append(
+        evaluated.append(
             Arm(
                 name=name,
                 seeds=tuple(record.run.seed for record in records),
                 steps=(min(record.steps for record in records), max(record.steps for record in records)),
-                settings={key: " or ".join(each) for key, each in values.items()},
-                figures={key: each for key, each in estimates.items() if each is not None},
+                settings={key: " or ".join(texts) for key, texts in values.items()},
+                figures={key: found for key, found in estimates.items() if found is not None},
             )
         )
-    return sorted(found, key=lambda arm: -arm.figures["accuracy"].mean)
+    return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
 
 
 def compare_arms(
-    arms: Mapping[str, Sequence[ArmRunData]], baseline: str, taken: Sequence[ArmMetric]
+    arms: Mapping[str, Sequence[ArmRunData]], baseline: str, metrics: Sequence[ArmMetric]
 ) -> list[ArmDifference]:
-    """Return how each arm differs from the baseline in each figure that arms are compared by.
+    """Return the difference of each arm from the baseline in each metric with `compared`.
 
-    p-values are adjusted over the arms, figure by figure.
+    p-values are adjusted over the arms, separately for each metric.
     """
-    found = []
-    for each in taken:
-        if not each.figure.compared:
+    differences = []
+    for each in metrics:
+        if not each.metric.compared:
             continue
         base = _by_seed(arms[baseline], each)
         pairs = {
@@ -287,26 +267,67 @@ def compare_arms(
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
             p_holm = adjusted.get(name)
-            found.append(ArmDifference(name, each.figure.key, pair, p_holm, verdict(pair, p_holm)))
-    return found
+            differences.append(ArmDifference(name, each.metric.key, pair, p_holm, verdict(pair, p_holm)))
+    return differences
 
 
 def verdict(pair: PairedTest | None, p_holm: float | None) -> str:
-    """Return what a difference allows to be said."""
+    """Return the conclusion that a difference allows, in words."""
     if pair is None:
-        return "no seed in common"
+        return "no common seed"
     change = pair.change
     if change.low is None or change.high is None:
-        alike = (
+        equal = (
             "the same difference in every seed: no interval" if change.mean else "no difference in any seed"
         )
-        return "one seed: cannot tell" if change.n == 1 else alike
+        return "one seed: no test" if change.n == 1 else equal
     if change.low <= 0 <= change.high:
-        return "cannot tell apart"
-    word = "higher" if change.mean > 0 else "lower"
-    return word if p_holm is not None and p_holm <= 1 - LEVEL else f"{word}, but not after Holm's adjustment"
+        return "not significant"
+    direction = "higher" if change.mean > 0 else "lower"
+    significant = p_holm is not None and p_holm <= 1 - LEVEL
+    return direction if significant else f"{direction}, but not after Holm's adjustment"
 
 
-def _by_seed(records: Iterable[ArmRunData], each: ArmMetric) -> dict[int, float]:
-    values = {record.run.seed: each.value(record) for record in records}
+def _metrics_of_set(label: str, n: str, k: int | None) -> list[ArmMetric]:
+    """Return the metrics of one of several sets; arms are compared by its accuracy, not by its area and pass@k."""
+    accuracy = Metric(f"accuracy/{label}", f"accuracy, {label}", f"mean@{n} of the last evaluation")
+    area = Metric(f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", False)
+    metrics = [
+        ArmMetric(accuracy, _mean_over([label], _final_accuracy)),
+        ArmMetric(area, _mean_over([label], _area)),
+    ]
+    if k is not None:
+        pass_at_k = Metric(
+            f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} of the last evaluation", False
+        )
+        metrics.append(ArmMetric(pass_at_k, _mean_over([label], _final_pass_at(k))))
+    return metrics
+
+
+def _final_accuracy(record: ArmRunData, label: str) -> float | None:
+    return record.sets[label].mean[-1]
+
+
+def _area(record: ArmRunData, label: str) -> float | None:
+    return record.sets[label].area
+
+
+def _final_pass_at(k: int) -> Callable[[ArmRunData, str], float | None]:
+    return lambda record, label: record.sets[label].passes.get(k)
+
+
+def _mean_over(sets: Sequence[str], value_of_set: Callable[[ArmRunData, str], float | None]) -> ValueOf:
+    """Return a function that gives the plain mean over `sets`; None where a set has no value."""
+
+    def value(record: ArmRunData) -> float | None:
+        values = [value_of_set(record, label) for label in sets]
+        known = [each for each in values if each is not None]
+        return mean(known) if len(known) == len(values) else None
+
+    return value
+
+
+def _by_seed(records: Iterable[ArmRunData], metric: ArmMetric) -> dict[int, float]:
+    """Return the values of the metric by seed, without runs that have none."""
+    values = {record.run.seed: metric.value(record) for record in records}
     return {seed: value for seed, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""One run, read from its folder: the curves and values that a report is made of, or why it has none."""
+"""Data of one run for a report: curves and scalar metrics, read from the run folder, or the reason for excluding it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from bandpo_cli.storage.run_folder import read_metrics
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 _BIN = re.compile(r"clip/active_fraction/(p_[\d.e-]+_[\d.e-]+)")
 
-_MOST_STEPS = 10**12
-_MAX_ABS_VALUE = 1e100  # nothing that is measured is as large
+_MAX_STEPS = 10**12
+_MAX_ABS_VALUE = 1e100  # larger than any real measurement; its square is a finite float64
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Evaluations:
-    """One evaluation set over a run.
+    """Results of one evaluation set over a run.
 
     Attributes:
-        n: completions a problem, as the name of mean@n has it.
-        steps, mean: the curve of mean@n.
+        n: completions per problem, as written in the metric name mean@n: a number, or "n".
+        steps: training steps of the evaluations, ascending.
+        mean: mean@n at these steps, in [0, 1].
         passes: pass@k of the last evaluation, by k.
     """
 
@@ -43,24 +44,24 @@ class Evaluations:
 
     @property
     def area(self) -> float | None:
-        """Area under the curve over the steps it spans; None for a single evaluation."""
+        """Area under the mean@n curve, divided by the steps it spans; None for a single evaluation."""
         return area_under(self.steps, self.mean)
 
 
 @dataclass(frozen=True)
 class ArmRunData:
-    """What a report takes from a whole run.
+    """Data of a finished run that a report uses.
 
     Attributes:
-        run: its arm, seed and folder.
-        settings: by dotted key.
-        steps: its last step.
-        sets: by evaluation set, those alone that were evaluated at the last step.
-        entropy: `train/entropy` over steps, nats a token.
+        run: arm, seed and folder.
+        settings: the run's config by dotted key.
+        steps: number of the last step.
+        sets: results by evaluation set; only the sets evaluated at the last step.
+        entropy: `train/entropy` over steps, nats per token.
         clipped: mean of `clip/active_fraction` over the steps.
-        clipped_by_bin: by bin of π_old, the clipped share of its tokens over the whole run.
-        token_share: by bin, its share of all tokens.
-        seconds: a step's mean, without evaluations and checkpoints.
+        clipped_by_bin: clipped share of the tokens in each bin of π_old, over all steps of the run.
+        token_share: each bin's share of all tokens.
+        seconds: mean seconds per step, without evaluations and checkpoints.
     """
 
     run: ArmRun
@@ -75,14 +76,14 @@ class ArmRunData:
 
     @property
     def final_entropy(self) -> float | None:
-        """Mean of `train/entropy` over the last tenth of the steps, at least the last one."""
+        """Mean of `train/entropy` over the last tenth of the steps, at least over the last step."""
         first = self.steps - max(1, self.steps // 10)
         return mean([value for step, value in zip(*self.entropy, strict=True) if step > first])
 
 
 @dataclass(frozen=True)
 class ExcludedRun:
-    """A run that no figure is of, and why."""
+    """A run that is excluded from all metrics, and the reason. The fields are keys of `bandpo report --format json`."""
 
     run: str
     arm: str
@@ -91,31 +92,35 @@ class ExcludedRun:
 
 
 def read_arm_run(run: ArmRun) -> ArmRunData | ExcludedRun:
-    """Return the run's record; what failed, is unfinished, not evaluated, damaged or gone is left out, with why."""
+    """Return the data of `run`, or why it is excluded: failed, unfinished, not evaluated, damaged or missing."""
     try:
-        return _read(run)
+        return _read_finished_run(run)
     except UserError as error:
         return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean, None for no values."""
+    """Return the mean of `values`; None for an empty sequence."""
     return math.fsum(values) / len(values) if values else None
 
 
-def _read(run: ArmRun) -> ArmRunData:
-    """Raises UserError with the reason where the run cannot be counted."""
+def _read_finished_run(run: ArmRun) -> ArmRunData:
+    """Return the data of `run`.
+
+    Raises:
+        UserError: the run has to be excluded; the message is the reason.
+    """
     if not run.folder.is_dir():
-        raise UserError("its folder is not there")
+        raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
-    records = _records(run.folder)
+    records = _read_records(run.folder)
     last = records[-1]["step"] if records else 0
-    _refuse_unfinished(run.folder, last, settings.get("steps"))
+    _check_finished(run.folder, last, settings.get("steps"))
     sets = _evaluations(records)
     if not sets:
         raise UserError(f"no evaluation at its last step, {last}")
     training = [record for record in records if record["step"] > 0]
-    bins = _bins(training)
+    bins = _sum_bins(training)
     tokens = math.fsum(share for _, share in bins.values())
     return ArmRunData(
         run=run,
@@ -126,12 +131,15 @@ def _read(run: ArmRun) -> ArmRunData:
         clipped=mean(series(training, "clip/active_fraction")[1]),
         clipped_by_bin={name: clipped / share for name, (clipped, share) in bins.items() if share > 0},
         token_share={name: share / tokens for name, (_, share) in bins.items() if tokens > 0},
-        seconds=mean([each for each in map(_seconds, training) if each is not None]),
+        seconds=mean([seconds for seconds in map(_training_seconds, training) if seconds is not None]),
     )
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in the order of their steps, with numbers alone (others are left out)."""
+def _read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl by ascending step, without values that are not usable numbers.
+
+    Of two records of the same step the last one counts.
+    """
     try:
         lines = read_metrics(folder / "metrics.jsonl")
     except UserError as error:
@@ -141,18 +149,19 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     records: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = line["step"]
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST_STEPS:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEPS:
             raise UserError(f"damaged: metrics.jsonl has a step {json.dumps(step)[:40]}")
         records[step] = {key: value for key, value in line.items() if _is_number(value)}
     return [records[step] for step in sorted(records)]
 
 
 def _is_number(value: Any) -> bool:
-    """Tell what can be counted with from NaN, infinities and numbers whose squares no float can hold."""
+    """Return True for numbers other than NaN, infinities and those whose square overflows a float64."""
     return isinstance(value, int | float) and abs(value) < _MAX_ABS_VALUE
 
 
-def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
+def _check_finished(folder: Path, last: int, steps: Any) -> None:
+    """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps."""
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
         if not path_exists(folder / "summary.json"):
@@ -169,23 +178,23 @@ def _refuse_unfinished(folder: Path, last: int, steps: Any) -> None:
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
-    """Return the sets that were evaluated at the last step, in the order in which a record has them."""
+    """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
     final = {match[0]: match for name in (records[-1] if records else {}) if (match := _EVAL.fullmatch(name))}
     means = {match[1]: match for match in final.values() if match[2] == "mean"}
     found = {}
     for label, match in means.items():
         steps, values = series(records, match[0])
         passes = {
-            int(each[3]): float(records[-1][each[0]])
-            for each in final.values()
-            if each[1] == label and each[2] == "pass" and each[3].isdecimal()
+            int(other[3]): float(records[-1][other[0]])
+            for other in final.values()
+            if other[1] == label and other[2] == "pass" and other[3].isdecimal()
         }
         found[label] = Evaluations(match[3], steps, values, passes)
     return found
 
 
-def _bins(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    """Return, by bin, the sums over steps of clipped tokens and of tokens, both as shares of a step's tokens."""
+def _sum_bins(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
+    """Return the sums over steps of (clipped tokens, tokens) per bin of π_old, as shares of each step's tokens."""
     totals: dict[str, tuple[float, float]] = {}
     for record in records:
         for name in filter(None, map(_BIN.fullmatch, record)):
@@ -196,7 +205,8 @@ def _bins(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
     return dict(sorted(totals.items(), key=lambda item: float(item[0].split("_")[1])))
 
 
-def _seconds(record: Record) -> float | None:
+def _training_seconds(record: Record) -> float | None:
+    """Return the seconds of a step without its evaluation and checkpoint; None where no time was recorded."""
     if "time/step" not in record:
         return None
     return float(record["time/step"] - record.get("time/eval", 0.0) - record.get("time/checkpoint", 0.0))

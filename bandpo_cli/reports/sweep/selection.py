@@ -1,6 +1,9 @@
-"""Runs told apart by their settings: which differ, and what an arm is called that has them."""
+"""Selection of the runs of a report and their grouping into arms.
 
-# MERGED: Which runs a report is of: those of a sweep's folder, or any run folders, told apart by their settings.
+The runs of a sweep have the arms of its plan (`sweep.yaml`). Other runs are grouped by their settings: runs whose
+configs differ only in `seed` and `tracking` are one arm, named by its method and by the settings that differ.
+"""
+
 from __future__ import annotations
 
 import os
@@ -19,158 +22,25 @@ from bandpo_cli.storage.run_folder import is_valid_name
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""
 
+PLAN_FILE = "sweep.yaml"
 ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
-_TAGS = {"bounds": _METHOD, "task": "task.name"}  # what the rest of the section depends on
-_WORDS = {"task.name": "task", "model.path": "model"}  # what says more than the last part of the key
-_IGNORED_SECTIONS = ("seed", "tracking")  # what repeats an arm, and what does not touch it
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return every setting of the run in `folder`, by dotted key.
-
-    Raises:
-        UserError: there is no readable config.yaml.
-    """
-    path = folder / "config.yaml"
-    if not path_exists(path):
-        raise UserError("no config.yaml")
-    content = read_yaml(path, path.name)
-    if not isinstance(content, dict):
-        raise UserError("config.yaml holds no settings")
-    return dict(_flat(content, ""))
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values; a list of plain values is one."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        for index, inner in enumerate(value):
-            yield from _flat(inner, f"{path}.{index}")
-    else:
-        yield path, value
-
-
-def differing_settings(runs: Iterable[Settings]) -> list[str]:
-    """Return the keys that do not have one value in all runs, in the configs' order; seed and tracking left aside."""
-    found = list(runs)
-    keys = dict.fromkeys(key for run in found for key in run)
-    return [
-        key
-        for key in keys
-        if key.split(".")[0] not in _IGNORED_SECTIONS
-        and len({format_setting(run.get(key, ABSENT)) for run in found}) > 1
-    ]
-
-
-def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
-    """Return the settings that `--by` names, a section standing for all of its own.
-
-    Raises:
-        UserError: a name is no setting of these runs.
-    """
-    keys = dict.fromkeys(key for run in runs for key in run)
-    chosen: dict[str, None] = {}
-    for name in by:
-        found = [key for key in keys if key == name or key.startswith(f"{name}.")]
-        if not found:
-            parts = name.split(".")[-1]
-            last = [key for key in keys if key.split(".")[-1] == parts]
-            hint = f" (did you mean '{last[0]}'?)" if last else nearest(name, keys)
-            raise UserError(f"--by {name}: no such setting{hint}; write it as in config.yaml, e.g. optim.lr")
-        chosen.update(dict.fromkeys(found))
-    return list(chosen)
-
-
-def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> list[str]:
-    """Return the name of each run's arm, made of the settings in `keys` or of all that differ: `kl 0.05 lr=1e-4`.
-
-    Runs have the same name exactly when these settings are the same.
-    """
-    told = differing_settings(runs) if keys is None else list(keys)
-    ids = [tuple(format_setting(run.get(key, ABSENT)) for key in told) for run in runs]
-    said = _telling(runs, told) if keys is None else told
-    drafts = [_name(run, said, by_method=keys is None) for run in runs]
-    owners: dict[str, dict[tuple[str, ...], None]] = {}
-    for draft, id_ in zip(drafts, ids, strict=True):
-        owners.setdefault(draft, {})[id_] = None
-    names = []
-    for draft, id_ in zip(drafts, ids, strict=True):
-        place = list(owners[draft]).index(id_)
-        names.append(draft if place == 0 else f"{draft} #{place + 1}")
-    return names
-
-
-def _telling(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
-    """Leave out the settings that differ only because their methods, or their tasks, have different ones."""
-    kept = []
-    for key in keys:
-        tag = _TAGS.get(key.split(".")[0])
-        kinds: dict[str, list[Settings]] = {}
-        for run in runs:
-            kinds.setdefault(format_setting(run.get(tag, ABSENT)) if tag else "", []).append(run)
-        if key == tag or any(
-            len({format_setting(run.get(key, ABSENT)) for run in kind}) > 1 for kind in kinds.values()
-        ):
-            kept.append(key)
-    return kept
-
-
-def _name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
-    """Return the method's name where it counts, then `key=value` for the other settings that the run has."""
-    words: list[str] = []
-    rest = list(keys)
-    if by_method or _METHOD in keys:
-        whole = by_method or {_DIVERGENCE, _DELTA} <= set(keys)
-        words.append(method_name(run) if whole else str(run.get(_METHOD, ABSENT)))
-        rest = [key for key in rest if key not in ((_METHOD, _DIVERGENCE, _DELTA) if whole else (_METHOD,))]
-    lasts = Counter(key.split(".")[-1] for key in keys)
-    for key in rest:
-        if key in run and not (key == "bounds.relax" and run[key] is None):
-            last = key.split(".")[-1]
-            word = _WORDS.get(key, last if lasts[last] == 1 else key)
-            words.append(f"{word}={format_setting(run[key])}")
-    return " ".join(words) or "other"
-
-
-def method_name(run: Settings) -> str:
-    """Return `clip`, or for a Band its trust region, `kl 0.05`."""
-    method = str(run.get(_METHOD, "run"))
-    if method != "band":
-        return method
-    return f"{run.get(_DIVERGENCE, method)} {format_setting(run.get(_DELTA, ABSENT))}"
-
-
-def format_setting(value: Any) -> str:
-    """Return a setting as a user would type it, `1e-4`, and two that differ differently."""
-    if isinstance(value, list):
-        return ",".join(map(format_setting, value))
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        short = f"{value:g}"
-        short = short if float(short) == value else repr(value)
-        scientific = re.sub(r"\.?0*e([+-])0*", r"e\1", f"{value:e}").replace("e+", "e")
-        shorter = abs(value) < 0.01 and len(scientific) < len(short) and float(scientific) == value
-        return scientific if shorter else short
-    return str(value)
-
-
-PLAN = "sweep.yaml"
+_TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
+_LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
+_IGNORED_SECTIONS = (
+    "seed",
+    "tracking",
+)  # the seed makes repetitions of an arm; tracking does not affect the training
 
 
 @dataclass(frozen=True)
 class ArmRun:
-    """A run, and what it is a repetition of.
+    """A run and the arm that it belongs to.
 
     Attributes:
-        arm: the name of the settings that it shares with the arm's other runs.
-        seed: what it is paired with the baseline's run by.
-        folder: its run folder; one that is not there is listed in the report.
+        arm: name of the arm.
+        seed: seed of the run; runs of different arms are paired by it.
+        folder: run folder. A missing folder is allowed: the report lists the run as excluded.
     """
 
     arm: str
@@ -180,14 +50,14 @@ class ArmRun:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked a report of.
+    """The runs of a report.
 
     Attributes:
-        title: what is compared, in a word.
-        baseline: the arm that the others are compared with; None for none.
-        runs: in the order of the plan, or as they were given.
-        notes: what a reader must know about how the arms were made.
-        sweep: the sweep's folder; None for runs from anywhere.
+        title: name of the sweep or of the folder, or the number of runs.
+        baseline: the arm that the others are compared with; None for no comparison.
+        runs: in the order of the plan, or as given.
+        notes: sentences about how the arms were formed.
+        sweep: folder of the sweep; None for runs selected in another way.
     """
 
     title: str
@@ -197,58 +67,19 @@ class Selection:
     sweep: Path | None = None
 
 
-def read_sweep(folder: Path) -> tuple[str, str | None, list[ArmRun]]:
-    """Return a sweep's name, its baseline arm and its runs, those without a folder included.
-
-    Raises:
-        UserError: its sweep.yaml is damaged; the line says where.
-    """
-    path = folder / PLAN
-    plan = read_yaml(path, str(path))
-    if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not plan["runs"]:
-        raise UserError(
-            f"{path}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
-        )
-    runs = [_planned_run(path, number, each) for number, each in enumerate(plan["runs"], start=1)]
-    baseline = plan.get("baseline")
-    known = dict.fromkeys(run.arm for run in runs)
-    if baseline is not None and str(baseline) not in known:
-        raise UserError(
-            f"{path}: baseline = {str(baseline)!r}: no arm of that name{nearest(str(baseline), known)}; "
-            f"arms: {', '.join(known)}"
-        )
-    title = str(plan.get("name") or folder.resolve().name)
-    return title, None if baseline is None else str(baseline), runs
-
-
-def _planned_run(path: Path, number: int, entry: Any) -> ArmRun:
-    keys = entry if isinstance(entry, dict) else {}
-    missing = [key for key in ("name", "arm", "seed") if keys.get(key) is None]
-    if missing:
-        raise UserError(
-            f"{path}: run {number} has no {missing[0]}; expected {{name: ..., arm: ..., seed: ...}}"
-        )
-    name, seed = str(keys["name"]), keys["seed"]
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UserError(f"{path}: run {number}: seed = {seed!r} is no whole number")
-    if not is_valid_name(name):
-        raise UserError(f"{path}: run {number}: name = {name!r} is no folder's name")
-    return ArmRun(str(keys["arm"]), seed, path.parent / name)
-
-
 def select_runs(
     paths: Sequence[Path], runs_dir: Path, baseline: str | None = None, by: Sequence[str] = ()
 ) -> Selection:
-    """Return the runs that `paths` name: one sweep's folder, or run folders and folders that hold them.
+    """Return the runs that `paths` name: the folder of one sweep, or run folders and folders that contain them.
 
-    A path that does not exist is looked for in `runs_dir`. The arms of a sweep are as its plan names them; of anything
-    else, and with `by`, they are made of the settings that differ, or of those that `by` names.
+    A path that does not exist is looked up in `runs_dir`. The arms of a single sweep are those of its plan. In all
+    other cases, and with `by`, runs are grouped by the settings that differ, or by the settings that `by` names.
 
     Raises:
-        UserError: a path is nothing of the kind, or leads to a run twice; `baseline` or `by` name what is not there.
+        UserError: a path is neither, two paths lead to the same run, or `baseline` or a name in `by` is unknown.
     """
     found = [_find_folder(path, runs_dir) for path in paths]
-    if len(found) == 1 and os.path.isfile(found[0] / PLAN):
+    if len(found) == 1 and os.path.isfile(found[0] / PLAN_FILE):
         title, planned, runs = read_sweep(found[0])
         selection = Selection(title, planned, runs, sweep=found[0])
         if by:
@@ -268,15 +99,145 @@ def select_runs(
     return selection
 
 
+def read_sweep(folder: Path) -> tuple[str, str | None, list[ArmRun]]:
+    """Return the name of a sweep, its baseline arm (None for none) and its runs, including runs without a folder.
+
+    Raises:
+        UserError: `sweep.yaml` is damaged; the message names the place.
+    """
+    path = folder / PLAN_FILE
+    plan = read_yaml(path, str(path))
+    if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not plan["runs"]:
+        raise UserError(
+            f"{path}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
+        )
+    runs = [_planned_run(path, number, entry) for number, entry in enumerate(plan["runs"], start=1)]
+    baseline = plan.get("baseline")
+    arms = dict.fromkeys(run.arm for run in runs)
+    if baseline is not None and str(baseline) not in arms:
+        raise UserError(
+            f"{path}: baseline = {str(baseline)!r}: no arm of that name{nearest(str(baseline), arms)}; "
+            f"arms: {', '.join(arms)}"
+        )
+    title = str(plan.get("name") or folder.resolve().name)
+    return title, None if baseline is None else str(baseline), runs
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return all settings of the run in `folder` by dotted key.
+
+    Raises:
+        UserError: `config.yaml` is missing or damaged.
+    """
+    path = folder / "config.yaml"
+    if not path_exists(path):
+        raise UserError("no config.yaml")
+    content = read_yaml(path, path.name)
+    if not isinstance(content, dict):
+        raise UserError("config.yaml holds no settings")
+    return dict(_flatten(content, ""))
+
+
+def differing_settings(runs: Iterable[Settings]) -> list[str]:
+    """Return the keys whose values differ between the runs, in the order of the configs, without seed and tracking."""
+    listed = list(runs)
+    keys = dict.fromkeys(key for run in listed for key in run)
+    return [
+        key
+        for key in keys
+        if key.split(".")[0] not in _IGNORED_SECTIONS
+        and len({format_setting(run.get(key, ABSENT)) for run in listed}) > 1
+    ]
+
+
+def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
+    """Return the settings that `--by` names; the name of a section stands for all its settings.
+
+    Raises:
+        UserError: a name is not a setting of these runs.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run)
+    chosen: dict[str, None] = {}
+    for name in by:
+        found = [key for key in keys if key == name or key.startswith(f"{name}.")]
+        if not found:
+            last_part = name.split(".")[-1]
+            same_last_part = [key for key in keys if key.split(".")[-1] == last_part]
+            hint = f" (did you mean '{same_last_part[0]}'?)" if same_last_part else nearest(name, keys)
+            raise UserError(f"--by {name}: no such setting{hint}; write it as in config.yaml, e.g. optim.lr")
+        chosen.update(dict.fromkeys(found))
+    return list(chosen)
+
+
+def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> list[str]:
+    """Return the name of each run's arm, such as `kl 0.05 lr=1e-4`, made of all settings that differ or of `keys`.
+
+    Two runs have the same name exactly when these settings are equal.
+    """
+    compared_keys = differing_settings(runs) if keys is None else list(keys)
+    ids = [tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys) for run in runs]
+    shown_keys = _independent_keys(runs, compared_keys) if keys is None else compared_keys
+    candidates = [_arm_name(run, shown_keys, by_method=keys is None) for run in runs]
+    ids_by_name: dict[str, dict[tuple[str, ...], None]] = {}
+    for candidate, id_ in zip(candidates, ids, strict=True):
+        ids_by_name.setdefault(candidate, {})[id_] = None
+    names = []
+    for candidate, id_ in zip(candidates, ids, strict=True):
+        position = list(ids_by_name[candidate]).index(id_)
+        names.append(candidate if position == 0 else f"{candidate} #{position + 1}")
+    return names
+
+
+def method_name(run: Settings) -> str:
+    """Return the name of a method, `clip`, or for a Band its divergence and radius, `kl 0.05`."""
+    method = str(run.get(_METHOD, "run"))
+    if method != "band":
+        return method
+    return f"{run.get(_DIVERGENCE, method)} {format_setting(run.get(_DELTA, ABSENT))}"
+
+
+def format_setting(value: Any) -> str:
+    """Return a setting as a user would type it, such as `1e-4`; different values have different texts."""
+    if isinstance(value, list):
+        return ",".join(map(format_setting, value))
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        short = f"{value:g}"
+        short = short if float(short) == value else repr(value)
+        scientific = re.sub(r"\.?0*e([+-])0*", r"e\1", f"{value:e}").replace("e+", "e")
+        shorter = abs(value) < 0.01 and len(scientific) < len(short) and float(scientific) == value
+        return scientific if shorter else short
+    return str(value)
+
+
+def _planned_run(path: Path, number: int, entry: Any) -> ArmRun:
+    """Return entry `number` of the plan in `path` as a run. Raise UserError for a damaged entry."""
+    keys = entry if isinstance(entry, dict) else {}
+    missing = [key for key in ("name", "arm", "seed") if keys.get(key) is None]
+    if missing:
+        raise UserError(
+            f"{path}: run {number} has no {missing[0]}; expected {{name: ..., arm: ..., seed: ...}}"
+        )
+    name, seed = str(keys["name"]), keys["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UserError(f"{path}: run {number}: seed = {seed!r} is not an integer")
+    if not is_valid_name(name):
+        raise UserError(f"{path}: run {number}: name = {name!r} is not a valid folder name")
+    return ArmRun(str(keys["arm"]), seed, path.parent / name)
+
+
 def _find_folder(path: Path, runs_dir: Path) -> Path:
-    """Return the folder that `path` names, on its own or in `runs_dir`."""
+    """Return the folder that `path` names, as it is or in `runs_dir`."""
     for folder in (path, runs_dir / path):
-        if os.path.isdir(folder):  # pathlib raises for a name that no file system could hold
+        if os.path.isdir(folder):  # pathlib would raise for a name that is too long for the file system
             return folder
         if os.path.exists(folder):
             raise UserError(f"{folder}: is a file; give a sweep's folder, run folders, or a folder of runs")
-    here = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
-    names = [each.name for parent in here if path_exists(parent) for each in parent.glob("*/")]
+    parents = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
+    names = [folder.name for parent in parents if path_exists(parent) for folder in parent.glob("*/")]
     raise UserError(
         f"{str(path)[:200]}: no such folder{nearest(path.name, names)}; give a sweep's folder, run folders, "
         "or a folder of runs"
@@ -284,63 +245,110 @@ def _find_folder(path: Path, runs_dir: Path) -> Path:
 
 
 def _runs_in(path: Path) -> list[ArmRun]:
-    """Return the runs in a folder; arm and seed are filled in where nobody has named them."""
+    """Return the runs in a folder; those outside a sweep have neither arm nor seed yet."""
     if os.path.isfile(path / "config.yaml"):
         return [ArmRun("", 0, path)]
-    if os.path.isfile(path / PLAN):
+    if os.path.isfile(path / PLAN_FILE):
         return read_sweep(path)[2]
-    folders = sorted(each.parent for each in path.glob("*/config.yaml"))
+    folders = sorted(file.parent for file in path.glob("*/config.yaml"))
     if not folders:
-        sweeps = sorted(each.parent.name for each in path.glob(f"*/{PLAN}"))
-        there = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
-        raise UserError(f"{path}: no runs here (no config.yaml, no {PLAN}, and none a folder below){there}")
+        sweeps = sorted(file.parent.name for file in path.glob(f"*/{PLAN_FILE}"))
+        hint = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
+        raise UserError(
+            f"{path}: no runs here (no config.yaml or {PLAN_FILE}, here or in its subfolders){hint}"
+        )
     return [ArmRun("", 0, folder) for folder in folders]
 
 
 def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
-    """Return the same runs with arms made of their settings. A run without settings keeps what it was called."""
+    """Return the same runs with arms made of their settings. A run without readable settings keeps its arm."""
     settings: dict[Path, dict[str, Any]] = {}
     for run in selection.runs:
         try:
             settings[run.folder] = read_settings(run.folder)
         except UserError:
-            continue  # listed in the report, with the reason
+            continue  # the report lists the run with the reason
     keys = chosen_keys(by, settings.values()) if by else None
     names = dict(zip(settings, arm_names(list(settings.values()), keys), strict=True))
     runs = [
         ArmRun(names.get(run.folder, run.arm), _seed(settings.get(run.folder, {}), run.seed), run.folder)
         for run in selection.runs
     ]
-    rest = [] if keys is None else [key for key in differing_settings(settings.values()) if key not in keys]
-    notes = (
-        []
-        if not rest
-        else [
-            f"The arms were made by {', '.join(by)} alone; the runs also differ in {_values(rest, settings.values())}."
-        ]
-    )
+    others = [] if keys is None else [key for key in differing_settings(settings.values()) if key not in keys]
+    notes = list(selection.notes)
+    if others:
+        values = _format_values(others, settings.values())
+        notes.append(f"The arms are grouped by {', '.join(by)} only; the runs also differ in {values}.")
     baseline = selection.baseline if selection.baseline in names.values() else None
-    return replace(selection, runs=runs, baseline=baseline, notes=(*selection.notes, *notes))
+    return replace(selection, runs=runs, baseline=baseline, notes=tuple(notes))
 
 
-def _values(keys: Iterable[str], runs: Iterable[dict[str, Any]]) -> str:
+def _format_values(keys: Iterable[str], runs: Iterable[Settings]) -> str:
     """Return `optim.lr (1e-4, 2e-4), ...`."""
-    found = list(runs)
-    words = []
+    listed = list(runs)
+    texts = []
     for key in keys:
-        values = dict.fromkeys(format_setting(run[key]) for run in found if key in run)
-        words.append(f"{key} ({', '.join(values)})")
-    return ", ".join(words)
+        values = dict.fromkeys(format_setting(run[key]) for run in listed if key in run)
+        texts.append(f"{key} ({', '.join(values)})")
+    return ", ".join(texts)
 
 
-def _seed(settings: dict[str, Any], otherwise: int) -> int:
-    seed = settings.get("seed", otherwise)
-    return seed if isinstance(seed, int) else otherwise
+def _seed(settings: Settings, default: int) -> int:
+    seed = settings.get("seed", default)
+    return seed if isinstance(seed, int) else default
 
 
 def _check_unique(folders: Iterable[Path]) -> None:
+    """Raise UserError if two paths lead to the same folder."""
     seen: set[Path] = set()
     for folder in folders:
         if folder.resolve() in seen:
             raise UserError(f"{folder}: given twice; name each run once")
         seen.add(folder.resolve())
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, plain value) pairs; a list of plain values is one value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        for index, inner in enumerate(value):
+            yield from _flatten(inner, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
+    """Return `keys` without those that differ only because the runs' methods or tasks have different settings."""
+    independent = []
+    for key in keys:
+        tag = _TAGS.get(key.split(".")[0])
+        runs_by_tag: dict[str, list[Settings]] = {}
+        for run in runs:
+            value = format_setting(run.get(tag, ABSENT)) if tag else ""
+            runs_by_tag.setdefault(value, []).append(run)
+        if key == tag or any(
+            len({format_setting(run.get(key, ABSENT)) for run in same_tag}) > 1
+            for same_tag in runs_by_tag.values()
+        ):
+            independent.append(key)
+    return independent
+
+
+def _arm_name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
+    """Return the method, where `by_method` or `keys` include it, then `key=value` for the run's other settings."""
+    words: list[str] = []
+    others = list(keys)
+    if by_method or _METHOD in keys:
+        with_radius = by_method or {_DIVERGENCE, _DELTA} <= set(keys)
+        words.append(method_name(run) if with_radius else str(run.get(_METHOD, ABSENT)))
+        named = (_METHOD, _DIVERGENCE, _DELTA) if with_radius else (_METHOD,)
+        others = [key for key in others if key not in named]
+    last_parts = Counter(key.split(".")[-1] for key in keys)
+    for key in others:
+        if key in run and not (key == "bounds.relax" and run[key] is None):
+            last_part = key.split(".")[-1]
+            label = _LABELS.get(key, last_part if last_parts[last_part] == 1 else key)
+            words.append(f"{label}={format_setting(run[key])}")
+    return " ".join(words) or "other"

@@ -1,4 +1,4 @@
-"""The statistics of a report: numbers in, numbers out. The unit that repeats is the seed."""
+"""Statistics of a report: t-intervals, paired tests and adjusted p-values. One observation is one seed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.95
-_ROUNDING = 1e-12  # means of the same numbers in another order differ by less, relatively
+_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its 95% interval.
+    """A mean over seeds with its 95% interval. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        n: seeds.
-        mean: over them.
-        low, high: Student's t; None for a single seed, and where all seeds have the same value: neither tells how
-            far another seed could be.
+        n: number of seeds.
+        mean: mean over the seeds.
+        low, high: ends of Student's t-interval; None for a single seed, and where all seeds have the same value:
+            neither shows how far the value of another seed may be.
     """
 
     n: int
@@ -33,12 +33,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """How an arm differs from the baseline, by the seeds that both have.
+    """Difference between an arm and the baseline over their common seeds.
+
+    The fields are keys of `bandpo report --format json`.
 
     Attributes:
         change: arm − baseline, mean over the common seeds.
-        p: of the paired t-test, two-sided; None where `change` has no interval.
-        higher, lower: seeds in which the arm's value is greater, less.
+        p: two-sided p-value of the paired t-test; None where `change` has no interval.
+        higher, lower: number of seeds in which the arm's value is greater or smaller than the baseline's.
     """
 
     change: Estimate
@@ -61,9 +63,13 @@ def estimate(values: ArrayLike) -> Estimate | None:
 
 
 def paired_test(arm: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
-    """Compare two arms by their common seeds (values by seed); None when they have none in common.
+    """Return the paired comparison of two arms over their common seeds; None without a common seed.
 
-    Pairing takes out what a seed does to both alike: the order of the problems, the evaluation before training.
+    Pairing removes what a seed changes in both arms alike: the order of the problems, the evaluation before training.
+
+    Args:
+        arm: value of the metric by seed.
+        baseline: the same for the baseline.
     """
     changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
     change = estimate(changes)
@@ -75,7 +81,11 @@ def paired_test(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Pair
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted for being several (Holm 1979): rejecting those below α errs once with at most α."""
+    """Return the p-values adjusted by Holm's method (1979).
+
+    Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
+    at most α.
+    """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted = [0.0] * len(p_values)
     largest = 0.0
@@ -86,17 +96,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def area_under(steps: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the mean height of the curve: its area by the trapezoid rule, over the steps spanned; None for a point."""
+    """Return the area under a curve by the trapezoid rule, divided by the steps it spans; None for a single point."""
     if len(steps) < 2:
         return None
     return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
 
 
 def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Return the lower and upper edge over R runs at each of S steps: [S], [S].
+    """Return the lower and upper edge of the band over R runs at each of S steps, two arrays of shape [S].
 
-    The 95% t-interval of the mean; of two runs their range, since t with one degree of freedom (12.7 standard errors)
-    would fill the picture; of one run None.
+    The band is the 95% t-interval of the mean. Two runs have their range instead, since the interval with one degree
+    of freedom (12.7 standard errors) would fill the plot. A single run has none: None.
     """
     runs = len(values_RS)
     if runs < 2:
@@ -108,7 +118,7 @@ def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
 
 
 def _standard_error(values: NDArray[np.float64]) -> float | None:
-    """Return that of the mean; None where values do not vary, or there is one."""
+    """Return the standard error of the mean; None for a single value and for values that do not vary."""
     if values.size < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
         return None
     return float(values.std(ddof=1) / math.sqrt(values.size))

@@ -1,4 +1,4 @@
-"""The report as rows: leaderboard.csv, report.md, and the cells that the other forms share."""
+"""Tables of a report: leaderboard.csv, report.md, and the cell texts that all forms of a report share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ CAPTIONS = {
     "accuracy": "Held-out accuracy over steps",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Accuracy against entropy",
-    "clip_by_probability": "Share of clipped tokens by their probability",
+    "clip_by_probability": "Share of clipped tokens by probability",
 }
+"""Captions of the plots by file name without suffix, in the order of the report."""
+
 DIFFERENCE_HEADS = (
-    "figure",
+    "metric",
     "arm",
     "difference",
     "95% interval",
@@ -30,49 +32,49 @@ DIFFERENCE_HEADS = (
 )
 
 
-def value_text(figure: Metric, estimate: Estimate | None) -> str:
-    """Return a mean as tables have it."""
-    return "–" if estimate is None else figure.text(estimate.mean)
+def value_text(metric: Metric, estimate: Estimate | None) -> str:
+    """Return a mean as tables show it; `–` for none."""
+    return "–" if estimate is None else metric.text(estimate.mean)
 
 
-def interval_text(figure: Metric, estimate: Estimate | None, sign: bool = False) -> str:
-    """Return `0.451 – 0.497`, '' where there is no interval or the figure is beside the point."""
-    if not figure.compared or estimate is None or estimate.low is None or estimate.high is None:
+def interval_text(metric: Metric, estimate: Estimate | None, sign: bool = False) -> str:
+    """Return `0.451 – 0.497`; '' without an interval and for metrics that arms are not compared by."""
+    if not metric.compared or estimate is None or estimate.low is None or estimate.high is None:
         return ""
     between = " to " if sign else " – "
-    return between.join(figure.text(end, sign) for end in (estimate.low, estimate.high))
+    return between.join(metric.text(end, sign) for end in (estimate.low, estimate.high))
 
 
-def half_width(figure: Metric, estimate: Estimate | None) -> str:
-    """Return `±0.023`, the distance from the mean to either end; '' as for `interval_text`."""
-    if not figure.compared or estimate is None or estimate.high is None:
+def half_width(metric: Metric, estimate: Estimate | None) -> str:
+    """Return `±0.023`, half of the interval's width; '' in the same cases as `interval_text`."""
+    if not metric.compared or estimate is None or estimate.high is None:
         return ""
-    return f"±{figure.text(estimate.high - estimate.mean)}"
+    return f"±{metric.text(estimate.high - estimate.mean)}"
 
 
-def difference_cells(report: Report, each: ArmDifference) -> list[str]:
-    """Return the cells under `DIFFERENCE_HEADS`."""
-    figure, pair = report.figure(each.figure), each.paired
+def difference_cells(report: Report, difference: ArmDifference) -> list[str]:
+    """Return the cells of a row under `DIFFERENCE_HEADS`."""
+    metric, pair = report.metric(difference.figure), difference.paired
     if pair is None:
-        return [figure.name, each.arm, "–", "", "0", "", "", "", each.verdict]
+        return [metric.name, difference.arm, "–", "", "0", "", "", "", difference.verdict]
     return [
-        figure.name,
-        each.arm,
-        figure.text(pair.change.mean, sign=True),
-        interval_text(figure, pair.change, sign=True),
+        metric.name,
+        difference.arm,
+        metric.text(pair.change.mean, sign=True),
+        interval_text(metric, pair.change, sign=True),
         str(pair.change.n),
         f"{pair.higher} / {pair.lower}",
         "" if pair.p is None else p_text(pair.p),
-        "" if each.p_holm is None else p_text(each.p_holm),
-        each.verdict,
+        "" if difference.p_holm is None else p_text(difference.p_holm),
+        difference.verdict,
     ]
 
 
 def leaderboard_csv(report: Report) -> str:
-    """Return a row an arm, the most accurate first; plain numbers, empty where there is none."""
+    """Return one row per arm, highest accuracy first, with unrounded numbers; a missing value is an empty cell."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    keys = [figure.key for figure in report.figures]
+    keys = [metric.key for metric in report.figures]
     ends = ("", "_low", "_high")
     writer.writerow(["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ends)])
     for arm in report.arms:
@@ -85,27 +87,34 @@ def leaderboard_csv(report: Report) -> str:
 
 
 def leaderboard_metrics(report: Report) -> dict[str, float]:
-    """Return the leaderboard as plain figures: `clip/accuracy`, and the ends of its interval where it has one."""
-    figures = {}
+    """Return the leaderboard as metrics named `clip/accuracy`, with `_low` and `_high` for the ends of intervals."""
+    metrics = {}
     for arm in report.arms:
         for key, value in arm.figures.items():
             for end, number in (("", value.mean), ("_low", value.low), ("_high", value.high)):
                 if number is not None:
-                    figures[f"{arm.name}/{key}{end}"] = number
-    return figures
+                    metrics[f"{arm.name}/{key}{end}"] = number
+    return metrics
 
 
 def markdown(report: Report) -> str:
-    """Return `report.md`: the same tables, the pictures by their path beside it."""
-    parts = [f"# {_plain(report.title)}", f"{_plain(report.about)}.", f"**{_plain(report.finding)}**"]
+    """Return the text of `report.md`, which links to the plots in the same folder."""
+    parts = [
+        f"# {_escape(report.title)}",
+        f"{_escape(report.about)}.",
+        f"**{_escape(report.finding)}**",
+    ]
     parts += [
         "## Leaderboard",
         _leaderboard(report),
         "Mean over seeds, below it the 95% interval (Student's t).",
     ]
-    parts += ["\n".join(f"- {figure.name}: {figure.about}" for figure in report.figures)]
+    parts += ["\n".join(f"- {metric.name}: {metric.about}" for metric in report.figures)]
     if report.differences:
-        parts += [f"## Differences from {_plain(report.baseline or '')}", "By common seeds; paired t-test."]
+        parts += [
+            f"## Differences from {_escape(report.baseline or '')}",
+            "Arm minus baseline over common seeds; paired t-test.",
+        ]
         parts.append(
             _table(DIFFERENCE_HEADS, (difference_cells(report, each) for each in report.differences))
         )
@@ -113,10 +122,10 @@ def markdown(report: Report) -> str:
         if f"{name}.png" in report.files:
             parts += [f"## {caption}", f"![{caption}]({name}.png)"]
     if report.notes:
-        parts += ["## Notes", "\n".join(f"- {_plain(note)}" for note in report.notes)]
+        parts += ["## Notes", "\n".join(f"- {_escape(note)}" for note in report.notes)]
     if report.left_out:
         rows = ([each.run, each.arm, str(each.seed), each.reason] for each in report.left_out)
-        parts += ["## Left out", _table(("run", "arm", "seed", "why"), rows)]
+        parts += ["## Excluded runs", _table(("run", "arm", "seed", "reason"), rows)]
     settings = list(report.arms[0].settings)
     if settings:
         rows = ([arm.name, *(arm.settings[key] for key in settings)] for arm in report.arms)
@@ -128,31 +137,32 @@ def _leaderboard(report: Report) -> str:
     rows = []
     for arm in report.arms:
         cells = [f"{arm.name} (baseline)" if arm.name == report.baseline else arm.name, str(len(arm.seeds))]
-        for figure in report.figures:
-            value = arm.figures.get(figure.key)
-            cells.append("<br>".join(filter(None, (value_text(figure, value), interval_text(figure, value)))))
+        for metric in report.figures:
+            value = arm.figures.get(metric.key)
+            cells.append("<br>".join(filter(None, (value_text(metric, value), interval_text(metric, value)))))
         rows.append(cells)
-    return _table(("arm", "seeds", *(figure.name for figure in report.figures)), rows, raw=True)
+    return _table(("arm", "seeds", *(metric.name for metric in report.figures)), rows, breaks=True)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], raw: bool = False) -> str:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], breaks: bool = False) -> str:
+    """Return a Markdown table. With `breaks`, `<br>` in a cell is a line break instead of text."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell, raw) for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_cell(cell, breaks) for cell in line)} |" for line in lines)
 
 
-def _cell(text: str, raw: bool) -> str:
-    return _plain(text.replace("<br>", "\0") if raw else text).replace("|", "\\|").replace("\0", "<br>")
+def _cell(text: str, breaks: bool) -> str:
+    return _escape(text.replace("<br>", "\0") if breaks else text).replace("|", "\\|").replace("\0", "<br>")
 
 
-def _plain(text: str) -> str:
-    """Take from a text what Markdown would read as markup."""
+def _escape(text: str) -> str:
+    """Return `text` with Markdown markup escaped, on one line."""
     for mark in "\\`*_<[":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())
 
 
 def _relative_to_cwd(path: Path) -> str:
-    """Return `path` as short as it can be typed from here."""
+    """Return `path` relative to the current folder, or unchanged if it lies outside."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

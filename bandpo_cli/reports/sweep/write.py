@@ -1,6 +1,5 @@
-"""The report as one HTML file that needs nothing beside it: no script, no network, pictures inside."""
+"""Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network."""
 
-# MERGED: From runs to a report on disk.
 from __future__ import annotations
 
 import base64
@@ -11,7 +10,6 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.reports.sweep import findings as words
 from bandpo_cli.reports.sweep import tables
 from bandpo_cli.reports.sweep.arms import (
     Report,
@@ -21,31 +19,97 @@ from bandpo_cli.reports.sweep.arms import (
     evaluate_arms,
     group_by_arm,
 )
-from bandpo_cli.reports.sweep.findings import report_notes as notes_on
+from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
 from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
-from bandpo_cli.reports.sweep.tables import leaderboard_csv, markdown
 from bandpo_cli.storage.files import write_text
 
 
-def html_page(report: Report, pictures: Mapping[str, Path]) -> str:
-    """Return the page; `pictures` are PNG files by the names of `tables.CAPTIONS`."""
+def write_report(
+    runs: Sequence[ArmRun], title: str, baseline: str | None, out: Path, notes: Sequence[str] = ()
+) -> Report:
+    """Compare the arms of `runs` and write leaderboard.csv, report.md, report.html and the plots into `out`.
+
+    All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
+    with the reason.
+
+    Args:
+        runs: the runs with their arms and seeds.
+        title: heading of the report.
+        baseline: the arm that the others are compared with; None for no comparison.
+        out: folder to write to; it is created if needed.
+        notes: sentences to place before the report's own notes.
+
+    Returns:
+        The content of the report, with the paths of the written files.
+
+    Raises:
+        UserError: all runs are excluded, two runs of an arm have the same seed, the runs share no evaluation set,
+            `baseline` is not an arm, or `out` cannot be written to.
+    """
+    _check_baseline(runs, baseline)
+    read = [read_arm_run(run) for run in runs]
+    excluded = [each for each in read if isinstance(each, ExcludedRun)]
+    records = [each for each in read if isinstance(each, ArmRunData)]
+    if not records:
+        raise UserError(_no_runs_message(title, excluded))
+    arms = group_by_arm(records)
+    sets = common_sets(records)
+    metrics = arm_metrics(records, sets)
+    evaluated = evaluate_arms(arms, metrics)
+    metrics = [each for each in metrics if any(each.metric.key in arm.figures for arm in evaluated)]
+    ranked = {arm.name: arms[arm.name] for arm in evaluated}
+    differences = compare_arms(ranked, baseline, metrics) if baseline in arms and len(arms) > 1 else []
+    accuracy = metrics[0].metric
+    has_pass_at_k = any(each.metric.key.startswith("pass_at_") for each in metrics)
+    plot_notes = (
+        [f"The plots show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline."]
+        if len(arms) > MAX_ARMS_PLOTTED
+        else []
+    )
+    report = Report(
+        title=title,
+        about=scope(evaluated, sets),
+        finding=headline(
+            evaluated, baseline, [each for each in differences if each.figure == accuracy.key], accuracy
+        ),
+        baseline=baseline if baseline in arms else None,
+        sets=tuple(sets),
+        figures=tuple(each.metric for each in metrics),
+        arms=tuple(evaluated),
+        differences=tuple(differences),
+        notes=(
+            *notes,
+            *report_notes(arms, baseline, differences, sets, has_pass_at_k, excluded),
+            *plot_notes,
+        ),
+        left_out=tuple(excluded),
+        files={},
+    )
+    try:
+        return _write_files(report, arms, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
+
+
+def html_page(report: Report, plots: Mapping[str, Path]) -> str:
+    """Return the HTML page with the plots embedded; `plots` are PNG files by the names of `tables.CAPTIONS`."""
     environment = Environment(
         loader=PackageLoader("bandpo_cli.reports"),
-        autoescape=True,  # names of arms and runs are the user's
+        autoescape=True,  # names of arms and runs are user input
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = [
-        (caption, base64.b64encode(pictures[name].read_bytes()).decode())
+    embedded = [
+        (caption, base64.b64encode(plots[name].read_bytes()).decode())
         for name, caption in tables.CAPTIONS.items()
-        if name in pictures
+        if name in plots
     ]
     differences = [
         (
-            report.figure(key),
+            report.metric(key),
             [
                 (each, tables.difference_cells(report, each))
                 for each in report.differences
@@ -55,90 +119,34 @@ def html_page(report: Report, pictures: Mapping[str, Path]) -> str:
         for key in dict.fromkeys(each.figure for each in report.differences)
     ]
     return environment.get_template("report.html").render(
-        report=report, tables=tables, pictures=shown, differences=differences
+        report=report, tables=tables, plots=embedded, differences=differences
     )
-
-
-def write_report(
-    runs: Sequence[ArmRun], title: str, baseline: str | None, out: Path, notes: Sequence[str] = ()
-) -> Report:
-    """Compare the arms of `runs` and write leaderboard.csv, report.md, report.html and the pictures into `out`.
-
-    Everything is computed from the run folders. Runs that cannot be counted are listed with the reason.
-
-    Args:
-        baseline: the arm that the others are compared with; None for no comparison.
-        notes: sentences to put before the report's own.
-
-    Raises:
-        UserError: no run is left, two runs are the same seed of an arm, they share no evaluation set, `baseline` is
-            no arm, or `out` cannot be written to.
-    """
-    _check_baseline(runs, baseline)
-    read = [read_arm_run(run) for run in runs]
-    left_out = [each for each in read if isinstance(each, ExcludedRun)]
-    records = [each for each in read if isinstance(each, ArmRunData)]
-    if not records:
-        raise UserError(_nothing_left(title, left_out))
-    arms = group_by_arm(records)
-    sets = common_sets(records)
-    taken = arm_metrics(records, sets)
-    measured = evaluate_arms(arms, taken)
-    taken = [each for each in taken if any(each.figure.key in arm.figures for arm in measured)]
-    ranked = {arm.name: arms[arm.name] for arm in measured}
-    differences = compare_arms(ranked, baseline, taken) if baseline in arms and len(arms) > 1 else []
-    accuracy = taken[0].figure
-    passing = any(each.figure.key.startswith("pass_at_") for each in taken)
-    drawn_few = (
-        [f"The pictures show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline."]
-        if len(arms) > MAX_ARMS_PLOTTED
-        else []
-    )
-    report = Report(
-        title=title,
-        about=words.scope(measured, sets),
-        finding=words.headline(
-            measured, baseline, [each for each in differences if each.figure == accuracy.key], accuracy
-        ),
-        baseline=baseline if baseline in arms else None,
-        sets=tuple(sets),
-        figures=tuple(each.figure for each in taken),
-        arms=tuple(measured),
-        differences=tuple(differences),
-        notes=(*notes, *notes_on(arms, baseline, differences, sets, passing, left_out), *drawn_few),
-        left_out=tuple(left_out),
-        files={},
-    )
-    try:
-        return _write(report, arms, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
 
 
 def _check_baseline(runs: Sequence[ArmRun], baseline: str | None) -> None:
-    known = dict.fromkeys(run.arm for run in runs)
-    if baseline is not None and baseline not in known:
+    arms = dict.fromkeys(run.arm for run in runs)
+    if baseline is not None and baseline not in arms:
         raise UserError(
-            f"baseline = {baseline!r}: no arm of that name{nearest(baseline, known)}; arms: {', '.join(known)}"
+            f"baseline = {baseline!r}: no arm of that name{nearest(baseline, arms)}; arms: {', '.join(arms)}"
         )
 
 
-def _nothing_left(title: str, left_out: Sequence[ExcludedRun]) -> str:
-    if not left_out:
+def _no_runs_message(title: str, excluded: Sequence[ExcludedRun]) -> str:
+    if not excluded:
         return f"{title}: no runs to report on"
-    first = left_out[0]
-    more = f"; {len(left_out) - 1} more" if len(left_out) > 1 else ""
-    return f"{title}: no run can be counted: {first.run}: {first.reason}{more}"
+    first = excluded[0]
+    more = f"; {len(excluded) - 1} more" if len(excluded) > 1 else ""
+    return f"{title}: all runs are excluded: {first.run}: {first.reason}{more}"
 
 
-def _write(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
-    """Write the pictures, then what refers to them."""
+def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
+    """Write the plots first, then the files that refer to them."""
     out.mkdir(parents=True, exist_ok=True)
     order = [arm.name for arm in report.arms]
-    pictures = plot_all(arms, order, report.baseline, report.sets, report.title, out)
+    plots = plot_all(arms, order, report.baseline, report.sets, report.title, out)
     files = {name: out / name for name in ("report.html", "report.md", "leaderboard.csv")}
-    report = replace(report, files={**files, **{path.name: path for path in pictures.values()}})
-    write_text(files["leaderboard.csv"], leaderboard_csv(report))
-    write_text(files["report.md"], markdown(report))
-    write_text(files["report.html"], html_page(report, pictures))
+    report = replace(report, files={**files, **{path.name: path for path in plots.values()}})
+    write_text(files["leaderboard.csv"], tables.leaderboard_csv(report))
+    write_text(files["report.md"], tables.markdown(report))
+    write_text(files["report.html"], html_page(report, plots))
     return report

@@ -1,4 +1,4 @@
-"""The pictures show the means and bands of the runs, tell the arms apart, and cut nothing off."""
+"""Plots of a report: means and bands of the runs, distinct line styles, and no text outside the figure."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def figures(monkeypatch):
     return saved
 
 
-def _draw(folder, baseline="clip"):
+def _write_report(folder, baseline="clip"):
     title, _, runs = read_sweep(folder)
     return write_report(runs, title, baseline, folder / "report")
 
 
 def _lines(figure):
-    """Return the arms' lines, by colour and dash as the legend has them, under the names there."""
+    """Return the lines of the arms by their name in the legend, matched by colour, dash and width."""
     (axes,) = figure.axes
-    key = figure.legends[0]
-    found = {}
-    for handle, text in zip(key.get_lines(), key.get_texts(), strict=True):
-        found[text.get_text()] = next(
+    legend = figure.legends[0]
+    lines = {}
+    for handle, text in zip(legend.get_lines(), legend.get_texts(), strict=True):
+        lines[text.get_text()] = next(
             line
             for line in axes.get_lines()
             if (line.get_color(), line.get_linestyle(), line.get_linewidth())
             == (handle.get_color(), handle.get_linestyle(), handle.get_linewidth())
         )
-    return found
+    return lines
 
 
-def test_lines_are_means_and_bands_say_what_they_are(tmp_path, figures):
-    _draw(write_sweep(tmp_path / "s", FINALS))
+def test_lines_are_means_and_the_subtitle_describes_the_bands(tmp_path, figures):
+    _write_report(write_sweep(tmp_path / "s", FINALS))
     figure = figures["accuracy.png"]
     lines = _lines(figure)
-    assert list(lines) == ["kl 0.02", "clip (baseline)", "kl 0.03"]  # as they end, from the top
+    assert list(lines) == ["kl 0.02", "clip (baseline)", "kl 0.03"]  # sorted by final value
     assert list(lines["clip (baseline)"].get_ydata()) == pytest.approx([0.2, 0.42])
     assert list(lines["kl 0.02"].get_ydata()) == pytest.approx([0.2, 0.55])
-    assert lines["clip (baseline)"].get_color() == style.MUTED
+    assert lines["clip (baseline)"].get_color() == style.MUTED_COLOR
     bands = [each.get_paths()[0].vertices for each in figure.axes[0].collections]
     ends = sorted((float(v[v[:, 0] == 4][:, 1].min()), float(v[v[:, 0] == 4][:, 1].max())) for v in bands)
     interval = estimate(list(FINALS["clip"].values()))
@@ -64,7 +64,7 @@ def test_lines_are_means_and_bands_say_what_they_are(tmp_path, figures):
     )
 
 
-def test_curves_are_over_the_steps_that_all_runs_have():
+def test_curves_cover_the_common_steps():
     curve = common_curve([([0, 20, 40], [0.1, 0.2, 0.3]), ([0, 10, 20], [0.3, 0.5, 0.6])])
     assert curve.steps.tolist() == [0, 20]
     assert curve.mean.tolist() == pytest.approx([0.2, 0.4])
@@ -72,27 +72,27 @@ def test_curves_are_over_the_steps_that_all_runs_have():
     assert common_curve([]) is None
 
 
-def test_an_accuracy_goes_with_the_entropy_of_its_own_policy(tmp_path, figures):
+def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, figures):
     folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
     write_report([ArmRun("clip", 0, folder)], "t", None, tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
-    # entropy 0.5 − 0.05·step, recorded before the step's update; after the last one nothing is recorded
+    # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
 
 
-def test_every_arm_looks_different():
+def test_every_arm_has_its_own_line_style():
     names = [f"arm {index}" for index in range(MAX_ARMS_PLOTTED)]
-    found = arm_styles(names, "arm 3")
-    assert len({(look.color, str(look.dash)) for look in found.values()}) == MAX_ARMS_PLOTTED
-    assert found["arm 3"].color == style.MUTED
-    assert arm_styles(names, None)["arm 0"].color != style.MUTED
+    styles = arm_styles(names, "arm 3")
+    assert len({(each.color, str(each.dash)) for each in styles.values()}) == MAX_ARMS_PLOTTED
+    assert styles["arm 3"].color == style.MUTED_COLOR
+    assert arm_styles(names, None)["arm 0"].color != style.MUTED_COLOR
 
 
-def test_many_arms_with_long_names_fit(tmp_path, figures):
+def test_many_arms_with_long_names_fit_into_the_figure(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
-    report = _draw(write_sweep(tmp_path / "s", finals))
+    report = _write_report(write_sweep(tmp_path / "s", finals))
     assert any(f"the {MAX_ARMS_PLOTTED} most accurate arms and the baseline" in note for note in report.notes)
     for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"):
         figure = figures[name]
@@ -113,7 +113,7 @@ def test_many_arms_with_long_names_fit(tmp_path, figures):
         assert imread(report.files[name]).shape == (1000, 1600, 4)
 
 
-def test_names_keep_both_ends():
+def test_shortened_names_keep_both_ends():
     assert shorten_middle("kl 0.05") == "kl 0.05"
     long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
     assert len(long) <= 30
@@ -121,7 +121,7 @@ def test_names_keep_both_ends():
     assert long.endswith("arm=7")
 
 
-def test_dollars_in_names_are_dollars(tmp_path, figures):
+def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
     runs = [ArmRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
     report = write_report(runs, "cost $1 $2", None, tmp_path / "out")
     assert len([name for name in report.files if name.endswith(".png")]) == 4
@@ -130,8 +130,8 @@ def test_dollars_in_names_are_dollars(tmp_path, figures):
     assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)
 
 
-def test_the_clip_table_has_a_number_in_each_cell(tmp_path, figures):
-    _draw(write_sweep(tmp_path / "s", FINALS))
+def test_every_cell_of_the_clip_table_has_a_number(tmp_path, figures):
+    _write_report(write_sweep(tmp_path / "s", FINALS))
     (axes,) = figures["clip_by_probability.png"].axes
     cells = np.array([text.get_text() for text in axes.texts]).reshape(3, 2)
     assert cells.tolist() == [["10%", "0%"]] * 3
