@@ -46,7 +46,7 @@ def test_table_of_a_training_step_is_a_set_named_by_its_source(tmp_path: Path) -
 
 
 def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
-    """A list or a single text, under the usual names; rows of one question are one problem, uneven or not."""
+    """A list or a single text, under the usual names; all rows of a question are one problem."""
     rows = [
         {"question": "1+1?", "answer": 2, "completions": ["Answer: 2", "Answer: 3"]},
         {"question": "1+1?", "answer": "2", "completions": "Answer: 4"},
@@ -105,7 +105,7 @@ def test_other_file_formats(tmp_path: Path, ending: str) -> None:
 
 
 def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
-    """pandas writes a missing number as NaN, and into a CSV file as nothing."""
+    """pandas writes a missing number as NaN, and in a CSV file as an empty text."""
     import pandas as pd
 
     rows = [ROW, {**ROW, "length": None, "logprob_sum": None}]
@@ -128,7 +128,7 @@ def test_labels_of_unusual_file_names(tmp_path: Path, name: str) -> None:
 
 
 def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
-    """JSON can say it, a Parquet file cannot: the table is written all the same."""
+    """JSON can encode unpaired surrogates and Parquet cannot: the values must fit into the table."""
     surrogate = "\ud800"
     rows = [
         {
@@ -151,7 +151,7 @@ def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
 
 
 def test_depth_of_extra_is_limited(tmp_path: Path) -> None:
-    """A worker is sent its arguments by pickle, which a few hundred levels would exhaust."""
+    """Serialisation of a few hundred levels would exhaust the stack; pickle stands for any recursive serialiser."""
     import pickle
 
     deep = '{"x": ' + nested(900) + "}"
@@ -160,7 +160,7 @@ def test_depth_of_extra_is_limited(tmp_path: Path) -> None:
 
 
 def test_a_file_cannot_choose_code_to_run(tmp_path: Path) -> None:
-    """Otherwise a table from the internet could have any importable function called with a text of its own_row."""
+    """Otherwise a downloaded table could have any importable function called with a text of its choice."""
     path = write_eval_table(tmp_path / "a.parquet", [{**ROW, "grader": "os:system", "text": "echo no"}])
     assert "--grader os:system" in error_of(path)
     (problems,) = read_completions(path, "os:system").values()
@@ -181,7 +181,7 @@ def test_requested_grader_replaces_that_of_a_table(tmp_path: Path, grader: str) 
 
 
 def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path) -> None:
-    """Each completion is judged by the answer of its own_row row."""
+    """Each completion is graded with the answer in its row."""
     rows = [
         {"question": "A root of x^2 = 4?", "answer": "2", "completions": ["Answer: 2", "Answer: 3"]},
         {"question": "A root of x^2 = 4?", "answer": "-2", "completions": ["Answer: -2"]},

@@ -151,7 +151,7 @@ def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> N
 
 
 def is_accepted(path: Path, content: bytes) -> bool:
-    """Tell whether a file is read; where it is refused it must be in one line."""
+    """Return True if the file is read; if it is rejected, the message must be one line."""
     path.write_bytes(content)
     try:
         sets = read_completions(path)
@@ -167,7 +167,7 @@ def is_accepted(path: Path, content: bytes) -> bool:
 
 
 def test_mutated_files_are_read_or_rejected_in_one_line(tmp_path: Path) -> None:
-    """1,600 of them by a fixed seed: bytes of a Parquet table and of JSON rows, and values of other types."""
+    """1,600 files with fixed seeds: mutated bytes of a Parquet table and of JSON rows, and values of other types."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
     read = [is_accepted(tmp_path / "m.parquet", each) for each in mutations(table, 1, 400)]
@@ -178,4 +178,4 @@ def test_mutated_files_are_read_or_rejected_in_one_line(tmp_path: Path) -> None:
                 is_accepted(tmp_path / "s.jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
             )
     assert len(read) == 1600
-    assert 0.05 < sum(read) / len(read) < 0.95, "both ends must be met"
+    assert 0.05 < sum(read) / len(read) < 0.95, "some files are read and some are rejected"

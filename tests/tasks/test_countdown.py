@@ -1,4 +1,4 @@
-"""Countdown: all solvable problems and no others, held-out ones nowhere in training."""
+"""Countdown task: exactly the solvable problems, and a fixed split into training and held-out problems."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALL = [*TASK.train_problems(), *HELDOUT]
 
 
 def signed_product(term: str) -> int:
-    """The value of "3*4" or "-3*4"."""
+    """Return the value of "3*4" or "-3*4"."""
     return math.prod(int(factor) for factor in term.split("*"))
 
 
 def solve_by_brute_force(config: CountdownTask) -> dict[str, str]:
-    """An answer to each prompt, from all orders and operators."""
+    """Return an answer to each prompt, from all orders and operators."""
     answers = {}
     for order in itertools.product(range(1, config.max_number + 1), repeat=config.numbers):
         for signs in itertools.product("+-*", repeat=config.numbers - 1):
@@ -75,7 +75,7 @@ def test_split_does_not_depend_on_other_settings() -> None:
 
 
 def test_order_is_fixed() -> None:
-    # Literal ids: a change of the hash would put problems that the shipped model has seen among the held-out.
+    # Literal ids: another hash would hold out problems that the embedded model was trained on.
     assert [problem.id for problem in HELDOUT[:3]] == [
         "countdown/1 1 4 4=16",
         "countdown/1 2 2 5=2",

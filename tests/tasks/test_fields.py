@@ -1,4 +1,4 @@
-"""Which fields are read, and what their values come to, whatever a file holds."""
+"""Fields of a row: which are chosen, and how values of any type are converted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_questions_are_texts_or_chat_messages() -> None:
 
 @given(VALUES)
 def test_any_value_is_converted_or_none(value: Any) -> None:
-    """Nothing in a row can stop the reading, and what is kept travels as UTF-8 and as JSON."""
+    """No value raises an error, and every result can be encoded as UTF-8 and JSON."""
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
     question = as_question(value)
@@ -161,8 +161,8 @@ def test_configured_fields_have_priority() -> None:
         "level": 3,
         "hard": 5,
     }
-    given = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
-    assert find_fields([row], given, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
+    configured = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
+    assert find_fields([row], configured, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
 
 
 def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last() -> None:
@@ -175,7 +175,7 @@ def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_las
 @pytest.mark.parametrize("name", [name for name in ANSWER_NAMES if name != "solution"])
 @pytest.mark.parametrize("known", [NONE, Fields(answer="solution")])
 def test_worked_solution_is_used_only_without_an_answer_field(name: str, known: Fields) -> None:
-    """Also for a copy of a known data set whose own rows have nothing but a worked solution."""
+    """Also for a copy of a known data set whose answer field is the worked solution."""
     section, _, key = name.partition(".")
     row = {"question": "1+1?", "solution": "It is \\boxed{3}.", section: {key: "2"} if key else "2"}
     assert find_fields([row], NONE, known).answer == name

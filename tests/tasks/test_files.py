@@ -1,4 +1,4 @@
-"""Local files: each format gives the same rows, and a damaged file gets one line that says where."""
+"""Local files: all formats give the same rows, and the error for a damaged file is one line with the place."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_row_of_ten_megabytes(tmp_path: Path) -> None:
         path = tmp_path / f"long{ending}"
         WRITERS[ending](path, [{"question": long, "answer": "1"}])
         assert list(read_file(path)) == [{"question": long, "answer": "1"}]
-    assert csv.field_size_limit() < 10_000_000, "the csv module's limit is everyone's"
+    assert csv.field_size_limit() < 10_000_000, "the global limit of the csv module is restored"
 
 
 @pytest.mark.parametrize(

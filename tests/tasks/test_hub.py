@@ -1,4 +1,4 @@
-"""Data sets by id. Only the request to the hub itself is replaced; folders go through the same function unreplaced."""
+"""Data sets on the hub and folders in its layout. Only the request to the hub is replaced by a fake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(tmp_path: Path) -> Path:
-    """A data set as the hub has it: files named after their splits."""
+    """Write a data set in the layout of the hub: files named after their splits."""
     path = tmp_path / "sums"
     path.mkdir()
     for split, rows in (("train", ROWS), ("test", ROWS[:7])):
@@ -44,7 +44,7 @@ def test_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
 
 
 def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path: Path) -> None:
-    """A data set's repository as it is cloned: several subsets, named in its card."""
+    """A cloned repository of a data set has several subsets, which its card lists."""
     path = tmp_path / "gsm8k"
     for subset in ("main", "socratic"):
         (path / subset).mkdir(parents=True)
@@ -96,7 +96,7 @@ def fake_load_dataset(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
 
 
 def rows_of_known_datasets() -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A row of each in the form that its card on the hub describes."""
+    """Yield (name, row, answer) of each known data set, in the form that its card on the hub describes."""
     yield "gsm8k", {"question": "q", "answer": "w\n#### 18"}, "18"
     yield "math", {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": "so \\boxed{2}"}, "2"
     verl = {"prompt": "q", "solution": "34", "source_prompt": [{"role": "user", "content": "Solve: q"}]}
@@ -154,7 +154,7 @@ def test_default_sources_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: _numbered(calls, *a, **k))
     task = build_task(DataTask(name="dapo-math-17k"))
     assert list(task.heldout_sets()) == ["aime24", "aime25", "amc23"]
-    assert len(calls) == 3, "evaluation alone does not read the training set"
+    assert len(calls) == 3, "evaluation does not read the training set"
     assert len(task.train_problems()) == 1
     assert calls[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
 
@@ -191,7 +191,7 @@ def test_unreachable_hub_is_reported_in_one_line_with_a_hint(
 
 
 def test_offline_mode_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own error for a hub that may not be asked, whatever class it has in this version."""
+    """The error of the library in offline mode, of any class."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"nobody/nothing.*split 'train': cannot be loaded"):

@@ -1,4 +1,4 @@
-"""The text around a question: the paper's, and whatever a user writes."""
+"""Prompts: the known templates, custom templates and instructions around a question."""
 
 from __future__ import annotations
 

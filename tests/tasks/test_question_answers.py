@@ -1,4 +1,4 @@
-"""The task of data sets and files: what training sees, what it never sees, and that neither depends on chance."""
+"""Question-answer task: training problems and evaluation sets are disjoint and reproducible."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> 
     problems = data_task(paths, jsonl(tmp_path / "t.jsonl", rows(5000, 5001))).train_problems()
     assert len(problems) == 600
     from_a = sum(problem.source == "a" for problem in problems[:100])
-    assert 35 < from_a < 65  # 3 standard deviations of a fair draw of 100 from the 600
+    assert 35 < from_a < 65  # 3 standard deviations for a random sample of 100 of the 600
     assert problems[:100] != sorted(problems[:100], key=lambda problem: int(problem.answer))
 
 
@@ -103,7 +103,7 @@ def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
 
 
 def test_split_is_fixed(tmp_path: Path) -> None:
-    # Literal: another version must not train on what this one evaluates on.
+    # Literal: a later version must not train on problems that this one evaluates on.
     task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)))
     assert [int(problem.answer) // 2 for problem in task.heldout_sets()["x"]] == [18, 59, 40, 14, 60]
     assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
@@ -147,12 +147,12 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> Non
     ]
     task = data_task(train, heldout)
     assert answers(task.train_problems()) == {0, 2, 4, 10, 12, 14, 16, 18}
-    assert "train: 2 problems left out, in an evaluation set too" in task.notes()
+    assert "train: 2 problems dropped, also in an evaluation set" in task.notes()
 
 
 def test_training_on_the_evaluation_set_is_rejected(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows(0, 10))
-    with pytest.raises(ConfigError, match=r"every problem is in an evaluation set too"):
+    with pytest.raises(ConfigError, match=r"every problem is also in an evaluation set"):
         data_task(path, path).train_problems()
 
 
@@ -172,7 +172,7 @@ def test_equal_ids_in_both_files_are_distinguished(tmp_path: Path) -> None:
 
 
 def verl_rows(copies: int) -> list[dict[str, Any]]:
-    """As DAPO's own file has them: the instruction in the message, each problem repeated."""
+    """Return rows as in the file of DAPO: the instruction in the message, and each problem repeated."""
     ask = (
         "Solve the following math problem step by step. The last line of your response should be of the form "
         "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
@@ -196,10 +196,10 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     content = verl_rows(copies=100)
     pq.write_table(pa.Table.from_pylist(content), path)
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
-    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="no use")
+    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="unused")
     problems = task.train_problems()
     assert answers(problems) == {2 * n for n in range(20)} - {6}, (
-        "the repeats and the evaluation problem are gone"
+        "without the repeats and the evaluation problem"
     )
     problem = min(problems, key=lambda problem: int(problem.answer))
     assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
@@ -207,9 +207,9 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [
         "test: 1 evaluation problem",
-        "dapo-math-17k: 20 train problems; left out: 1,980 repeated",
-        "dapo-math-17k: brings chat messages; task.template and task.system do not apply",
-        "train: 1 problem left out, in an evaluation set too",
+        "dapo-math-17k: 20 training problems; dropped: 1,980 repeated",
+        "dapo-math-17k: has chat messages; task.template and task.system do not apply",
+        "train: 1 problem dropped, also in an evaluation set",
     ]
 
 
@@ -219,11 +219,11 @@ def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     assert task.notes() == []
     count = len(task.heldout_sets()["x"])
     assert task.notes() == [
-        "x: 900 train problems; left out: 1 without an answer, 100 beyond the limit",
-        f"x: {count} of 900 problems kept for evaluation (heldout_fraction = 0.05)",
+        "x: 900 training problems; dropped: 1 without an answer, 100 over the limit",
+        f"x: {count} of 900 problems held out for evaluation (heldout_fraction = 0.05)",
     ]
     task.train_problems()
-    assert len(task.notes()) == 2, "what was read is not read again"
+    assert len(task.notes()) == 2, "each source is read once"
 
 
 def test_each_file_is_read_once(tmp_path: Path) -> None:

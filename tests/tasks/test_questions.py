@@ -1,4 +1,4 @@
-"""One source: what becomes of its rows, and the one line when nothing does."""
+"""Questions of one source: rows become questions or are counted, and errors are one line."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_missing_field_error_lists_the_fields_and_the_mapping(tmp_path: Path) ->
 def test_configured_field_that_no_row_has(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}])
     message = error_of(Source(path=path, fields=Fields(answer="gold.value")))
-    assert "the answer in 'gold.value'; its fields: question, answer" in message
+    assert "the answer from 'gold.value'; its fields: question, answer" in message
 
 
 def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_limit_keeps_rows_evenly_spread(tmp_path: Path, limit: int, kept: list[i
     path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
     loaded = load_questions(Source(path=path, limit=limit), "train")
     assert [int(question.answer) for question in loaded.questions] == kept
-    assert len(loaded.questions) + loaded.dropped.get("beyond the limit", 0) == 10
+    assert len(loaded.questions) + loaded.dropped.get("over the limit", 0) == 10
 
 
 def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Pat
     named = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
     assert [question.id for question in named.questions] == ["x/7"]
     assert named.dropped == {"repeated": 1}
-    # Literal: an id names a problem in every run's record, and orders and splits the problems.
+    # Literal: the ids are stored in every run, and determine the order and the split of the problems.
     ids = [question.id for question in load_questions(Source(path=path), "train").questions]
     assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]
 

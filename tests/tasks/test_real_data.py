@@ -1,4 +1,4 @@
-"""The public sets as their authors publish them, where a copy is at hand: all problems, and answers known by eye."""
+"""Public data sets in their published form, if a copy is present: all problems, and answers checked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the problems: expected epochs, and one integer resumes it."""
+"""Problem stream: complete epochs in a reproducible order, resumed by one integer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_epoch_contains_each_problem_once(size: int, seed: int, epoch: int)
 
 @given(size=SIZES, seed=SEEDS, start=st.integers(0, 100), counts=st.lists(st.integers(0, 15), max_size=5))
 def test_consecutive_batches_equal_one_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
-    """A run that was stopped after any batch, and goes on in a new process, meets the same problems."""
+    """A run that is stopped after any batch and resumed in a new process gets the same problems."""
     expected = ProblemStream(problems(size), seed).take(start, sum(counts))
     pieces, position = [], start
     for count in counts:
@@ -50,7 +50,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_order_is_fixed() -> None:
-    # Literal: a run resumed under another version of Python must not meet other problems.
+    # Literal: a run resumed with another version of Python must get the same problems.
     assert [problem.id for problem in ProblemStream(problems(6), seed=7).take(0, 6)] == [
         "2",
         "4",
@@ -70,7 +70,7 @@ def test_empty_stream_and_negative_positions_are_rejected() -> None:
 
 @given(size=SIZES, seed=SEEDS, counts=st.lists(st.integers(0, 15), max_size=5))
 def test_next_continues_at_the_position(size: int, seed: int, counts: list[int]) -> None:
-    """A checkpoint keeps `position`; a stream set to it gives what the first would have given."""
+    """A checkpoint stores `position`; a new stream set to it returns the same problems as the first."""
     stream = ProblemStream(problems(size), seed)
     given_so_far = [problem for count in counts for problem in stream.next(count)]
     assert stream.position == sum(counts)
