@@ -60,7 +60,7 @@ class GraderPool:
 
     @property
     def errors(self) -> Mapping[str, str]:
-        """The first error of each grader that gave the verdict `grader-error`: one line per name of a grader."""
+        """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
         return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:

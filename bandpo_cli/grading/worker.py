@@ -141,8 +141,8 @@ def _limit_memory(memory_gb: float) -> None:
     pages = Path("/proc/self/statm")
     used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = used + int(memory_gb * 2**30)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    requested = used + int(memory_gb * 2**30)
+    limit = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -157,10 +157,10 @@ def load_questions(source: Source, part: SplitName, grader: str | None = None) -
             f"question was read from '{names.question}', the answer from '{names.answer}'; its fields: "
             f"{', '.join(columns)}"
         )
-    kept = _evenly_spread(list(questions.values()), source.limit)
-    if len(kept) < len(questions):
-        dropped["over the limit"] = len(questions) - len(kept)
-    return LoadedQuestions(label, tuple(kept), dropped)
+    selected = _evenly_spread(list(questions.values()), source.limit)
+    if len(selected) < len(questions):
+        dropped["over the limit"] = len(questions) - len(selected)
+    return LoadedQuestions(label, tuple(selected), dropped)
 
 
 def format_counts(dropped: Mapping[str, int]) -> str:
