@@ -15,7 +15,8 @@ import pytest
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.registry import QuestionAnswerTask, build_task
+from bandpo_cli.tasks.question_answers import QuestionAnswerTask
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.types import Message, Problem
 
 
