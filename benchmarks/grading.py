@@ -1,10 +1,10 @@
-"""How graders judge real reference answers, how fast, and what hostile answers do to them.
+"""Benchmark of grading: verdicts on real reference answers, answers per second, and hostile answers.
 
     python benchmarks/grading.py [--data FOLDER] [--workers N] [--deadline SECONDS]
 
-FOLDER holds files of problems, one JSON object a line, with the reference in `answer` or at the end of `solution`.
-Each reference is given after its worked solution in two forms, and must be right; then the references are shuffled
-among the problems, and must be wrong wherever Python reads two of them as different numbers or texts.
+FOLDER contains files of problems, one JSON object per line, with the reference in `answer` or at the end of
+`solution`. Each reference is graded after its worked solution in two forms, and must be correct. Then the references
+are shuffled among the problems, and must be wrong if Python reads the two as different numbers or texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINE, BOX = "%s\nAnswer: %s", "%s\nSo it is $\\boxed{%s}$."
 
 
 def worked_answers(path: Path) -> list[tuple[str, str]]:
-    """(solution, reference answer) of each row."""
+    """Return (solution, reference answer) of each row."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     solutions = [row.get("solution", str(row.get("answer", ""))) for row in rows]
     references = [str(row.get("answer", solution)) for row, solution in zip(rows, solutions, strict=True)]
@@ -37,7 +37,7 @@ def worked_answers(path: Path) -> list[tuple[str, str]]:
 
 
 def differ(first: str, second: str) -> bool:
-    """Whether Python's own reading of two answers says that they are different."""
+    """Return True if two answers differ as Python numbers, or as texts if they are not numbers."""
     try:
         return float(first.replace(",", "")) != float(second.replace(",", ""))
     except ValueError:
@@ -45,7 +45,7 @@ def differ(first: str, second: str) -> bool:
 
 
 def grade(pool: GraderPool, golds: list[str], texts: list[str]) -> tuple[Counter[str], float]:
-    """How often each verdict fell, and answers a second."""
+    """Return the number of answers per verdict, and the answers per second."""
     problems = [Problem(str(index), "", gold, "benchmark", "math") for index, gold in enumerate(golds)]
     start = time.perf_counter()
     grades = pool.grade(problems, texts)
@@ -53,7 +53,7 @@ def grade(pool: GraderPool, golds: list[str], texts: list[str]) -> tuple[Counter
 
 
 def real_answers(pool: GraderPool, path: Path) -> str:
-    """A row of the table for one file."""
+    """Return the row of the table for one file."""
     rows = worked_answers(path)
     golds = [gold for _, gold in rows]
     line, line_rate = grade(pool, golds, [LINE % row for row in rows])
@@ -68,7 +68,7 @@ def real_answers(pool: GraderPool, path: Path) -> str:
 
 
 def hostile_answers(pool: GraderPool) -> str:
-    """What became of them, and of ordinary answers among them."""
+    """Return a summary of the verdicts on hostile answers, and on ordinary answers between them."""
     texts = [text for hostile in HOSTILE.values() for text in (hostile, "Answer: 2+3")]
     problem = Problem("five", "", "5", "benchmark", "math")
     start = time.perf_counter()
@@ -77,23 +77,23 @@ def hostile_answers(pool: GraderPool) -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts[::2]).most_common())
     return (
         f"{len(HOSTILE)} hostile answers: {counts}; {verdicts[1::2].count('correct')} of {len(HOSTILE)} ordinary "
-        f"ones among them right; {seconds:.0f} s"
+        f"answers between them correct; {seconds:.0f} s"
     )
 
 
 def main() -> None:
-    """Print a table for the files in the folder, then the hostile answers."""
+    """Print a table for the files in the folder, then a summary for hostile answers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="folder with .jsonl files of problems")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--deadline", type=float, default=1.0, help="seconds an answer, for the hostile ones")
+    parser.add_argument("--deadline", type=float, default=1.0, help="seconds per answer, for hostile answers")
     options = parser.parse_args()
     if options.data:
         print(
             f"{'file':16} {'rows':>6} {'Answer:':>10} {'boxed':>10} {'shuffled, wrong':>17} "
-            f"{'own, a second':>14} {'shuffled':>14}"
+            f"{'own, per s':>14} {'shuffled':>14}"
         )
         with GraderPool(GradingConfig(workers=options.workers)) as pool:
             for path in sorted(options.data.glob("*.jsonl")):

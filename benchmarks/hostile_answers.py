@@ -1,4 +1,4 @@
-r"""Answers that break graders: none of them is 5. By name, whole completions."""
+r"""Hostile answers by name: complete completions that break graders. None of them is equal to 5."""
 
 from __future__ import annotations
 

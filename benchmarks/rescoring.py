@@ -1,11 +1,12 @@
-"""How fast `bandpo eval --samples` scores stored completions of real mathematics.
+"""Benchmark of `bandpo eval --samples`: stored completions of real mathematics scored per second.
 
     python benchmarks/rescoring.py --data FOLDER [--completions N] [--candidates C]
 
-FOLDER holds files of problems, one JSON object a line, with the reference in `answer` or at the end of `solution`.
-Every file gives the same number of completions, drawn as a model draws them: each begins with the problem's worked
-solution, 4 of 10 end in the reference, written in another way, 5 in one of C wrong answers (references of other
-problems), 1 in none. The command is run as a user runs it; its own rate is without the start, the wall time with it.
+FOLDER contains files of problems, one JSON object per line, with the reference in `answer` or at the end of
+`solution`. Every file gives the same number of completions, similar to those of a model: each begins with the worked
+solution of its problem; 4 of 10 end in the reference in another form, 5 in one of C wrong answers (references of other
+problems), 1 in no answer. The command runs in a subprocess; the rate that it prints excludes the start, and the wall
+time includes it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from grading import worked_answers
 
-DRESSES = (
+FORMATS = (
     "%s\n\nAnswer: %s",
     "%s\n\nThe final answer is $\\boxed{%s}$.",
     "%s\n\nAnswer: $%s$.",
@@ -33,19 +34,19 @@ DRESSES = (
 
 
 def rewritten(answer: str, rng: random.Random) -> str:
-    """The same answer as another writer has it."""
-    ways = [
+    """Return the answer in a random equivalent form."""
+    forms = [
         answer,
         answer.replace(r"\frac", r"\dfrac"),
         f"\\left. {answer} \\right." if "\\" in answer else answer,
     ]
     if re.fullmatch(r"\d{4,}", answer):
-        ways.append(f"{int(answer):,}")
-    return rng.choice(ways[:2] + ways[3:])
+        forms.append(f"{int(answer):,}")
+    return rng.choice(forms[:2] + forms[3:])
 
 
 def completions(path: Path, count: int, candidates: int, rng: random.Random) -> Iterator[dict[str, object]]:
-    """Rows of one file, `count` completions in all."""
+    """Yield rows for one file with `count` completions in total."""
     rows = worked_answers(path)
     golds = [gold for _, gold in rows]
     share, extra = divmod(count, len(rows))
@@ -56,14 +57,14 @@ def completions(path: Path, count: int, candidates: int, rng: random.Random) -> 
             kind = rng.random()
             answer = rewritten(gold, rng) if kind < 0.4 else rng.choice(wrong)
             texts.append(
-                solution[: len(solution) // 2] if kind > 0.9 else rng.choice(DRESSES) % (solution, answer)
+                solution[: len(solution) // 2] if kind > 0.9 else rng.choice(FORMATS) % (solution, answer)
             )
         if texts:
             yield {"question": f"{path.stem} {index}", "answer": gold, "completions": texts}
 
 
 def main() -> None:
-    """Write the file, score it, print the rates."""
+    """Write the file, score it, and print the rates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +80,7 @@ def main() -> None:
         rows = [row for path in files for row in completions(path, share, arguments.candidates, rng)]
         stored.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         latex = sum("\\" in str(row["answer"]) for row in rows)
-        print(f"{len(files)} files, {len(rows):,} problems, {latex:,} of them with LaTeX in the reference")
+        print(f"{len(files)} files, {len(rows):,} problems, {latex:,} with LaTeX in the reference")
         start = time.perf_counter()
         command = [
             sys.executable,
@@ -94,9 +95,9 @@ def main() -> None:
         ]
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=True)
         wall = time.perf_counter() - start
-    print(next(line for line in done.stdout.splitlines() if "a second" in line))
+    print(next(line for line in done.stdout.splitlines() if re.search(r"\b(a|per) second", line)))
     total = share * len(files)
-    print(f"{wall:.1f} s in all, start, reading and intervals included: {total / wall:,.0f} a second")
+    print(f"{wall:.1f} s in total, including start, reading and intervals: {total / wall:,.0f} per second")
     print(
         "\n".join(line for line in done.stdout.splitlines() if line.startswith(("mean", "answer", "timeout")))
     )

@@ -1,4 +1,4 @@
-"""Verdicts on any text: graders, and the worker processes that the unbounded ones run in."""
+"""Grading: rewards and verdicts for completions, with worker processes for graders of unbounded cost."""
 
 from __future__ import annotations
 

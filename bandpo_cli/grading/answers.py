@@ -1,7 +1,9 @@
-r"""Tells whether two answers are the same text, up to spaces and the commands that only change how LaTeX looks."""
+r"""Final answers: comparison as plain numbers and as text, and the canonical form for majority votes.
 
-# MERGED: First stages of the graders `number` and `math`: whatever plain numbers and equal texts decide, at once.
-# MERGED: What a completion votes for in a majority vote: its final answer, written in one way for each value.
+`grade_number` is the complete grader `number`. `grade_math` is the first stage of the grader `math`: it decides what
+plain numbers and equal texts can decide, in bounded time, and leaves the rest to `grading.symbolic`.
+"""
+
 from __future__ import annotations
 
 import re
@@ -10,6 +12,9 @@ from collections.abc import Callable
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.grading.numbers import Number, equal, read_number, rounds_to
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
+
+MAX_ANSWER_CHARS = 1000
+"""Longer final answers are malformed. This bounds the work per answer before any deadline applies."""
 
 _DISPLAY_COMMANDS = re.compile(
     r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits)(?![A-Za-z])|\$|\\[()\[\]]"
@@ -22,16 +27,54 @@ _FONTS = re.compile(
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
+_EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
+_FREE_SPACES = re.compile(r"(?<![0-9 ]) +| +(?![0-9 ])")  # the space in "1 2" stays: it is not 12
+
+
+def grade_number(problem: Problem, text: str) -> Grade:
+    """Compare the final answer of a completion with the reference as exact numbers.
+
+    The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
+    side is compared.
+
+    Raises:
+        ValueError: If the reference is not a plain number.
+    """
+    gold = read_number(unwrap(problem.answer))
+    if gold is None:
+        raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
+    answer = _final_answer(text)
+    number = None if answer is None else read_number(right_hand_side(answer))
+    if number is None:
+        return MALFORMED
+    return CORRECT if equal(gold, number) else WRONG
+
+
+def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
+    """Grade a completion if plain numbers or equal texts decide.
+
+    Returns:
+        A grade, or else the pair (reference, final answer), the arguments of `symbolic.is_equal`.
+    """
+    answer = _final_answer(text)
+    if answer is None:
+        return MALFORMED
+    reference = unwrap(problem.answer)
+    gold, number = read_number(reference), read_number(answer)
+    if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
+        right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
+        return CORRECT if right else WRONG
+    return CORRECT if same_text(reference, answer) else (reference, answer)
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """True when both say the same in the same characters; an empty text is equal to none."""
+    """Return True if both texts have the same canonical form; an empty canonical form equals nothing."""
     canonical = canonical_text(gold)
     return bool(canonical) and canonical == canonical_text(answer)
 
 
 def canonical_text(answer: str) -> str:
-    r"""Drop what does not change what is said: fonts, spacing, `\left`, the size of fractions, the case of words.
+    r"""Remove what does not change the meaning: fonts, spacing, `\left`, the size of fractions, the case of words.
 
     A space between two letters or digits stays, so that "5 5" is not 55.
     """
@@ -45,48 +88,33 @@ def canonical_text(answer: str) -> str:
     return text.casefold() if _WORDS.fullmatch(text) else text
 
 
-MAX_ANSWER_CHARS = 1000
-"""A longer final answer is malformed: it bounds the work of a worker before its deadline has to."""
-
-_EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
-
-
-def grade_number(problem: Problem, text: str) -> Grade:
-    """`correct` when the final answer is the reference's number exactly; `malformed` when it is no plain number.
-
-    Of an equation ("3 * 6 = 18") the right side counts.
-
-    Raises:
-        ValueError: the reference is no plain number.
-    """
-    gold = read_number(unwrap(problem.answer))
-    if gold is None:
-        raise ValueError(
-            f"its answer {problem.answer!r:.60} is no plain number; take the grader 'math' for it"
-        )
-    answer = _final_answer(text)
-    number = None if answer is None else read_number(right_hand_side(answer))
-    if number is None:
-        return MALFORMED
-    return CORRECT if equal(gold, number) else WRONG
-
-
-def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
-    """A verdict where plain numbers or equal texts decide; else (reference, answer) for `symbolic.equal`."""
-    answer = _final_answer(text)
-    if answer is None:
-        return MALFORMED
-    reference = unwrap(problem.answer)
-    gold, number = read_number(reference), read_number(answer)
-    if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
-        right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
-        return CORRECT if right else WRONG
-    return CORRECT if same_text(reference, answer) else (reference, answer)
-
-
 def right_hand_side(answer: str) -> str:
-    """Return what stands to the right of the last equals sign, all of it where there is none."""
+    """Return the text to the right of the last equals sign, or all of `answer` if there is none."""
     return _EQUALS.split(answer)[-1].strip()
+
+
+def voted_answer(text: str, grader: str) -> str | None:
+    r"""Return the final answer of a completion in canonical form, for majority votes.
+
+    Plain numbers vote by value (0.50 votes with 1/2; 50% does not vote with 0.5, because either value may be meant).
+    Other answers vote by their text without LaTeX commands that only change the appearance. Expressions that are equal
+    in value alone (2\sqrt{2} and \sqrt{8}) are different votes. For the grader `number`, an answer that is not a plain
+    number does not vote, and the right-hand side of an equation votes. For `countdown`, the complete text votes,
+    without its spaces.
+
+    Equal votes get equal grades, except decimals that stand for a fraction: for the reference 1/3, `math` accepts
+    0.333333, and neither 0.3333330 nor 333333/1000000.
+
+    Args:
+        text: The completion.
+        grader: The name of the grader; a `module:function` votes like `math`.
+
+    Returns:
+        The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.
+    """
+    extract, canonicalize = _VOTES.get(grader, (final_answer, _canonical_expression))
+    answer = extract(text)
+    return None if not answer or len(answer) > MAX_ANSWER_CHARS else canonicalize(answer) or None
 
 
 def _final_answer(text: str) -> str | None:
@@ -94,33 +122,14 @@ def _final_answer(text: str) -> str | None:
     return None if answer is None or len(answer) > MAX_ANSWER_CHARS else answer
 
 
-_FREE_SPACES = re.compile(r"(?<![0-9 ]) +| +(?![0-9 ])")  # those in "1 2" stay: it is not 12
-
-
-def voted_answer(text: str, grader: str) -> str | None:
-    r"""Return the answer in `text` in a canonical form; None for a completion that has none.
-
-    Plain numbers count by value (0.50 is 1/2; 50% stays apart from 0.5, since either may be meant), other answers by
-    their text without what LaTeX only dresses it with. Expressions that are equal in value alone (2\sqrt{2} and
-    \sqrt{8}) are different votes. What the grader `number` cannot read does not vote, and of an equation it reads the
-    right side. A countdown completion is its answer whole, spaces apart.
-
-    Equal votes are judged alike, but for decimals that stand for a quotient: 0.333333 is right for 1/3 in `math`, and
-    neither 0.3333330 nor 333333/1000000 is.
-    """
-    find, write = _VOTES.get(grader, (final_answer, _write_expression))
-    answer = find(text)
-    return None if not answer or len(answer) > MAX_ANSWER_CHARS else write(answer) or None
-
-
-def _write_number(answer: str) -> str | None:
+def _canonical_number(answer: str) -> str | None:
     number = read_number(right_hand_side(answer))
     return None if number is None else _number_text(number)
 
 
-def _write_expression(answer: str) -> str:
+def _canonical_expression(answer: str) -> str:
     bare = canonical_text(answer)
-    number = read_number(answer) or read_number(bare)  # \textbf{0.50} is no number yet
+    number = read_number(answer) or read_number(bare)  # \textbf{0.50} is a number only without its font
     return bare if number is None or number.has_letter else _number_text(number)  # "3 m" may be three masses
 
 
@@ -130,7 +139,7 @@ def _number_text(number: Number) -> str:
 
 
 _VOTES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str | None]]] = {
-    "number": (final_answer, _write_number),
+    "number": (final_answer, _canonical_number),
     "countdown": (str.strip, lambda answer: _FREE_SPACES.sub("", answer)),
 }
-"""By grader: what finds the answer in a text, and what writes it in one way."""
+"""By grader: the function that extracts the answer from a text, and the function that canonicalizes it."""

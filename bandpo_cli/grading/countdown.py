@@ -1,6 +1,8 @@
-"""Reads arithmetic that a model wrote. Nothing of it is ever run as Python."""
+"""Countdown grader: an arithmetic expression that uses each given number once and reaches the target.
 
-# MERGED: Judges answers to countdown: each given number used once, and the target reached.
+A small parser evaluates the expression; no text of a model is ever executed as Python.
+"""
+
 from __future__ import annotations
 
 import operator
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 from bandpo_cli.types import Grade, Problem
 
 MAX_CHARS = 256
-"""Longer texts are malformed unread: it bounds the work, and the digits, that a hostile answer can cause."""
+"""Longer texts are malformed without being parsed. This bounds the time and the number of digits per answer."""
 
-_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*()]| ")  # "007" falls apart into three numbers, and so is malformed
+_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*()]| ")  # "007" becomes three adjacent numbers, which is malformed
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2}
 
@@ -24,19 +26,46 @@ class MalformedExpression(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """What an expression comes to, and the numbers in it from left to right."""
+    """An evaluated expression.
+
+    Attributes:
+        value: The value of the expression.
+        numbers: The numbers in the expression, from left to right.
+    """
 
     value: int
     numbers: tuple[int, ...]
 
 
-def parse_expression(text: str) -> Expression:
-    """Evaluate whole numbers joined by + - * and parentheses. There is no unary minus; spaces are free.
+def grade_countdown(problem: Problem, text: str) -> Grade:
+    """Grade the complete text as an expression: `correct`, or the first that applies of the verdicts below.
 
-    Two stacks (Dijkstra's shunting yard) instead of recursion: depth costs nothing.
+    `malformed`: not an expression. `wrong-numbers`: does not use each given number exactly once. `wrong-value`: does
+    not reach the target.
+    """
+    try:
+        expression = parse_expression(text)
+    except MalformedExpression:
+        return Grade(0.0, correct=False, verdict="malformed")
+    if sorted(expression.numbers) != problem_numbers(problem):
+        return Grade(0.0, correct=False, verdict="wrong-numbers")
+    if expression.value != int(problem.answer):
+        return Grade(0.0, correct=False, verdict="wrong-value")
+    return Grade(1.0, correct=True, verdict="correct")
+
+
+def problem_numbers(problem: Problem) -> list[int]:
+    """Return the given numbers of a countdown problem, sorted."""
+    return [int(number) for number in str(problem.extra["numbers"]).split()]
+
+
+def parse_expression(text: str) -> Expression:
+    """Evaluate whole numbers joined by + - * and parentheses. There is no unary minus; spaces are ignored.
+
+    The parser uses two stacks (Dijkstra's shunting yard algorithm) instead of recursion, so nesting depth is free.
 
     Raises:
-        MalformedExpression: for anything else, and for more than `MAX_CHARS` characters.
+        MalformedExpression: If `text` is anything else or longer than `MAX_CHARS` characters.
     """
     values: list[int] = []
     operators: list[str] = []
@@ -56,49 +85,31 @@ def parse_expression(text: str) -> Expression:
         elif not expects_operand and token == ")":
             _reduce(values, operators, down_to=1)
             if not operators:
-                raise MalformedExpression("a parenthesis closes that never opened")
+                raise MalformedExpression("a closing parenthesis has no opening one")
             operators.pop()
         else:
-            raise MalformedExpression(f"{token!r} out of place")
+            raise MalformedExpression(f"unexpected {token!r}")
     if expects_operand:
-        raise MalformedExpression("the expression ends too soon")
+        raise MalformedExpression("the expression is incomplete")
     _reduce(values, operators, down_to=1)
     if operators:
-        raise MalformedExpression("a parenthesis opens that never closes")
+        raise MalformedExpression("an opening parenthesis has no closing one")
     return Expression(values[0], tuple(numbers))
 
 
 def _tokens(text: str) -> list[str]:
-    """Split into numbers and symbols, spaces dropped; raise MalformedExpression for any other character."""
+    """Split into numbers and symbols without spaces; raise MalformedExpression for any other character."""
     if len(text) > MAX_CHARS:
         raise MalformedExpression(f"longer than {MAX_CHARS} characters")
     stripped = text.strip()
     tokens = _TOKEN.findall(stripped)
     if "".join(tokens) != stripped:
-        raise MalformedExpression("a character that no expression has")
+        raise MalformedExpression("a character that is not allowed in an expression")
     return [token for token in tokens if token != " "]
 
 
 def _reduce(values: list[int], operators: list[str], down_to: int) -> None:
-    """Apply the waiting operators that bind at least as tightly as `down_to`."""
+    """Apply the pending operators whose precedence is at least `down_to`."""
     while operators and _PRECEDENCE[operators[-1]] >= down_to:
         right, left = values.pop(), values.pop()
         values.append(_OPERATIONS[operators.pop()](left, right))
-
-
-def grade_countdown(problem: Problem, text: str) -> Grade:
-    """Give `correct`, or `malformed`, `wrong-numbers`, `wrong-value`: the first of them that holds."""
-    try:
-        expression = parse_expression(text)
-    except MalformedExpression:
-        return Grade(0.0, correct=False, verdict="malformed")
-    if sorted(expression.numbers) != problem_numbers(problem):
-        return Grade(0.0, correct=False, verdict="wrong-numbers")
-    if expression.value != int(problem.answer):
-        return Grade(0.0, correct=False, verdict="wrong-value")
-    return Grade(1.0, correct=True, verdict="correct")
-
-
-def problem_numbers(problem: Problem) -> list[int]:
-    """The numbers that a countdown problem gives, sorted."""
-    return [int(number) for number in str(problem.extra["numbers"]).split()]

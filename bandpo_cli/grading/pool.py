@@ -1,4 +1,4 @@
-"""Grades completions: what is bounded here and now, what is not in worker processes that a deadline kills."""
+"""Graders by name: bounded work in this process, unbounded work in worker processes that a deadline kills."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from bandpo_cli.grading.workers import GraderArguments, WorkerPool
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 MAX_DEFAULT_WORKERS = 8
+"""Maximal number of workers per grader if `grading.workers` is null."""
 
 FirstStage = Callable[[Problem, str], Grade | GraderArguments]
-"""Gives a grade, or what to call the worker's function with."""
+"""Returns a grade, or the arguments to call the function of the worker with."""
 
 
 def _custom_function_arguments(problem: Problem, text: str) -> GraderArguments:
@@ -34,86 +35,95 @@ _FUNCTIONS = {"math": "bandpo_cli.grading.symbolic:is_equal"}
 
 
 class GraderPool:
-    """Judges answers; `problem.grader` says who does. Workers start with the first answer that needs one.
+    """Grades completions, each with the grader that its problem names (`problem.grader`).
 
-    One thread at a time may call it. It closes itself when it is collected and when the interpreter ends.
+    Workers are spawned for the first answer that needs one. Only one thread at a time may call the pool. It closes
+    itself when it is garbage-collected and when the interpreter ends.
     """
 
     def __init__(self, config: GradingConfig) -> None:
-        """Start nothing yet."""
+        """Create the pool without spawning any worker."""
         self._config = config
-        self._size = config.workers or min(_cores(), MAX_DEFAULT_WORKERS)
-        self._teams: dict[str, WorkerPool] = {}
+        self._size = config.workers or min(_usable_cores(), MAX_DEFAULT_WORKERS)
+        self._worker_pools: dict[str, WorkerPool] = {}
         self._errors: dict[str, str] = {}
-        self.close = weakref.finalize(self, _close, self._teams)
-        """Kill the workers; the pool may not be used after it."""
+        self.close = weakref.finalize(self, _close, self._worker_pools)
+        """Terminate the workers; the pool cannot be used afterwards."""
 
     def __enter__(self) -> GraderPool:
-        """The pool itself."""
+        """Return the pool."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the workers."""
+        """Terminate the workers."""
         self.close()
 
     @property
     def errors(self) -> Mapping[str, str]:
-        """The first thing that went wrong in each grader that gave `grader-error`, in a line."""
-        return self._errors | {name: team.error for name, team in self._teams.items() if team.error}
+        """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
+        return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        """One grade for each pair of problem and completion, in their order, whatever the text is.
+        """Grade completions; any text gets a grade.
+
+        Args:
+            problems: The problems [N].
+            texts: The completions [N], one per problem.
+
+        Returns:
+            The grades [N].
 
         Raises:
-            ConfigError: a grader's function cannot be imported.
+            ConfigError: If the function of a grader cannot be imported.
+            RunError: If the system refuses to start a worker process.
         """
         grades: dict[int, Grade] = {}
-        open_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
+        pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
         for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
             first = self._first_stage(problem, text)
             if isinstance(first, Grade):
                 grades[index] = first
             else:
-                open_answers[problem.grader][index] = first
-        for name, answers in open_answers.items():
-            grades |= zip(answers, self._judge(name, [*answers.values()]), strict=True)
+                pending_answers[problem.grader][index] = first
+        for name, answers in pending_answers.items():
+            grades |= zip(answers, self._grade_in_workers(name, [*answers.values()]), strict=True)
         return [grades[index] for index in range(len(texts))]
 
-    def _judge(self, name: str, arguments: Sequence[GraderArguments]) -> list[Grade]:
-        """Have the workers judge each; what one of our own functions is asked twice is judged once."""
-        team = self._team(name)
-        if name not in _FUNCTIONS:  # a user's own may look at the whole text, or at a clock
-            return team.run(arguments)
+    def _grade_in_workers(self, name: str, arguments: Sequence[GraderArguments]) -> list[Grade]:
+        """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
+        pool = self._worker_pool(name)
+        if name not in _FUNCTIONS:  # a custom function may depend on the complete text, or on a clock
+            return pool.run(arguments)
         distinct = list(dict.fromkeys(map(tuple, arguments)))
-        grades = dict(zip(distinct, team.run(distinct), strict=True))
+        grades = dict(zip(distinct, pool.run(distinct), strict=True))
         return [grades[tuple(each)] for each in arguments]
 
     def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
         try:
             return _FIRST_STAGES.get(problem.grader, _custom_function_arguments)(problem, text)
-        except (KeyError, ValueError) as error:  # the problem lacks what this grader reads
+        except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
             self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
             return GRADER_ERROR
 
-    def _team(self, name: str) -> WorkerPool:
-        if name not in self._teams:
-            self._teams[name] = WorkerPool(name, _function(name), self._config, self._size)
-        return self._teams[name]
+    def _worker_pool(self, name: str) -> WorkerPool:
+        if name not in self._worker_pools:
+            self._worker_pools[name] = WorkerPool(name, _function(name), self._config, self._size)
+        return self._worker_pools[name]
 
 
 def check_grader(name: str) -> None:
-    """Make sure that a grader can be called: a user's own is imported, in a process of its own.
+    """Check that a grader can be called; a custom function is imported in a separate process.
 
     Raises:
-        ConfigError: in a line, what is wrong with it.
+        ConfigError: If there is no such grader, or its function cannot be imported.
     """
     if name in GRADERS:
         return
-    team = WorkerPool(name, _function(name), GradingConfig(), size=1)
+    pool = WorkerPool(name, _function(name), GradingConfig(), size=1)
     try:
-        team.start()
+        pool.start()
     finally:
-        team.close()
+        pool.close()
 
 
 def _function(name: str) -> str:
@@ -125,11 +135,11 @@ def _function(name: str) -> str:
     return _FUNCTIONS.get(name, name)
 
 
-def _close(teams: dict[str, WorkerPool]) -> None:
-    for team in teams.values():
-        team.close()
+def _close(pools: dict[str, WorkerPool]) -> None:
+    for pool in pools.values():
+        pool.close()
 
 
-def _cores() -> int:
-    """Cores that this process may run on."""
+def _usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

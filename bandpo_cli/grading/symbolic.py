@@ -1,7 +1,7 @@
-r"""Equality of mathematical expressions by math-verify (sympy). Unbounded: it runs in worker processes alone.
+r"""Equality of mathematical expressions by math-verify (sympy). Its time is unbounded: use it in worker processes only.
 
-Its own time limits are switched off, since a worker is killed at its deadline. A whole answer is parsed or none of
-it: the library's search for the last number in a sentence would find one in any answer.
+The time limits of the library are switched off, because a worker is killed at its deadline. An answer is parsed
+completely or not at all: the search of the library for the last number in a sentence would find one in any answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from zlib import crc32
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 from sympy import Expr
 
-logging.disable()  # both libraries warn about what they cannot parse, and models write a lot of that
+logging.disable()  # both libraries warn about text that they cannot parse, which models often write
 warnings.simplefilter("ignore")
 
-# Units stay: the library takes a variable t or m at the end for one. Those in \text{} are taken off here.
+# Units are not removed by the library: it takes a variable t or m at the end for one. `_TEXT_UNIT` removes those in
+# \text{}.
 _LATEX = LatexExtractionConfig(
     boxed_match_priority=-1,
     normalization_config=LatexNormalizationConfig(
@@ -29,21 +30,25 @@ _LATEX = LatexExtractionConfig(
 _TEXT_UNIT = re.compile(
     r"(?<=[0-9A-Za-z)}])\s*(?:\\[,;: ]\s*)?\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\{?[0-9]\}?)?$"
 )
-# Energies E_1 and the sun's M_⊙: the grammar takes E for the number e, and \odot for an operator.
+# Energies E_1 and the solar mass M_⊙: the grammar reads E as the number e, and \odot as an operator.
 _NAMES = (
     (re.compile(r"(?<![A-Za-z\\])E\s*_"), r"\\mathrm{E}_"),
     (re.compile(r"_\s*\{?\s*\\odot\s*\}?"), "_{sun}"),
 )
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
-_FAR = 1e-5
-_POINTS = (
-    0.5,
-    1.3,
-)  # each variable is this and a fraction of its own: positive, as roots and logarithms want them
+_TOLERANCE = 1e-5
+"""Relative difference from which two values count as different."""
+_TEST_POINTS = (0.5, 1.3)
+"""Each variable gets one of these plus a fraction that depends on its name: positive, for roots and logarithms."""
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether `answer` equals the reference, as expressions, equations, sets, intervals or matrices."""
+    """Return True if `answer` equals the reference, as expressions, equations, sets, intervals or matrices.
+
+    Args:
+        gold: The reference, in LaTeX.
+        answer: The answer, in LaTeX. Text that cannot be parsed equals nothing.
+    """
     if _JUXTAPOSED_NUMBERS.search(answer):  # "5 5" would be read as 10
         return False
     golds, answers = _parse(gold), _parse(answer)
@@ -56,7 +61,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _parse(latex: str) -> list[Any]:
-    """The expression in a list, or an empty list."""
+    """Return the parsed expression in a list, or an empty list if `latex` cannot be parsed."""
     latex = _TEXT_UNIT.sub("", latex.replace("$", " ").replace("\n", " ").strip())
     for name, readable in _NAMES:
         latex = name.sub(readable, latex)
@@ -72,42 +77,41 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _differ_at_test_points(gold: Any, answer: Any) -> bool:
-    """Whether both are formulas that plainly differ where their variables are given numbers.
+    """Return True if both are formulas with variables whose values differ at all test points.
 
-    Most wrong formulas are refuted so in a thousandth of the time that simplifying their difference takes. Numbers are
-    not judged here, nor relations and sets, nor what has no value at the points (functions without a definition).
+    This refutes most wrong formulas in a thousandth of the time that simplifying their difference takes. It returns
+    False for numbers, relations and sets, and for formulas without a value at the points (undefined functions).
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return False
     symbols = gold.free_symbols | answer.free_symbols
     if not symbols:
         return False
-    for point in _POINTS:
+    for point in _TEST_POINTS:
         values = {symbol: point + crc32(str(symbol).encode()) % 997 / 997 for symbol in symbols}
         try:
             first, second = complex(gold.evalf(subs=values)), complex(answer.evalf(subs=values))
         except (TypeError, ValueError, ArithmeticError):
             return False
-        # A NaN compares as false: what has no value refutes nothing.
-        if not abs(first - second) > _FAR * max(abs(first), abs(second)):
+        # A NaN compares as false, so that a formula without a value is not refuted.
+        if not abs(first - second) > _TOLERANCE * max(abs(first), abs(second)):
             return False
     return True
 
 
 def _numbers_differ(gold: Any, answer: Any) -> bool:
-    """Whether both are numbers that plainly differ.
+    """Return True if both are numbers whose relative difference is above the tolerance.
 
-    math-verify compares at six decimals, and drops what is below 1e-15: all of the small numbers of physics are
-    equal to it.
+    math-verify compares six decimals and drops values below 1e-15, so that it finds all small numbers of physics
+    equal.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr) and gold.is_number and answer.is_number):
         return False
     try:
-        return bool(abs((gold - answer).evalf(20)) > _FAR * abs(gold.evalf(20)))
-    except TypeError:  # not comparable, as infinities are
+        return bool(abs((gold - answer).evalf(20)) > _TOLERANCE * abs(gold.evalf(20)))
+    except TypeError:  # not comparable, for example infinities
         return False
 
 
-is_equal(
-    r"\frac{x}{2}+\sqrt{3}", r"\sqrt{3} + 0.5x"
-)  # builds the parser's tables, so that no answer pays for them
+# Builds the tables of the parser at import, so that this time does not count for the first answer.
+is_equal(r"\frac{x}{2}+\sqrt{3}", r"\sqrt{3} + 0.5x")

@@ -1,6 +1,11 @@
-"""A function named `module:function`: found, called, and its result read. The same for ours and for a user's own."""
+"""Worker process: one grader function (`module:function`), called for one line of JSON after another.
 
-# MERGED: What a worker process runs: one function, called for one line of JSON after another. A line in is the list of the function's arguments; a line out is `{"result": [reward, correct, verdict]}` or `{"error": ...}`, in the same order. The first line out, once the function is imported, is `{"ready": true}`.
+A line on standard input is the list of arguments of the function. A line on standard output is
+`{"result": [reward, correct, verdict]}` or `{"error": ..., "out_of_memory": ...}`, in the same order. The first line on
+standard output, after the function was imported, is `{"ready": true}`. The functions of this package and of users are
+loaded and read in the same way.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -18,6 +23,7 @@ from bandpo_cli.errors import nearest
 from bandpo_cli.types import CORRECT, UNGRADED_VERDICTS, WRONG, Grade
 
 MAX_VERDICT_CHARS = 40
+"""Maximal length of the verdict of a custom grader."""
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -50,12 +56,14 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def grade_from_result(result: Any) -> Grade:
-    """Turn what a function returned into a grade.
+    """Convert the return value of a grader function into a grade.
 
-    A bool; a score in [0, 1], right from 1 on; or a mapping with `score` and perhaps `correct` and `verdict`.
+    Args:
+        result: A bool; a score in [0, 1], correct if it is 1; or a mapping with `score` and optionally `correct` (a
+            bool) and `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
 
     Raises:
-        ValueError: for anything else.
+        ValueError: If `result` is anything else.
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
     score = _score(fields.get("score"))
@@ -75,17 +83,23 @@ def grade_from_result(result: Any) -> Grade:
 
 
 def _score(value: Any) -> float:
-    if hasattr(value, "item"):  # a number of numpy's or torch's
+    if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ValueError(
-            f"a grader returns a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
+            f"a grader must return a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
         )
     return float(value)
 
 
 def main(name: str, deadline: float, memory_gb: float) -> None:
-    """Serve `module:function` until stdin closes."""
+    """Serve requests for `module:function` until standard input closes.
+
+    Args:
+        name: The function, as `module:function`.
+        deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
+        memory_gb: Memory limit in GiB, in addition to what the imports use.
+    """
     requests, replies = _claim_pipes()
     try:
         function = load(name)
@@ -95,24 +109,25 @@ def main(name: str, deadline: float, memory_gb: float) -> None:
     _limit_memory(memory_gb)
     _reply(replies, {"ready": True})
     for line in requests:
-        # Should the parent be gone, nobody kills at the deadline; the kernel then does, whatever the code is at.
+        # If the parent is gone, no one enforces the deadline; then this alarm ends the process, whatever code runs.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 2 * deadline + 10)
-        reply = _judge(function, json.loads(line))
+        reply = _call(function, json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
 
 
-def _judge(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+def _call(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
     try:
         grade = grade_from_result(function(*arguments))
-    except BaseException as error:  # noqa: BLE001  (sys.exit in a user's function is an error like any other)
-        return {"error": f"{type(error).__name__}: {error!s:.300}", "spent": isinstance(error, MemoryError)}
+    except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
+        message = f"{type(error).__name__}: {error!s:.300}"
+        return {"error": message, "out_of_memory": isinstance(error, MemoryError)}
     return {"result": [grade.reward, grade.correct, grade.verdict]}
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol off stdin and stdout, so that a print or an input() in a user's code cannot touch it."""
+    """Move the protocol off descriptors 0 and 1, so that print() and input() in custom code cannot disturb it."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -122,12 +137,12 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _limit_memory(memory_gb: float) -> None:
-    """Cap the address space at what the imports took and `memory_gb` more; leave no core files."""
+    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
     pages = Path("/proc/self/statm")
-    taken = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
+    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = taken + int(memory_gb * 2**30)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    requested = used + int(memory_gb * 2**30)
+    limit = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -138,4 +153,4 @@ def _reply(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit("start it through bandpo_cli.grading.workers")
+    sys.exit("this module is started by bandpo_cli.grading.workers")

@@ -1,6 +1,8 @@
-"""What a task is: problems to learn from, and sets of problems kept apart. Graders are a room of their own."""
+"""Tasks and the order of training: the `Task` protocol and the endless stream of shuffled problems.
 
-# MERGED: The endless order in which training meets its problems. One integer is all that a resume needs.
+A task has training problems and held-out evaluation sets. Graders are in `bandpo_cli.grading`.
+"""
+
 from __future__ import annotations
 
 import random
@@ -11,34 +13,37 @@ from bandpo_cli.types import Problem
 
 
 class Task(Protocol):
-    """A source of problems.
+    """A source of training problems and evaluation sets.
 
-    Its sequences are the same on every machine and in every process, and are in an order of which any prefix is a
-    fair sample. No evaluation set shares a problem id with the training problems.
+    The sequences are the same on every machine and in every process, and any prefix of one is a fair sample of it. No
+    evaluation set shares a problem id with the training problems.
     """
 
     @property
     def name(self) -> str:
-        """The name in the config."""
+        """The name of the task in the config."""
 
     def train_problems(self) -> Sequence[Problem]:
-        """The problems that training may see."""
+        """Return the problems to train on."""
 
     def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`; training never sees them."""
+        """Return the evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`.
+
+        Training never uses these problems.
+        """
 
     def notes(self) -> list[str]:
-        """What a user should know of the problems that were read: a line each, on counts and on what was left out."""
+        """Return lines for the user on the problems read so far: counts, and what was dropped and why."""
 
 
 class ProblemStream:
-    """Shuffled epochs without end: position i is a pure function of (problems, seed, i).
+    """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
 
-    `position` is where `next` goes on; a checkpoint keeps it, and a resumed run sets it.
+    `position` is where `next` continues. It is the only state: a checkpoint stores it, and a resumed run sets it.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
-        """Raise ValueError when there is no problem to give, or `position` is negative."""
+        """Create a stream; raise ValueError if `problems` is empty or `position` is negative."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self._problems = problems
@@ -49,7 +54,7 @@ class ProblemStream:
 
     @property
     def position(self) -> int:
-        """How many problems have been given, all epochs together."""
+        """The number of problems returned so far, over all epochs."""
         return self._position
 
     @position.setter
@@ -59,16 +64,16 @@ class ProblemStream:
         self._position = position
 
     def next(self, count: int) -> list[Problem]:
-        """Return the following `count` problems and move on; raise ValueError if `count` is negative."""
+        """Return the next `count` problems and advance the position; raise ValueError if `count` is negative."""
         problems = self.take(self._position, count)
         self._position += count
         return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
-        """Return the problems at `position`, ..., `position + count - 1`, across epochs if need be.
+        """Return the problems at `position`, ..., `position + count - 1`, which may span epochs.
 
         Raises:
-            ValueError: if `position` or `count` is negative.
+            ValueError: If `position` or `count` is negative.
         """
         if position < 0 or count < 0:
             raise ValueError(f"position {position} and count {count} must not be negative")
@@ -81,7 +86,7 @@ class ProblemStream:
         return self._problems[self._order[offset]]
 
     def _permutation(self, epoch: int) -> list[int]:
-        # Python promises the same random() for a seed in every version, and of shuffle() it does not.
+        # Python guarantees the same random() for a seed in every version, but not the same shuffle().
         rng = random.Random(f"{self._seed}/{epoch}")
         keys = [rng.random() for _ in self._problems]
         return sorted(range(len(keys)), key=keys.__getitem__)

@@ -1,4 +1,8 @@
-"""Completions that were stored, with the questions and reference answers that they are judged by."""
+"""Stored completions with their questions and reference answers, read from a file for grading.
+
+Two layouts are supported: the tables of this package, with one completion per row, and rows from anywhere with a
+question, an answer and completions.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,24 @@ COMPLETION_NAMES = (
     "generations",
     "predictions",
 )
-"""The fields that completions are looked for in, unless the file is a table of ours."""
+"""The usual names of the field with the completions, in a file that is not a table of this package."""
 
 _OWN_TABLE_COLUMNS = frozenset({"problem_id", "reference", "text"})
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
-_SAMPLE_ROWS = 1000  # rows that the fields are chosen by
-_MAX_TOKENS = 2**31 - 1  # the table keeps lengths as 32-bit numbers
+_SAMPLE_ROWS = 1000  # the fields are chosen by these rows
+_MAX_TOKENS = 2**31 - 1  # the table stores lengths as 32-bit integers
 
 
 @dataclass(frozen=True)
 class StoredCompletion:
-    """A completion as text; what else was known when it was sampled, or None."""
+    """A completion as text, with what was recorded when it was sampled.
+
+    Attributes:
+        text: The completion.
+        length: The number of tokens, or None if unknown.
+        finish_reason: Why sampling ended, or None if unknown.
+        logprob_sum: Sum of the log-probabilities of the tokens in nats, or None if unknown.
+    """
 
     text: str
     length: int | None = None
@@ -49,109 +60,119 @@ class StoredCompletion:
 
 @dataclass(frozen=True)
 class StoredProblem:
-    """A problem with the completions that were stored for it."""
+    """A problem with the stored completions [G] for it."""
 
     problem: Problem
     completions_G: list[StoredCompletion] = field(default_factory=list)
 
 
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
-    """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file, by label.
-
-    Two layouts are known: the tables of this package, one completion a row (`samples.parquet` of an evaluation,
-    `samples/step-000010.parquet` of a run); and rows with a question, an answer and completions, a list of texts or a
-    single one, from anywhere.
+    """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file.
 
     Args:
-        grader: judges all of them, in place of the one that the table names (`math` where none is named).
+        path: A table of this package with one completion per row (`samples.parquet` of an evaluation,
+            `samples/step-000010.parquet` of a run), or rows from anywhere with a question, an answer and completions (a
+            list of texts or a single text).
+        grader: The grader of all problems, instead of the one that the table names (`math` if it names none).
+
+    Returns:
+        The problems of each set, by the label of the set.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a field, or holds something else than texts; the row is named.
+        ConfigError: If the file cannot be read, lacks a field, or contains values of another type; the message names
+            the row.
     """
     rows = read_file(path)
-    seen = list(islice(rows, _SAMPLE_ROWS))
-    if not seen:
+    first_rows = list(islice(rows, _SAMPLE_ROWS))
+    if not first_rows:
         raise ConfigError(f"{path}: holds no completions")
-    everything = chain(seen, rows)
-    if set(seen[0]) >= _OWN_TABLE_COLUMNS:
-        return _read_own_table(path, everything, grader)
+    all_rows = chain(first_rows, rows)
+    if set(first_rows[0]) >= _OWN_TABLE_COLUMNS:
+        return _read_own_table(path, all_rows, grader)
     return {
-        _label_of(path): _read_question_rows(path, seen, everything, "math" if grader is None else grader)
+        _file_label(path): _read_question_rows(
+            path, first_rows, all_rows, "math" if grader is None else grader
+        )
     }
 
 
-def _label_of(path: Path) -> str:
+def _file_label(path: Path) -> str:
     try:
         return source_label(Source(path=str(path)))
-    except ConfigError:  # nothing of the name may stand in a metric's name
+    except ConfigError:  # no character of the file name is allowed in a metric name
         return "samples"
 
 
 def _read_own_table(
     path: Path, rows: Iterable[Mapping[str, Any]], grader: str | None
 ) -> dict[str, list[StoredProblem]]:
+    """Read a table of this package, one completion per row, into its sets by label."""
     sets: dict[str, dict[str, StoredProblem]] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        label = _label(row.get("task") or row.get("source"), where)
-        problem = _problem(row, label, grader, where)
+        label = _set_label(row.get("task") or row.get("source"), where)
+        problem = _read_problem(row, label, grader, where)
         stored = sets.setdefault(label, {}).setdefault(problem.id, StoredProblem(problem))
         if stored.problem.answer != problem.answer or stored.problem.grader != problem.grader:
             raise ConfigError(
-                f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in a row before; give "
-                "problems that differ ids that differ"
+                f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
+                "give different problems different ids"
             )
-        stored.completions_G.append(_completion(row, where))
+        stored.completions_G.append(_read_completion(row, where))
     return {label: list(problems.values()) for label, problems in sets.items()}
 
 
-def _label(value: Any, where: str) -> str:
-    label = _text(value, "task", where)
+def _set_label(value: Any, where: str) -> str:
+    label = _checked_text(value, "task", where)
     if not _LABEL.fullmatch(label):
         raise ConfigError(
-            f"{where}: 'task' = {_short_repr(label)} cannot stand in a metric's name; take letters, digits and _ . - alone, "
-            "60 at most"
+            f"{where}: 'task' = {_short_repr(label)} cannot be part of a metric name; use at most 60 "
+            "letters, digits, _ . and -"
         )
     return label
 
 
-def _problem(row: Mapping[str, Any], label: str, grader: str | None, where: str) -> Problem:
-    """Return the problem of a row of our own tables. A table never says which code is to run: the user does."""
-    own = _text(row.get("grader", "math"), "grader", where) if grader is None else grader
-    if grader is None and is_function_path(own):
+def _read_problem(row: Mapping[str, Any], label: str, grader: str | None, where: str) -> Problem:
+    """Return the problem of a row of a table of this package.
+
+    A table never decides which code runs: a `module:function` in it is refused unless the user names it.
+    """
+    name = _checked_text(row.get("grader", "math"), "grader", where) if grader is None else grader
+    if grader is None and is_function_path(name):
         raise ConfigError(
-            f"{where}: it names a function as its grader, which no file is let to run unasked; if you trust it, add "
-            f"--grader {own:.100}"
+            f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
+            f"add --grader {name:.100}"
         )
     return Problem(
-        id=_text(row.get("problem_id"), "problem_id", where),
-        prompt=_text(row.get("prompt", ""), "prompt", where),
-        answer=_text(row.get("reference"), "reference", where),
+        id=_checked_text(row.get("problem_id"), "problem_id", where),
+        prompt=_checked_text(row.get("prompt", ""), "prompt", where),
+        answer=_checked_text(row.get("reference"), "reference", where),
         source=label,
-        grader=own,
-        extra=_extra(row.get("extra"), where),
+        grader=name,
+        extra=_read_extra(row.get("extra"), where),
     )
 
 
-def _completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
+def _read_completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
     reason = row.get("finish_reason")
-    length = _number(row.get("length"), "length", where)
+    length = _optional_number(row.get("length"), "length", where)
     if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
         raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
     return StoredCompletion(
-        text=_text(row.get("text"), "text", where),
+        text=_checked_text(row.get("text"), "text", where),
         length=None if length is None else int(length),
-        finish_reason=None if reason is None else _text(reason, "finish_reason", where),
-        logprob_sum=_number(row.get("logprob_sum"), "logprob_sum", where),
+        finish_reason=None if reason is None else _checked_text(reason, "finish_reason", where),
+        logprob_sum=_optional_number(row.get("logprob_sum"), "logprob_sum", where),
     )
 
 
 def _read_question_rows(
-    path: Path, seen: list[dict[str, Any]], rows: Iterable[Mapping[str, Any]], grader: str
+    path: Path, first_rows: list[dict[str, Any]], rows: Iterable[Mapping[str, Any]], grader: str
 ) -> list[StoredProblem]:
-    completions = next((name for name in COMPLETION_NAMES if any(name in row for row in seen)), None)
-    left = [{key: value for key, value in row.items() if key != completions} for row in seen]
-    names = find_fields(left, Fields(), Fields())
+    """Read rows with a question, an answer and completions; rows with equal question and answer are one problem."""
+    completions = next((name for name in COMPLETION_NAMES if any(name in row for row in first_rows)), None)
+    other_fields = [{key: value for key, value in row.items() if key != completions} for row in first_rows]
+    names = find_fields(other_fields, Fields(), Fields())
     missing = [
         name
         for name, found in (
@@ -163,9 +184,9 @@ def _read_question_rows(
     ]
     if missing:
         raise ConfigError(
-            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_column_names(seen[0])}; expected "
-            '{"question": ..., "answer": ..., "completions": ["...", ...]} in each row, or the samples.parquet of an '
-            "evaluation"
+            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_column_names(first_rows[0])}; "
+            'expected {"question": ..., "answer": ..., "completions": ["...", ...]} in each row, '
+            "or the samples.parquet of an evaluation"
         )
     problems: dict[str, StoredProblem] = {}
     for number, row in enumerate(rows, start=1):
@@ -178,48 +199,48 @@ def _read_question_rows(
             )
         if answer is None:
             raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
-        text, answer = _as_text(question), _replace_surrogates(answer)
+        text, answer = _prompt_text(question), _replace_surrogates(answer)
         id_ = text_hash(json.dumps([text, answer]))
         extra = {key: row[key] for key in ("data_source", "extra_info") if row.get(key) is not None}
-        problem = Problem(id_, text, answer, path.stem, grader, _plain(extra))
+        problem = Problem(id_, text, answer, path.stem, grader, _to_json_object(extra))
         stored = problems.setdefault(id_, StoredProblem(problem))
-        stored.completions_G.extend(_completions(row, str(completions), where))
+        stored.completions_G.extend(_read_texts(row, str(completions), where))
     return list(problems.values())
 
 
-def _completions(row: Mapping[str, Any], name: str, where: str) -> list[StoredCompletion]:
+def _read_texts(row: Mapping[str, Any], name: str, where: str) -> list[StoredCompletion]:
     value = row.get(name)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         raise ConfigError(f"{where}: '{name}' must be a list of texts, not {_short_value(row, name)}")
-    return [StoredCompletion(_text(text, name, where)) for text in texts]
+    return [StoredCompletion(_checked_text(text, name, where)) for text in texts]
 
 
-def _as_text(question: Prompt) -> str:
+def _prompt_text(question: Prompt) -> str:
     if isinstance(question, str):
         return question
     return "\n\n".join(message.content for message in question)
 
 
-def _text(value: Any, name: str, where: str) -> str:
+def _checked_text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
     return _replace_surrogates(value)
 
 
 def _replace_surrogates(text: str) -> str:
-    """Return `text` with ? for half surrogate pairs: JSON can say them, and no file in UTF-8 can."""
+    """Return `text` with ? for unpaired surrogates, which JSON can encode and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _number(value: Any, name: str, where: str) -> float | None:
-    """Read a number; None where there is none, for which pandas writes NaN and a CSV file nothing."""
+def _optional_number(value: Any, name: str, where: str) -> float | None:
+    """Read a number; return None for a missing one, which pandas writes as NaN and a CSV file as an empty text."""
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{where}: '{name}' must be a number, not {_short_repr(value)}")
     try:
-        number = float(value)  # a CSV file has numbers as text
+        number = float(value)  # a CSV file stores numbers as text
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
@@ -227,27 +248,27 @@ def _number(value: Any, name: str, where: str) -> float | None:
     return number
 
 
-def _extra(value: Any, where: str) -> dict[str, Any]:
+def _read_extra(value: Any, where: str) -> dict[str, Any]:
     try:
         extra = json.loads(value) if value else {}
     except (TypeError, ValueError, RecursionError):
         extra = None
     if not isinstance(extra, dict):
         raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(value)}")
-    return _plain(extra)
+    return _to_json_object(extra)
 
 
-def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a grader's process can be sent and a table can hold."""
-    found: dict[str, Any] = json.loads(
+def _to_json_object(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert into values that can be sent to a worker process and stored in a table."""
+    plain: dict[str, Any] = json.loads(
         _replace_surrogates(json.dumps(to_json_value(extra), ensure_ascii=False))
     )
-    return found
+    return plain
 
 
 def _column_names(row: Mapping[str, Any]) -> str:
-    most = 20
-    return ", ".join(map(_short_repr, islice(row, most))) + (", ..." if len(row) > most else "")
+    limit = 20
+    return ", ".join(map(_short_repr, islice(row, limit))) + (", ..." if len(row) > limit else "")
 
 
 def _short_value(row: Mapping[str, Any], name: str | None) -> str:
@@ -260,6 +281,6 @@ _short.maxlevel = 3
 
 
 def _short_repr(value: Any) -> str:
-    """Return a value as a line of a message can show it, however long or deep it is."""
+    """Return at most 100 characters for a value of any length and depth, for one line of a message."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

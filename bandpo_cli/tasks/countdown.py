@@ -1,8 +1,8 @@
-"""Countdown: "1 3 7 8=28:" is answered with an expression that uses each number once, as "3*7+8-1".
+"""Countdown task: the answer to "1 3 7 8=28:" is an expression that uses each number once, as "3*7+8-1".
 
-Every problem that the settings allow is enumerated, in the canonical form of sorted numbers, and a hash of
-that form alone says whether it is held out. So a problem is on the same side in every run, on every machine,
-under all other settings, and no training (a warm start's included) can meet a held-out one.
+All problems that the settings allow are enumerated, in the canonical form of sorted numbers. A hash of this form alone
+decides whether a problem is held out, so that it is on the same side in every run, on every machine and under all other
+settings, and no training (including a warm start) can use a held-out problem.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Numbers = tuple[int, ...]
 
 
 class Countdown:
-    """All problems that the settings allow, split for good into training and held-out ones."""
+    """All problems that the settings allow, with a fixed split into training and held-out problems."""
 
     name = "countdown"
 
     def __init__(self, config: CountdownTask) -> None:
-        """Enumerate the problems; raise ConfigError when the settings leave one side without any."""
+        """Enumerate the problems; raise ConfigError if the settings leave no training or no held-out problem."""
         ranked = sorted(
             (_hash_fraction(key), numbers, target) for key, numbers, target in _solvable_problems(config)
         )
@@ -39,32 +39,31 @@ class Countdown:
                 f"min_target={config.min_target}, max_target={config.max_target} "
                 f"allow {len(problems)} problems, of which "
                 f"heldout_fraction={config.heldout_fraction} holds out {split}; "
-                "neither training nor evaluation may be left without any"
+                "training and evaluation need at least one each"
             )
 
     def train_problems(self) -> list[Problem]:
-        """The problems to learn from."""
+        """Return the training problems."""
         return self._train
 
     def heldout_sets(self) -> dict[str, list[Problem]]:
-        """The problems kept apart, under one label; those of a smaller `heldout_fraction` come first."""
+        """Return the held-out problems under one label; those of a smaller `heldout_fraction` come first."""
         return {self.name: self._heldout}
 
     def notes(self) -> list[str]:
-        """Nothing is read, and nothing left out."""
+        """Return no lines: no file is read, and no problem is dropped."""
         return []
 
 
 def _problem(numbers: Numbers, target: int) -> Problem:
     key = _key(numbers, target)
-    given = key.partition("=")[0]
     return Problem(
         id=f"countdown/{key}",
         prompt=f"{key}:",
         answer=str(target),
         source="countdown",
         grader="countdown",
-        extra={"numbers": given},
+        extra={"numbers": key.partition("=")[0]},
     )
 
 
@@ -73,12 +72,12 @@ def _key(numbers: Numbers, target: int) -> str:
 
 
 def _hash_fraction(key: str) -> float:
-    """A number in [0, 1) that is the same everywhere, as Python's own hash() is not."""
+    """Return a number in [0, 1) that is the same on every machine, unlike the built-in hash()."""
     return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
 
 def _solvable_problems(config: CountdownTask) -> Iterator[tuple[str, Numbers, int]]:
-    """All problems with an answer that needs no parentheses, which keeps answers to 2·numbers − 1 symbols."""
+    """Yield all problems with an answer without parentheses, so that answers have 2·numbers − 1 symbols."""
     for numbers in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         for target in sorted({value for value, has_plus in _signed_sums(numbers) if has_plus}):
             if config.min_target <= target <= config.max_target:
@@ -87,10 +86,10 @@ def _solvable_problems(config: CountdownTask) -> Iterator[tuple[str, Numbers, in
 
 @cache
 def _signed_sums(numbers: Numbers) -> frozenset[tuple[int, bool]]:
-    """All values of ±product ±product ..., each number in one product, and whether some product has a plus.
+    """Return all values of ±product ±product ..., each number in one product, and whether a product has a plus.
 
-    Without parentheses an expression is such a sum. Its first product has no sign, so one plus is needed,
-    and then the order is free. The product with the first number is chosen here, recursion does the rest.
+    An expression without parentheses is such a sum. Its first product has no sign, so at least one plus is needed;
+    then the order is free. This function chooses the product with the first number, and recursion does the rest.
     """
     if not numbers:
         return frozenset({(0, False)})

@@ -1,4 +1,4 @@
-"""Which fields of a row hold the question and the answer, and what their values come to."""
+"""Fields of a row: the choice of those with the question and the answer, and the conversion of their values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ QUESTION_NAMES = ("question", "problem", "prompt", "query", "input")
 _VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", _VERL_ANSWER, "solution")
 LEVEL_NAMES = ("level", "difficulty")
+"""The usual names, in the order in which they are tried."""
 
-_WHOLE = re.compile(r"(-?\d+)\.0+")
+_INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _FIRST_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Where to look in each row; None where no field was found."""
+    """Dotted paths of the fields in each row; None where no field was found."""
 
     question: str | None
     answer: str | None
@@ -33,20 +34,25 @@ class FieldNames:
     id: str | None
 
 
-def find_fields(rows: Iterable[Mapping[str, Any]], given: Fields, known: Fields) -> FieldNames:
-    """Choose the fields: those given, else the first of the usual names that holds something in one of `rows`.
+def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_fields: Fields) -> FieldNames:
+    """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
 
-    Names are tried in this order: the verl layout, where `prompt` is a list of chat messages and the answer lies in
-    `reward_model.ground_truth`; the fields of a known data set; the usual names, a worked solution last of all.
+    Names are tried in this order: the verl layout, in which `prompt` is a list of chat messages and the answer is in
+    `reward_model.ground_truth`; the fields of a known data set; the usual names, with a worked solution last.
+
+    Args:
+        rows: The rows to search, for example the first thousand of a file.
+        configured: The fields that the user names (`fields:` of a source).
+        dataset_fields: The fields of the known data set that the rows are from; empty for other rows.
     """
     rows = list(rows)
     verl = any(as_messages(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
     questions = (
         *(["prompt"] if verl else []),
-        *([known.question] if known.question else []),
+        *([dataset_fields.question] if dataset_fields.question else []),
         *QUESTION_NAMES,
     )
-    answers = [*([known.answer] if known.answer else []), *ANSWER_NAMES]
+    answers = [*([dataset_fields.answer] if dataset_fields.answer else []), *ANSWER_NAMES]
     answers.sort(key=lambda name: name == "solution")
     if verl:
         answers.insert(0, _VERL_ANSWER)
@@ -57,15 +63,15 @@ def find_fields(rows: Iterable[Mapping[str, Any]], given: Fields, known: Fields)
         )
 
     return FieldNames(
-        question=given.question or first(questions, as_question),
-        answer=given.answer or first(answers, as_answer),
-        level=given.level or first((known.level, *LEVEL_NAMES), as_level),
-        id=given.id,
+        question=configured.question or first(questions, as_question),
+        answer=configured.answer or first(answers, as_answer),
+        level=configured.level or first((dataset_fields.level, *LEVEL_NAMES), as_level),
+        id=configured.id,
     )
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path, None where it leads nowhere."""
+    """Return the value at a dotted path (a key of that very name first), or None if there is none."""
     if path in row:
         return row[path]
     value: Any = row
@@ -77,12 +83,12 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 
 def as_question(value: Any) -> str | tuple[Message, ...] | None:
-    """Read a question: a text, or chat messages; None for anything else and for nothing but spaces."""
+    """Read a question, a text or chat messages; return None for anything else and for blank text."""
     return clean_text(value) if isinstance(value, str) else as_messages(value)
 
 
 def clean_text(value: str) -> str | None:
-    """Strip a text; None for an empty one, and for half a surrogate pair (JSON can say it, UTF-8 cannot)."""
+    """Strip a text; return None if it is empty or has unpaired surrogates (JSON can encode them, UTF-8 cannot)."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -91,7 +97,7 @@ def clean_text(value: str) -> str | None:
 
 
 def as_messages(value: Any) -> tuple[Message, ...] | None:
-    """Read a list of {role, content}; None where it is something else, or holds no text."""
+    """Read a list of {role, content}; return None if `value` is anything else or has no text."""
     if not isinstance(value, list) or not value:
         return None
     messages = []
@@ -108,9 +114,10 @@ def as_messages(value: Any) -> tuple[Message, ...] | None:
 
 
 def as_answer(value: Any) -> str | None:
-    """Read a reference answer as text; None where there is none.
+    """Read a reference answer as text; return None if `value` is not a usable answer.
 
-    Numbers are written plainly (27.0 is 27), a worked solution is reduced to its end, a list is joined by commas.
+    Numbers become plain decimals (27.0 becomes 27), a worked solution is reduced to its final answer, the entries of a
+    list are joined by commas, a mapping becomes JSON with sorted keys.
     """
     if isinstance(value, str):
         return _answer_in_text(value)
@@ -119,8 +126,8 @@ def as_answer(value: Any) -> str | None:
     if isinstance(value, (int, float, Decimal)):
         return _plain_number(value)
     if isinstance(value, list):
-        parts = [as_answer(part) for part in value if not isinstance(part, (list, Mapping))]
-        return ", ".join(part for part in parts if part) or None
+        answers = [as_answer(entry) for entry in value if not isinstance(entry, (list, Mapping))]
+        return ", ".join(answer for answer in answers if answer) or None
     if isinstance(value, Mapping) and value:
         return json.dumps(to_json_value(value), ensure_ascii=False, sort_keys=True)
     return None
@@ -131,8 +138,8 @@ def _answer_in_text(value: str) -> str | None:
     if text is None:
         return None
     answer = final_answer(text) or (text if "\n" in text else unwrap(text))
-    if whole := _WHOLE.fullmatch(answer):
-        answer = whole[1]
+    if match := _INTEGER_VALUED.fullmatch(answer):
+        answer = match[1]
     return answer or None
 
 
@@ -140,13 +147,13 @@ def _plain_number(value: float | Decimal) -> str | None:
     if isinstance(value, int):
         return str(value)
     number = value if isinstance(value, Decimal) else Decimal(repr(value))
-    if not number.is_finite() or abs(number.adjusted()) > 400:  # 400 digits: beyond any float
+    if not number.is_finite() or abs(number.adjusted()) > 400:  # more digits than any float has
         return None
     return str(int(number)) if number == int(number) else format(number, "f")
 
 
 def as_level(value: Any) -> int | None:
-    """Read a level: 3 from 3, 3.0, "3" or "Level 3"."""
+    """Read a level: 3 from 3, 3.0, "3" or "Level 3"; return None if `value` has none."""
     if isinstance(value, str):
         found = _FIRST_NUMBER.search(value)
         return int(found[0]) if found and len(found[0]) < 10 else None
@@ -156,9 +163,9 @@ def as_level(value: Any) -> int | None:
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:
-    """Turn what a Parquet file may hold into what JSON may hold: graders run in other processes.
+    """Convert a value of a Parquet file into JSON values, because graders run in other processes.
 
-    What lies deeper than 50 levels is dropped, so that no row can exhaust the stack.
+    Values nested deeper than 50 levels become None, so that no row can exhaust the stack.
     """
     if depth > 50:
         return None
@@ -168,6 +175,6 @@ def to_json_value(value: Any, depth: int = 0) -> Any:
         return [to_json_value(inner, depth + 1) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, str):  # JSON can say half a surrogate pair, and no file in UTF-8 can
+    if isinstance(value, str):  # JSON can encode unpaired surrogates, and UTF-8 cannot
         return value.encode("utf-8", "replace").decode("utf-8")
     return value if value is None or isinstance(value, (int, bool)) else str(value)

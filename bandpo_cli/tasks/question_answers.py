@@ -1,4 +1,4 @@
-"""Questions with reference answers: several sources mixed for training, evaluation sets that training never sees."""
+"""Question-answer task: several sources mixed for training, and evaluation sets that training never uses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from bandpo_cli.types import Problem
 
 
 class QuestionAnswerTask:
-    """The task of data sets and files. Its parts are read when they are first asked for, and once only."""
+    """The task of data sets and files. Each source is read once, when its problems are first requested."""
 
     def __init__(self, config: DataTask) -> None:
-        """Check what can be checked unread.
+        """Check the settings that can be checked without reading a source.
 
         Raises:
-            ConfigError: there are no problems at all, or two sources share a label.
+            ConfigError: If there are no sources, or two sources share a label.
         """
         self.name: str = config.name
         self._config = config
@@ -41,23 +41,23 @@ class QuestionAnswerTask:
             _check_labels("train", self._train_sources)
 
     def train_problems(self) -> Sequence[Problem]:
-        """The problems to learn from.
+        """Return the training problems.
 
         Raises:
-            ConfigError: a source cannot be used, or nothing is left to train on.
+            ConfigError: If a source cannot be used, or no problem remains to train on.
         """
         return self._train
 
     def heldout_sets(self) -> dict[str, Sequence[Problem]]:
-        """The evaluation sets by label; the training sources are read only where they have to be split.
+        """Return the evaluation sets by label. The training sources are read only if they are to be split.
 
         Raises:
-            ConfigError: a source cannot be used.
+            ConfigError: If a source cannot be used.
         """
         return self._heldout_problems
 
     def notes(self) -> list[str]:
-        """Say in lines what has been read so far, and what was left out of it."""
+        """Return lines on what has been read so far, and how many rows were dropped and why."""
         return list(self._notes)
 
     @cached_property
@@ -68,64 +68,65 @@ class QuestionAnswerTask:
 
     @cached_property
     def _heldout_problems(self) -> dict[str, Sequence[Problem]]:
-        return {label: self._problems(questions) for label, questions in self._heldout.items()}
+        return {label: self._to_problems(questions) for label, questions in self._heldout.items()}
 
     @cached_property
     def _heldout(self) -> dict[str, list[Question]]:
         if not self._heldout_sources:
-            return {self._split_label: self._split[1]}
+            return {self._split_label: self._train_heldout_split[1]}
         sets = {}
         for source in self._heldout_sources:
             loaded = load_questions(source, "heldout", self._config.grader)
-            self._note(loaded, "evaluation")
+            self._add_note(loaded, "evaluation")
             sets[loaded.label] = _hash_order(loaded.questions)
         return sets
 
     @cached_property
     def _train(self) -> list[Problem]:
-        self._train_sources  # noqa: B018 - raises where there are none, before anything is read
+        self._train_sources  # noqa: B018 - raises if there are none, before any source is read
         if not self._heldout_sources:
-            return self._problems(self._split[0])
+            return self._to_problems(self._train_heldout_split[0])
         heldout = [question for questions in self._heldout.values() for question in questions]
         keys, ids = {question.key for question in heldout}, {question.id for question in heldout}
-        questions = self._mixed
+        questions = self._all_train_questions
         clean = [question for question in questions if question.key not in keys]
         if shared := len(questions) - len(clean):
-            self._notes.append(f"train: {_problems(shared)} left out, in an evaluation set too")
+            self._notes.append(f"train: {_count_problems(shared)} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
-                "task.train: every problem is in an evaluation set too, so none is left to train on; "
+                "task.train: every problem is also in an evaluation set, so none remains to train on; "
                 "name another file in task.heldout"
             )
-        # Ids that the files give may number training and evaluation problems alike.
-        return self._problems(replace(q, id=f"{q.id}/train") if q.id in ids else q for q in clean)
+        # The ids in the files may be the same numbers for training and evaluation problems.
+        return self._to_problems(replace(q, id=f"{q.id}/train") if q.id in ids else q for q in clean)
 
     @cached_property
-    def _mixed(self) -> list[Question]:
-        """All sources together, in an order in which none comes first."""
+    def _all_train_questions(self) -> list[Question]:
+        """The questions of all training sources, mixed in the order of a hash."""
         questions: dict[str, Question] = {}
         for source in self._train_sources:
             loaded = load_questions(source, "train", self._config.grader)
-            self._note(loaded, "train")
+            self._add_note(loaded, "training")
             questions |= {question.id: question for question in loaded.questions}
         return _hash_order(questions.values())
 
     @cached_property
-    def _split(self) -> tuple[list[Question], list[Question]]:
-        """Training and held-out questions; a hash of the question alone says which, so that adding rows moves none."""
+    def _train_heldout_split(self) -> tuple[list[Question], list[Question]]:
+        """The training and the held-out questions, by a hash of the question alone, so that adding rows moves none."""
         fraction = self._config.heldout_fraction
-        ranked = sorted((_unit_hash(question.key), question.key) for question in self._mixed)
-        kept = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
-        train = [question for question in self._mixed if question.key not in kept]
-        heldout = [question for question in self._mixed if question.key in kept]
+        questions = self._all_train_questions
+        ranked = sorted((_unit_hash(question.key), question.key) for question in questions)
+        heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
+        train = [question for question in questions if question.key not in heldout_keys]
+        heldout = [question for question in questions if question.key in heldout_keys]
         if not train:
             raise ConfigError(
-                f"task.train: of {_problems(len(ranked))}, heldout_fraction = {fraction:g} leaves none to train on; "
-                "give more problems, or evaluation problems of their own in task.heldout"
+                f"task.train: of {_count_problems(len(ranked))}, heldout_fraction = {fraction:g} leaves none to train "
+                "on; give more problems, or separate evaluation problems in task.heldout"
             )
         self._notes.append(
-            f"{self._split_label}: {len(heldout):,} of {_problems(len(self._mixed))} kept for evaluation "
-            f"(heldout_fraction = {fraction:g})"
+            f"{self._split_label}: {len(heldout):,} of {_count_problems(len(questions))} held out "
+            f"for evaluation (heldout_fraction = {fraction:g})"
         )
         return train, heldout
 
@@ -134,7 +135,7 @@ class QuestionAnswerTask:
         labels = [source_label(source) for source in self._train_sources]
         return labels[0] if len(labels) == 1 else "heldout"
 
-    def _problems(self, questions: Iterable[Question]) -> list[Problem]:
+    def _to_problems(self, questions: Iterable[Question]) -> list[Problem]:
         config = self._config
         return [
             Problem(
@@ -150,24 +151,24 @@ class QuestionAnswerTask:
             for question in questions
         ]
 
-    def _note(self, loaded: LoadedQuestions, what: str) -> None:
-        left_out = f"; left out: {format_counts(loaded.left_out)}" if loaded.left_out else ""
-        self._notes.append(f"{loaded.label}: {_problems(len(loaded.questions), what)}{left_out}")
+    def _add_note(self, loaded: LoadedQuestions, purpose: str) -> None:
+        dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
+        self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
         if any(not isinstance(question.text, str) for question in loaded.questions):
             self._notes.append(
-                f"{loaded.label}: brings chat messages; task.template and task.system do not apply"
+                f"{loaded.label}: has chat messages; task.template and task.system do not apply"
             )
 
 
 def _default_train(config: DataTask) -> tuple[Source, ...]:
     if config.name == "data":
         raise ConfigError(
-            "task.train: the task 'data' needs it: --set task.train=FILE, or a known data set's name"
+            "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
         )
     if KNOWN[config.name].train_split is None:
         raise ConfigError(
             f"task.name = '{config.name}': this data set is for evaluation only; use it in task.heldout "
-            f"(--set task.heldout={config.name}) of a task to train on"
+            f"(--set task.heldout={config.name}) of another task"
         )
     return (Source(name=config.name),)
 
@@ -180,23 +181,26 @@ def _default_heldout(config: DataTask) -> tuple[Source, ...]:
     return tuple(Source(name=name) for name in names)
 
 
-def _problems(count: int, what: str = "") -> str:
-    return f"{count:,} {what} problem{'' if count == 1 else 's'}".replace("  ", " ")
+def _count_problems(count: int, purpose: str = "") -> str:
+    return f"{count:,} {purpose} problem{'' if count == 1 else 's'}".replace("  ", " ")
 
 
 def _check_labels(part: str, sources: Iterable[Source]) -> None:
     for label, count in Counter(source_label(source) for source in sources).items():
         if count > 1:
             raise ConfigError(
-                f"task.{part}: {count} sources are called '{label}'; give each a label: of its own"
+                f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
             )
 
 
 def _hash_order(questions: Iterable[Question]) -> list[Question]:
-    """Order by a hash, so that any prefix is a fair sample whatever order the rows came in."""
+    """Sort by a hash of the id, so that any prefix is a fair sample, independent of the order of the rows."""
     return sorted(questions, key=lambda question: (text_hash(question.id), question.id))
 
 
 def _unit_hash(key: str) -> float:
-    """A number in [0, 1)."""
+    """Return a number in [0, 1) that decides whether a question is held out.
+
+    Another hash than that of the countdown task: both decide which problems are held out, and must not change.
+    """
     return int(text_hash(f"heldout/{key}"), 16) / 2**64

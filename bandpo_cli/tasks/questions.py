@@ -1,6 +1,8 @@
-"""From a question to what is put before the model."""
+"""Questions of one source in the config, each with its reference answer, and the prompts built from them.
 
-# MERGED: From one source in the config to its questions, each with its answer. What cannot be used is counted.
+Rows that cannot be used are counted by reason.
+"""
+
 from __future__ import annotations
 
 import json
@@ -30,9 +32,10 @@ from bandpo_cli.tasks.rows import SplitName, known_fields, read_rows, source_lab
 from bandpo_cli.types import Message, Prompt
 
 _SLOT = "{question}"
+_SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
 
 TEMPLATES = {
-    # arXiv 2603.04918 trains with this, as DAPO does.
+    # The prompt of arXiv 2603.04918 and of DAPO.
     "answer-line": "Solve the following math problem step by step. The last line of your response should be of the "
     "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
     "{question}\n\n"
@@ -40,13 +43,18 @@ TEMPLATES = {
     "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "plain": "{question}",
 }
-"""The user messages known by name. The slot is filled in literally: questions are full of braces."""
+"""The known user messages by name. The slot is replaced literally, because questions contain many braces."""
 
 
 def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
-    """Return the chat messages: `system`, if any, then the template (a known name or a text) with the question.
+    """Return the chat messages: the system message, if any, then the template filled with the question.
 
-    An instruction of the known templates is put in place of one that came with the question, not around it.
+    An instruction of a known template replaces one that came with the question; it is not added around it.
+
+    Args:
+        question: The question.
+        template: A name in `TEMPLATES`, or a text with `{question}` in it.
+        system: The content of the system message; None for no such message.
     """
     text = TEMPLATES.get(template, template)
     if template in TEMPLATES and text != _SLOT:
@@ -56,7 +64,7 @@ def build_prompt(question: str, template: str, system: str | None = None) -> Pro
 
 
 def bare_question(text: str) -> str:
-    """Take a known instruction off again, as data sets bring some with their questions."""
+    """Remove a known instruction around a question, because some data sets include it in their questions."""
     for template in TEMPLATES.values():
         before, _, after = template.partition(_SLOT)
         if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
@@ -64,12 +72,18 @@ def bare_question(text: str) -> str:
     return text
 
 
-_LOOKED_AT = 1000  # rows that the fields are chosen by; a file of millions is read once only
-
-
 @dataclass(frozen=True)
 class Question:
-    """A question with its reference answer, before any template is put around it."""
+    """A question with its reference answer, without a template.
+
+    Attributes:
+        id: Stable across runs and machines.
+        text: The question as text, or the complete prompt as chat messages.
+        answer: The reference answer.
+        label: The label of the source.
+        grader: The name of the grader, or `module:function`.
+        extra: Further values for the grader; JSON values.
+    """
 
     id: str
     text: str | tuple[Message, ...]
@@ -80,7 +94,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """The same for questions that differ in spacing, case, dollar signs or a known instruction around them."""
+        """A hash that ignores spacing, case, dollar signs and a known instruction around the question."""
         messages = (Message("user", self.text),) if isinstance(self.text, str) else self.text
         turns = [bare_question(message.content) for message in messages if message.role != "system"]
         text = unicodedata.normalize("NFKC", "\n".join(turns)).casefold()
@@ -89,57 +103,69 @@ class Question:
 
 @dataclass(frozen=True)
 class LoadedQuestions:
-    """The questions of one source, in the order of its rows, and how many rows were left out for which reason."""
+    """The questions of one source.
+
+    Attributes:
+        label: The label of the source.
+        questions: The questions, in the order of the rows.
+        dropped: The number of rows that were dropped, by reason.
+    """
 
     label: str
     questions: tuple[Question, ...]
-    left_out: Mapping[str, int]
+    dropped: Mapping[str, int]
 
 
 def text_hash(text: str) -> str:
-    """A short name for a text, the same on every machine, as Python's own hash() is not."""
+    """Return a hash of a text (16 hex digits) that is the same on every machine, unlike the built-in hash()."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def load_questions(source: Source, part: SplitName, grader: str | None = None) -> LoadedQuestions:
-    """Read a source; `grader` judges its answers in place of the one that it names itself.
+    """Read the questions of a source.
+
+    Args:
+        source: The source in the config.
+        part: The setting that names the source, `train` or `heldout`.
+        grader: The grader of its answers, instead of the one that the source names.
 
     Raises:
-        ConfigError: it is out of reach, damaged, has no field for the question or the answer, or no usable row.
+        ConfigError: If the source cannot be read, has no field for the question or the answer, or has no usable row.
     """
     label = source_label(source)
     grader = grader or source.grader or (KNOWN[source.name].grader if source.name else "math")
     rows = read_rows(source, part)
-    seen = list(islice(rows, _LOOKED_AT))
-    columns = list(dict.fromkeys(str(name) for row in seen for name in row))
-    names = find_fields(seen, source.fields, known_fields(source))
-    if not seen:
+    first_rows = list(islice(rows, _SAMPLE_ROWS))
+    columns = list(dict.fromkeys(str(name) for row in first_rows for name in row))
+    names = find_fields(first_rows, source.fields, known_fields(source))
+    if not first_rows:
         raise ConfigError(f"task.{part}: '{source.path or source.name}' holds no rows")
     _check_fields(names, source, columns)
-    left_out: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
     questions: dict[str, Question] = {}
-    for row in chain(seen, rows):
+    for row in chain(first_rows, rows):
         question = _question(row, names, source.levels, label, grader)
         if isinstance(question, str):
-            left_out[question] += 1
+            dropped[question] += 1
         elif question.id in questions:
-            left_out["repeated"] += 1
+            dropped["repeated"] += 1
         else:
             questions[question.id] = question
     if not questions:
         raise ConfigError(
-            f"task.{part}: no row of '{source.path or source.name}' can be used: {format_counts(left_out)}; the question was "
-            f"looked for in '{names.question}', the answer in '{names.answer}'; its fields: {', '.join(columns)}"
+            f"task.{part}: no row of '{source.path or source.name}' can be used: {format_counts(dropped)}; the "
+            f"question was read from '{names.question}', the answer from '{names.answer}'; its fields: "
+            f"{', '.join(columns)}"
         )
-    kept = _evenly_spread(list(questions.values()), source.limit)
-    if len(kept) < len(questions):
-        left_out["beyond the limit"] = len(questions) - len(kept)
-    return LoadedQuestions(label, tuple(kept), left_out)
+    selected = _evenly_spread(list(questions.values()), source.limit)
+    if len(selected) < len(questions):
+        dropped["over the limit"] = len(questions) - len(selected)
+    return LoadedQuestions(label, tuple(selected), dropped)
 
 
-def format_counts(left_out: Mapping[str, int]) -> str:
-    """Write the reasons with their numbers: `2 without an answer, 1 repeated`."""
-    return ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+def format_counts(dropped: Mapping[str, int]) -> str:
+    """Format the number of rows per reason: `2 without an answer, 1 repeated`."""
+    return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
 
 
 def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None:
@@ -150,20 +176,21 @@ def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None
         mapping = ", ".join(f"{name}: ..." for name in missing)
         raise ConfigError(
             f"'{source.path or source.name}': no field found for the {' and the '.join(missing)}; "
-            f"its fields: {', '.join(columns)}; say which with fields: {{{mapping}}}"
+            f"its fields: {', '.join(columns)}; set fields: {{{mapping}}}"
         )
 
 
 def _question(
     row: Mapping[str, Any], names: FieldNames, levels: Collection[int] | None, label: str, grader: str
 ) -> Question | str:
-    """Return the row's question, or the reason why it has none."""
+    """Return the question of a row, or the reason for dropping the row."""
     text = as_question(value_at(row, str(names.question)))
     if text is None:
         return "without a question"
     answer = as_answer(value_at(row, str(names.answer)))
-    a_proof = answer is not None and "\n" in answer and grader in GRADERS  # without an end to compare with
-    if answer is None or a_proof:
+    # A text of several lines has no final answer that the known graders could compare with.
+    is_proof = answer is not None and "\n" in answer and grader in GRADERS
+    if answer is None or is_proof:
         return "without an answer"
     level = as_level(value_at(row, names.level)) if names.level else None
     if levels is not None and level not in levels:

@@ -1,7 +1,8 @@
-"""Rows of local files: .jsonl, .json, .csv and .parquet, as plain dicts of plain Python values."""
+"""Rows of the sources in a config: local files, folders and data sets on the Hugging Face hub.
 
-# MERGED: Rows of data sets on the Hugging Face hub, and of folders in its layouts.
-# MERGED: Where the rows of a source in the config lie: a local file, a folder, or the Hugging Face hub.
+Rows are plain dicts of plain Python values. Local files may be .jsonl, .json, .csv or .parquet.
+"""
+
 from __future__ import annotations
 
 import csv
@@ -20,19 +21,53 @@ from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.tasks.datasets import KNOWN
 
 Row = dict[str, Any]
+SplitName = Literal["train", "heldout"]
+"""The setting that names a source: `task.train` or `task.heldout`."""
 
-_MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit of 128 KiB is shorter than a long worked solution
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
+_MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a long worked solution
+
+
+def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
+    """Read the rows of a source: a local file, a folder, or a data set on the hub.
+
+    Args:
+        source: The source in the config.
+        part: The setting that names it, which determines the default split.
+
+    Raises:
+        ConfigError: If there is no such file or data set, or it cannot be read.
+    """
+    if source.path is None:
+        return _hub_rows(source, part, KNOWN[source.name].hub_id)  # type: ignore[index]  # a name or a path
+    path = user_path(source.path)
+    exists = path_exists(path)
+    if exists and path.is_dir():
+        return _hub_rows(source, part, str(path))
+    if (exists and path.is_file()) or path.suffix.lower() in FILE_SUFFIXES:
+        for name in ("subset", "split"):
+            if getattr(source, name) is not None:
+                raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
+        return read_file(path)
+    if _HUB_ID.fullmatch(source.path):
+        return _hub_rows(source, part, source.path)
+    raise ConfigError(
+        f"task.{part} = '{source.path}': no such file, and no known data set of that name"
+        f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
+    )
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """Read the rows of a file, one at a time where the format allows it.
+    """Read the rows of a local file, one at a time if the format allows it.
 
     Raises:
-        ConfigError: the file cannot be read, has another ending, or is damaged; the line is named where it is known.
+        ConfigError: If the file cannot be read, has another file name extension, or is damaged; the message names the
+            line if it is known.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: not a data file; {', '.join(FILE_SUFFIXES)} can be read")
+        raise ConfigError(f"{path}: not a data file; supported: {', '.join(FILE_SUFFIXES)}")
     check_regular_file(path, str(path))
     try:
         yield from reader(path)
@@ -40,13 +75,112 @@ def read_file(path: Path) -> Iterator[Row]:
         raise
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or _first_line(error)}") from None
-    except Exception as error:  # noqa: BLE001 - of a damaged Parquet file pyarrow raises errors of any kind
+    except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
         raise ConfigError(f"{path}: not readable: {_first_line(error)}") from None
+
+
+def read_hub(path: str, subset: str | None, split: str, hint: str) -> Iterator[dict[str, Any]]:
+    """Read the rows of one split of a data set.
+
+    Args:
+        path: The id of the data set on the hub, or a folder.
+        subset: The subset (configuration); None for the default.
+        split: The split.
+        hint: What to do if the data set cannot be loaded; the end of the error message.
+
+    Raises:
+        ConfigError: If the hub cannot be reached, or has no such data set, subset or split.
+    """
+    rows = _load(path, subset, split, hint)
+    try:
+        for batch in rows.with_format("arrow").iter(batch_size=1024):
+            yield from batch.to_pylist()
+    except Exception as error:  # noqa: BLE001 - readers raise errors of any type for a damaged file
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"data set '{path}': cannot be read ({line[:200]})") from None
+
+
+def source_label(source: Source) -> str:
+    """Return the name of a source in metrics: its label, else the name of the data set, else that of the file.
+
+    The extension of a file is removed, and characters that are not allowed in a metric name are replaced.
+
+    Raises:
+        ConfigError: If the file name has no character that is allowed in a metric name.
+    """
+    if source.label or source.name:
+        return str(source.label or source.name)
+    path = Path(str(source.path))
+    base = path.stem if path.suffix.lower() in FILE_SUFFIXES else path.name
+    label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
+    if not label:
+        raise ConfigError(f"'{source.path}': its name cannot be part of a metric name; give it a label:")
+    return label
+
+
+def known_fields(source: Source) -> Fields:
+    """Return the fields of the known data set that the source is or copies; empty fields for other sources."""
+    known = KNOWN[source.name] if source.name else None
+    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
+
+
+def _hub_rows(source: Source, part: SplitName, path: str) -> Iterator[dict[str, Any]]:
+    """Read a data set on the hub or a folder in its layout; a copy of a known set keeps its subset and splits."""
+    if source.name is None:
+        split = source.split or {"train": "train", "heldout": "test"}[part]
+        return read_hub(path, source.subset, split, f"give a local file: --set task.{part}=FILE")
+    known = KNOWN[source.name]
+    known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
+    if known_split is None:
+        raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")
+    hint = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
+    return read_hub(path, source.subset or known.subset, known_split, hint)
+
+
+_MISSING_PART = {
+    "train": "'{}' is for evaluation only; use it in task.heldout",
+    "heldout": "'{}' has no evaluation part; name one of its splits with split:, or another data set",
+}
+
+
+def _load(path: str, subset: str | None, split: str, hint: str) -> Any:
+    import datasets
+
+    what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
+    try:
+        with _only_errors("huggingface_hub", "datasets"):
+            if _was_saved_to_disk(Path(path)):
+                saved = datasets.load_from_disk(path)
+                return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            return datasets.load_dataset(path, subset, split=split)
+    except KeyError:
+        raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
+    except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {hint}") from None
+
+
+def _was_saved_to_disk(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+@contextmanager
+def _only_errors(*names: str) -> Iterator[None]:
+    """Set loggers to ERROR: an unreachable hub logs every retry, and the error message reports it once."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):  # bytes: only \n ends a line, whatever a text holds
+        for number, line in enumerate(file, start=1):  # bytes: only \n ends a line, no other separator
             where = f"{path}, line {number}"
             text = _text(line, where)
             if text.strip():
@@ -58,7 +192,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line, under the ending of a whole document
+        if error.msg == "Extra data":  # one object per line, although the extension is .json
             yield from _read_jsonl(path)
             return
         raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
@@ -68,7 +202,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else None
     if not isinstance(content, list):
-        raise ConfigError(f"{path}: expected a list of objects, or one object with such a list in it")
+        raise ConfigError(f"{path}: expected a list of objects, or one object that contains such a list")
     for number, entry in enumerate(content, start=1):
         yield _row(entry, f"{path}, entry {number}")
 
@@ -84,7 +218,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
             if len(values) > len(names):
                 raise ConfigError(
                     f"{path}, line {reader.line_num}: {len(values)} values for {len(names)} columns; "
-                    "put a text with commas into double quotes"
+                    "put texts with commas in double quotes"
                 )
             if values:
                 yield dict(zip(names, values, strict=False))
@@ -96,7 +230,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 def _check_columns(names: list[str], path: Path) -> None:
     if len(set(names)) < len(names):
-        raise ConfigError(f"{path}, line 1: two columns have one name; the first line must name the columns")
+        raise ConfigError(
+            f"{path}, line 1: two columns have the same name; the first line must name the columns"
+        )
     separator = next((mark for mark in ";\t" if len(names) == 1 and mark in names[0]), None)
     if separator:
         raise ConfigError(
@@ -128,7 +264,7 @@ def _text(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: not a text in UTF-8; save it as UTF-8") from None
+        raise ConfigError(f"{where}: not UTF-8 text; save it as UTF-8") from None
 
 
 def _json(text: str, where: str) -> Any:
@@ -146,129 +282,3 @@ def _row(value: Any, where: str) -> Row:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def read_hub(place: str, subset: str | None, split: str, instead: str) -> Iterator[dict[str, Any]]:
-    """Read the rows of one split of a data set: a hub id, or a folder.
-
-    Args:
-        instead: what to do where the hub is out of reach; ends the error message.
-
-    Raises:
-        ConfigError: the hub is out of reach, or knows no such data set, subset or split.
-    """
-    rows = _load(place, subset, split, instead)
-    try:
-        for batch in rows.with_format("arrow").iter(batch_size=1024):
-            yield from batch.to_pylist()
-    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes its reader raise
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"data set '{place}': cannot be read ({line[:200]})") from None
-
-
-def _load(place: str, subset: str | None, split: str, instead: str) -> Any:
-    import datasets
-
-    what = f"data set '{place}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
-    try:
-        with _quiet("huggingface_hub", "datasets"):
-            if _was_saved_to_disk(Path(place)):
-                saved = datasets.load_from_disk(place)
-                return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-            return datasets.load_dataset(place, subset, split=split)
-    except KeyError:
-        raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
-    except Exception as error:  # noqa: BLE001 - OSError, ValueError, KeyError, pyarrow's and the library's own
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {instead}") from None
-
-
-def _was_saved_to_disk(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Keep the retries of a hub out of reach off the screen: the error says it once."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-SplitName = Literal["train", "heldout"]
-"""The setting that a source stands in: `task.train` or `task.heldout`."""
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
-
-
-def source_label(source: Source) -> str:
-    """Return the source's name in metrics: its label, else the data set's name, else the file's without its ending.
-
-    Raises:
-        ConfigError: nothing of the file's name may stand in a metric's name.
-    """
-    if source.label or source.name:
-        return str(source.label or source.name)
-    path = Path(str(source.path))
-    base = path.stem if path.suffix.lower() in FILE_SUFFIXES else path.name
-    label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
-    if not label:
-        raise ConfigError(f"'{source.path}': its name cannot stand in a metric's name; give it a label:")
-    return label
-
-
-def known_fields(source: Source) -> Fields:
-    """Return the fields of the known data set that the source is, or is a copy of; none for any other."""
-    known = KNOWN[source.name] if source.name else None
-    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
-
-
-def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
-    """Read the rows of a source.
-
-    Raises:
-        ConfigError: there is no such file or data set, or it cannot be read.
-    """
-    if source.path is None:
-        return _hub_rows(source, part, KNOWN[source.name].hub_id)  # type: ignore[index]  # a name or a path
-    path = user_path(source.path)
-    there = path_exists(path)
-    if there and path.is_dir():
-        return _hub_rows(source, part, str(path))
-    if (there and path.is_file()) or path.suffix.lower() in FILE_SUFFIXES:
-        for name in ("subset", "split"):
-            if getattr(source, name) is not None:
-                raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
-        return read_file(path)
-    if _HUB_ID.fullmatch(source.path):
-        return _hub_rows(source, part, source.path)
-    raise ConfigError(
-        f"task.{part} = '{source.path}': no such file, and no known data set of that name"
-        f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
-    )
-
-
-def _hub_rows(source: Source, part: SplitName, place: str) -> Iterator[dict[str, Any]]:
-    """Read a data set on the hub, or a folder in its layout; a copy of a known set has its subset and splits."""
-    if source.name is None:
-        split = source.split or {"train": "train", "heldout": "test"}[part]
-        return read_hub(place, source.subset, split, f"give a local file: --set task.{part}=FILE")
-    known = KNOWN[source.name]
-    known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
-    if known_split is None:
-        raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")
-    instead = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
-    return read_hub(place, source.subset or known.subset, known_split, instead)
-
-
-_MISSING_PART = {
-    "train": "'{}' is for evaluation only; use it in task.heldout",
-    "heldout": "'{}' has no evaluation part; name a split: of it, or another data set",
-}

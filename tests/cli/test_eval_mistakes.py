@@ -56,7 +56,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["--model", "a/b", "--task", "empty.jsonl"], ["empty.jsonl", "holds no rows"]),
     (["--model", "a/b", "--task", "unanswered.jsonl"], ["unanswered.jsonl", "no field found for the answer"]),
     (["--model", "a/b", "--task", "torn.jsonl"], ["torn.jsonl, line 2", "not readable as JSON"]),
-    (["--model", "a/b", "--task", "one.jsonl", "--task", "one.jsonl"], ["2 sources are called"]),
+    (["--model", "a/b", "--task", "one.jsonl", "--task", "one.jsonl"], ["2 sources have the label"]),
     (["--model", "a/b", "--task", "one.jsonl", "--grader", "mth"], ["mth", "did you mean 'math'"]),
     (["--model", "a/b", "--task", "one.jsonl", "--grader", "nowhere:f"], ["nowhere"]),
     (["--grader", "math"], ["task.grader", "of 'countdown'"]),

@@ -17,7 +17,7 @@ import pytest
 
 from bandpo_cli.storage import eval_folder
 from tests.cli.eval_command import bandpo, good, record_of, refused, samples_of
-from tests.tasks.test_completions import FOREIGN
+from tests.tasks.stored_completions import FOREIGN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

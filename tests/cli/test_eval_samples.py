@@ -14,7 +14,7 @@ import pytest
 
 from bandpo_cli.storage.tables import EvalRow, write_eval_table
 from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, good, record_of, refused, samples_of
-from tests.tasks.test_completions import FOREIGN, ROW, mutations, swaps
+from tests.tasks.stored_completions import FOREIGN, ROW, mutations, swaps
 
 
 def jsonl(path: Path, *rows: dict) -> Path:

@@ -48,7 +48,7 @@ def test_gsm8k_with_a_grader_of_the_users_own(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "gsm8k: 7,473 train problems" in done.stdout
+    assert "gsm8k: 7,473 training problems" in done.stdout
     assert "of 7,473 problems left out, their prompts have more than 300 tokens" in done.stdout
     folder = tmp_path / "runs" / "a"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

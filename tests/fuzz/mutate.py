@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.tasks.test_completions import mutations
+from tests.tasks.stored_completions import mutations
 
 DEEP = 10_000
 LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(

@@ -1,4 +1,4 @@
-"""Pools whose workers start once for a module's tests, and are gone after them."""
+"""A grader pool that is shared by the tests of a module and closed after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts on countdown answers: the first fault that holds, on any text."""
+"""Countdown grader: the first verdict that applies, for any text."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_grading_never_raises(text: str) -> None:
     assert grade_countdown(PROBLEM, text).verdict in {"correct", "wrong-value", "wrong-numbers", "malformed"}
 
 
-def test_the_numbers_are_read_from_the_problem() -> None:
+def test_problem_numbers_are_read_from_extra() -> None:
     assert problem_numbers(PROBLEM) == [1, 3, 7, 8]

@@ -1,4 +1,4 @@
-"""The verifier's arithmetic agrees with Python's own, refuses what is none, and survives any text."""
+"""Parser of countdown expressions: agrees with the Python parser, and rejects all other texts quickly."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bandpo_cli.grading.countdown import MAX_CHARS, MalformedExpression, parse_e
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def by_syntax_tree(text: str) -> tuple[int, list[int]]:
-    """Value and numbers of an expression, from Python's parser: the independent opinion."""
+def evaluate_with_ast(text: str) -> tuple[int, list[int]]:
+    """Return the value and the numbers of an expression by the Python parser, an independent implementation."""
 
     def visit(node: ast.AST) -> tuple[int, list[int]]:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -42,18 +42,21 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS.filter(lambda text: len(text) <= MAX_CHARS))
-def test_value_and_numbers_are_those_of_python_s_parser(text: str) -> None:
-    value, numbers = by_syntax_tree(text)
+def test_value_and_numbers_equal_those_of_the_python_parser(text: str) -> None:
+    value, numbers = evaluate_with_ast(text)
     parsed = parse_expression(text)
     assert parsed.value == value
     assert list(parsed.numbers) == numbers
 
 
 @given(st.text(alphabet="0123456789+-*() ", max_size=12).filter(lambda text: not re.search(r"0\d", text)))
-def test_what_it_accepts_python_accepts_and_reads_alike(text: str) -> None:
+def test_accepts_exactly_the_expressions_of_python_with_equal_values(text: str) -> None:
     try:
-        expected = by_syntax_tree(text.strip())
-    except (SyntaxError, ValueError):  # ValueError: a unary operator or a call, which are no answers here
+        expected = evaluate_with_ast(text.strip())
+    except (
+        SyntaxError,
+        ValueError,
+    ):  # ValueError: a unary operator or a call, which countdown does not allow
         with pytest.raises(MalformedExpression):
             parse_expression(text)
     else:
@@ -61,7 +64,7 @@ def test_what_it_accepts_python_accepts_and_reads_alike(text: str) -> None:
 
 
 @given(st.text())
-def test_any_text_is_read_or_malformed(text: str) -> None:
+def test_any_text_is_parsed_or_malformed(text: str) -> None:
     try:
         parsed = parse_expression(text)
     except MalformedExpression:
@@ -84,13 +87,13 @@ def test_malformed(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["(" * 10**6, "9" * 10**6, "1+" * 500_000 + "1", "(" * 10**5 + "1" + ")" * 10**5, " " * 10**6]
 )
-def test_a_hostile_text_costs_nothing(text: str) -> None:
+def test_hostile_texts_are_rejected_quickly(text: str) -> None:
     started = time.perf_counter()
     with pytest.raises(MalformedExpression):
         parse_expression(text)
     assert time.perf_counter() - started < 0.1
 
 
-def test_depth_within_the_limit_is_read() -> None:
+def test_deep_nesting_within_the_length_limit_is_parsed() -> None:
     deep = (MAX_CHARS - 1) // 2
     assert parse_expression("(" * deep + "7" + ")" * deep).value == 7

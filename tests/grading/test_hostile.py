@@ -1,4 +1,4 @@
-"""Whatever a model writes, the pool lives, every answer gets its verdict, and none passes for what it is not."""
+"""Hostile answers: the pool survives, every answer gets a verdict, and no wrong answer is correct."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FIVE = Problem("five", "", "5", "test", "math")
 
 
 @pytest.mark.slow
-def test_hostile_answers_are_not_right_and_leave_the_pool_alive() -> None:
-    # An ordinary answer that wants a worker stands after each hostile one: it must find one.
+def test_hostile_answers_are_never_correct_and_do_not_break_the_pool() -> None:
+    # Each hostile answer is followed by an ordinary one that needs a worker.
     problems, texts = (
         [FIVE, FIVE] * len(HOSTILE),
         [t for text in HOSTILE.values() for t in (text, "Answer: 2+3")],
@@ -31,7 +31,7 @@ def test_hostile_answers_are_not_right_and_leave_the_pool_alive() -> None:
 
 
 @pytest.mark.parametrize("grader", ["number", "countdown"])
-def test_graders_without_a_worker_survive_them_as_well(grader: str) -> None:
+def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
     problem = Problem("five", "", "5", "test", grader, {"numbers": "2 3"})
     with GraderPool(GradingConfig()) as pool:
         found = {grade.verdict for grade in pool.grade([problem] * len(HOSTILE), list(HOSTILE.values()))}

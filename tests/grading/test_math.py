@@ -1,4 +1,4 @@
-"""Mathematics: what is equal is right however it is written, what is not is wrong, and no number is fished out."""
+"""Graders `math` and `number`: equal answers in any form are correct, and no number is taken from a sentence."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def grades(pool: GraderPool, pairs: list[tuple[str, str]], form: str) -> list[Gr
 
 
 @pytest.mark.parametrize("form", ["So.\nAnswer: %s", "Answer: $%s$.", "so $\\boxed{%s}$."])
-def test_equal_answers_are_right(pool: GraderPool, form: str) -> None:
+def test_equal_answers_are_correct(pool: GraderPool, form: str) -> None:
     found = grades(pool, EQUAL, form)
     assert [pair for pair, grade in zip(EQUAL, found, strict=True) if grade.verdict != "correct"] == []
     assert {(grade.reward, grade.correct) for grade in found} == {(1.0, True)}
@@ -88,7 +88,7 @@ def test_different_answers_are_wrong(pool: GraderPool, form: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]
 )
-def test_no_answer_in_the_demanded_form_is_malformed(pool: GraderPool, text: str) -> None:
+def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, text: str) -> None:
     for grader in ("math", "number"):
         [grade] = pool.grade([Problem("p", "", "5", "test", grader)], [text])
         assert (grade.verdict, grade.reward, grade.correct) == ("malformed", 0.0, False)
@@ -106,13 +106,13 @@ def test_no_answer_in_the_demanded_form_is_malformed(pool: GraderPool, text: str
         ("x", "18", "grader-error"),
     ],
 )
-def test_the_number_grader(pool: GraderPool, gold: str, answer: str, verdict: str) -> None:
+def test_number_grader(pool: GraderPool, gold: str, answer: str, verdict: str) -> None:
     [grade] = pool.grade([Problem("p", "", gold, "test", "number")], [f"Answer: {answer}"])
     assert grade.verdict == verdict
 
 
-def test_a_reference_that_is_no_number_is_told_in_a_line() -> None:
+def test_reference_that_is_not_a_number_is_reported_in_one_line() -> None:
     with GraderPool(GradingConfig()) as pool:
         assert pool.errors == {}
         pool.grade([Problem("p7", "", "x+1", "test", "number")], ["Answer: 5"])
-        assert "problem p7: its answer 'x+1' is no plain number" in pool.errors["number"]
+        assert "problem p7: its answer 'x+1' is not a plain number" in pool.errors["number"]

@@ -1,4 +1,4 @@
-"""Plain numbers are read as people write them, compared exactly, and nothing else passes for one."""
+"""Plain numbers: the usual notations are read, compared exactly, and other texts are rejected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from bandpo_cli.grading.numbers import MAX_CHARS, equal, read_number, rounds_to
         *(("5 min", 5), ("5 in the morning", 5), ("5 m", 5)),
     ],
 )
-def test_plain_numbers(text: str, value: int | str) -> None:
+def test_read_plain_numbers(text: str, value: int | str) -> None:
     number = read_number(text)
     assert number is not None
     assert number.value == Fraction(value)
@@ -109,12 +109,12 @@ def test_plain_numbers(text: str, value: int | str) -> None:
         ),
     ],
 )
-def test_what_is_no_plain_number(text: str) -> None:
+def test_other_texts_are_not_plain_numbers(text: str) -> None:
     assert read_number(text) is None
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**30), max_value=10**30))
-def test_decimals_are_those_of_python(value: Decimal) -> None:
+def test_decimals_equal_those_of_python(value: Decimal) -> None:
     for text in (str(value), f"{value:f}", f"{value:,f}"):
         number = read_number(text)
         assert number is not None
@@ -122,7 +122,7 @@ def test_decimals_are_those_of_python(value: Decimal) -> None:
 
 
 @given(st.text(alphabet="0123456789.,-+/$%{}\\^ eEx*×frac", max_size=20), st.text(max_size=5))
-def test_what_is_read_does_not_depend_on_spaces_around_it(text: str, tail: str) -> None:
+def test_surrounding_spaces_are_ignored(text: str, tail: str) -> None:
     assert read_number(f"  {text}{tail} ") == read_number((text + tail).strip())
 
 
@@ -168,13 +168,13 @@ def test_equality(first: str, second: str, expected: bool) -> None:
         *(("1/300000", "0.000003", False), ("0.333333", "0.3333333", False), ("1000001/3", "333334", False)),
     ],
 )
-def test_a_quotient_and_its_decimal_to_six_digits(exact: str, decimal: str, expected: bool) -> None:
+def test_fraction_equals_its_decimal_to_six_digits(exact: str, decimal: str, expected: bool) -> None:
     first, second = read_number(exact), read_number(decimal)
     assert first is not None
     assert second is not None
     assert rounds_to(first, second) is expected
 
 
-def test_digits_are_bounded() -> None:
+def test_number_of_digits_is_limited() -> None:
     assert read_number("9" * MAX_CHARS) is not None
     assert read_number("9" * (MAX_CHARS + 1)) is None

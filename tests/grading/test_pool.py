@@ -1,4 +1,4 @@
-"""Worker processes: a user's function gets what it is promised, and nothing it does harms any other answer."""
+"""Grader pool and worker processes: custom functions get the documented arguments and cannot affect other answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bandpo_cli.grading import GraderPool, check_grader
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.types import Grade, Problem
 
-OWN = """
+CUSTOM_GRADER = """
 import ctypes, math, os, subprocess, sys, time
 print("a print at import")
 
@@ -28,7 +28,7 @@ def judge(text, answer, extra):
     os.write(1, b'{"result": [1, true, "forged"]}\\n')
     if text == "input": return input() == ""
     if text == "stdin": return sys.stdin.read() == ""
-    if text == "raise": raise RuntimeError("no idea")
+    if text == "raise": raise RuntimeError("an error")
     if text == "exit": sys.exit(0)
     if text == "die": os._exit(3)
     if text == "crash": ctypes.string_at(0)
@@ -59,8 +59,8 @@ no_function = 3
 
 
 @pytest.fixture(autouse=True)
-def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_grader.py").write_text(OWN)
+def _custom_graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "custom_grader.py").write_text(CUSTOM_GRADER)
     (tmp_path / "broken_grader.py").write_text("import no_such_module_anywhere\n")
     (tmp_path / "dying_grader.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "json.py").write_text("raise ImportError('the folder shadows the standard library')\n")
@@ -74,45 +74,45 @@ def pool() -> Iterator[GraderPool]:
 
 
 def problem(answer: str = "right", function: str = "judge", **extra: object) -> Problem:
-    return Problem("p", "", answer, "test", f"own_grader:{function}", extra)
+    return Problem("p", "", answer, "test", f"custom_grader:{function}", extra)
 
 
 def verdicts(pool: GraderPool, texts: list[str], **extra: object) -> list[str]:
     return [grade.verdict for grade in pool.grade([problem(**extra)] * len(texts), texts)]
 
 
-def test_the_function_gets_text_answer_and_extra_in_order(pool: GraderPool) -> None:
+def test_function_gets_text_answer_and_extra_in_order(pool: GraderPool) -> None:
     texts = ["right" if index % 3 else "left" for index in range(200)]
     assert verdicts(pool, texts) == ["correct" if text == "right" else "wrong" for text in texts]
     assert verdicts(pool, ["right"], key=2) == ["wrong"]
     assert pool.grade([], []) == []
 
 
-def test_one_batch_may_mix_graders(pool: GraderPool) -> None:
+def test_one_batch_with_several_graders(pool: GraderPool) -> None:
     countdown = Problem("c", "", "3", "t", "countdown", {"numbers": "1 2"})
     number = Problem("n", "", "3", "t", "number")
     grades = pool.grade([problem(), countdown, number, problem()], ["right", "1+2", "Answer: 4", "left"])
     assert [grade.verdict for grade in grades] == ["correct", "correct", "wrong", "wrong"]
 
 
-def test_an_answer_that_comes_often_is_judged_once(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    run = pool_module.Team.run
+def test_repeated_answers_are_graded_once(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    run = pool_module.WorkerPool.run
 
-    def counting(team: pool_module.Team, arguments: Any) -> list[Grade]:
-        asked.append(len(arguments))
-        return run(team, arguments)
+    def counting(worker_pool: pool_module.WorkerPool, arguments: Any) -> list[Grade]:
+        calls.append(len(arguments))
+        return run(worker_pool, arguments)
 
-    monkeypatch.setattr(pool_module.Team, "run", counting)
+    monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
     formula = Problem("f", "", "x+1", "t", "math")
     grades = pool.grade(
         [formula] * 6, ["Answer: 1+x", "Answer: x", "no", "Answer: 1+x", "Answer: x", "Answer: 1+x"]
     )
-    words = ["correct", "wrong", "malformed", "correct", "wrong", "correct"]
-    assert [grade.verdict for grade in grades] == words
-    assert asked == [2]
-    verdicts(pool, ["right", "right"])  # a user's own function sees every one
-    assert asked == [2, 2]
+    expected = ["correct", "wrong", "malformed", "correct", "wrong", "correct"]
+    assert [grade.verdict for grade in grades] == expected
+    assert calls == [2]
+    verdicts(pool, ["right", "right"])  # a custom function gets every answer
+    assert calls == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,11 @@ def test_an_answer_that_comes_often_is_judged_once(pool: GraderPool, monkeypatch
         ("{'score': 0, 'verdict': 'no-code'}", Grade(0.0, False, "no-code")),
     ],
 )
-def test_what_a_function_may_return(pool: GraderPool, result: str, grade: Grade) -> None:
+def test_allowed_return_values(pool: GraderPool, result: str, grade: Grade) -> None:
     assert pool.grade([problem()], [f"results{result}"]) == [grade]
 
 
-def test_numbers_of_numpy_are_numbers(pool: GraderPool) -> None:
+def test_numpy_scalars_are_allowed(pool: GraderPool) -> None:
     grades = pool.grade([problem(function="numbers")] * 3, ["float32", "bool", "zero"])
     assert [(grade.reward, grade.correct) for grade in grades] == [(0.5, False), (1.0, True), (0.0, False)]
 
@@ -155,13 +155,13 @@ def test_numbers_of_numpy_are_numbers(pool: GraderPool) -> None:
         *("{'score': 0, 'verdict': 'timeout'}", "{'score': 0, 'verdict': 3}", "object()"),
     ],
 )
-def test_anything_else_is_a_grader_error(pool: GraderPool, result: str) -> None:
+def test_other_return_values_are_grader_errors(pool: GraderPool, result: str) -> None:
     assert verdicts(pool, [f"results{result}", "right"]) == ["grader-error", "correct"]
-    assert "ValueError" in pool.errors["own_grader:judge"]
+    assert "ValueError" in pool.errors["custom_grader:judge"]
 
 
 @pytest.mark.parametrize("text", ["raise", "exit", "die", "crash", "memory", "grow"])
-def test_an_error_or_a_death_costs_that_one_answer(text: str) -> None:
+def test_error_or_exit_affects_only_that_answer(text: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
         assert verdicts(pool, ["right", text, "right", "left"]) == [
             "correct",
@@ -169,22 +169,22 @@ def test_an_error_or_a_death_costs_that_one_answer(text: str) -> None:
             "correct",
             "wrong",
         ]
-        assert "\n" not in pool.errors["own_grader:judge"]
+        assert "\n" not in pool.errors["custom_grader:judge"]
 
 
-def test_a_print_and_an_input_cannot_reach_the_protocol(pool: GraderPool) -> None:
+def test_print_and_input_do_not_disturb_the_protocol(pool: GraderPool) -> None:
     assert verdicts(pool, ["input", "stdin", "right"]) == ["grader-error", "correct", "correct"]
-    assert "EOFError" in pool.errors["own_grader:judge"]
+    assert "EOFError" in pool.errors["custom_grader:judge"]
 
 
 @pytest.mark.parametrize("text", ["sleep", "spin"])
-def test_the_deadline_costs_that_one_answer(text: str) -> None:
+def test_timeout_affects_only_that_answer(text: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
         texts = ["right", text, "right", "left", text, "right"]
         assert verdicts(pool, texts) == ["correct", "timeout", "correct", "wrong", "timeout", "correct"]
 
 
-def test_the_deadline_is_that_of_one_answer_and_start_up_is_none_of_it(tmp_path: Path) -> None:
+def test_deadline_is_per_answer_and_excludes_the_import(tmp_path: Path) -> None:
     (tmp_path / "slow_grader.py").write_text(
         "import time\ntime.sleep(1.5)\ndef judge(text, answer, extra):\n    time.sleep(0.3)\n    return True\n"
     )
@@ -193,10 +193,10 @@ def test_the_deadline_is_that_of_one_answer_and_start_up_is_none_of_it(tmp_path:
         assert {grade.verdict for grade in pool.grade([slow] * 6, [""] * 6)} == {"correct"}
 
 
-def test_what_the_function_started_dies_with_it(pool: GraderPool, tmp_path: Path) -> None:
+def test_child_processes_are_killed_with_the_worker(pool: GraderPool, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     assert verdicts(pool, ["child"], file=str(note)) == ["timeout"]
-    assert gone_soon(int(note.read_text()))
+    assert exits_soon(int(note.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -209,38 +209,41 @@ def test_what_the_function_started_dies_with_it(pool: GraderPool, tmp_path: Path
     ],
     ids=["long", "unicode", "odd", "lines"],
 )
-def test_any_text_arrives_as_it_is(pool: GraderPool, text: str) -> None:
-    grades = pool.grade([problem(text, "echo", text=text)] * 6, [text] * 6)
+def test_any_text_arrives_unchanged(text: str) -> None:
+    with GraderPool(
+        GradingConfig(workers=2, deadline=60)
+    ) as pool:  # megabytes take seconds on a busy machine
+        grades = pool.grade([problem(text, "echo", text=text)] * 6, [text] * 6)
     assert {grade.verdict for grade in grades} == {"correct"}
 
 
-def test_workers_stay_from_call_to_call_and_load_no_torch_and_no_main(pool: GraderPool) -> None:
+def test_workers_persist_between_calls_and_import_neither_torch_nor_main(pool: GraderPool) -> None:
     assert verdicts(pool, ["modules"]) == ["none"]
     [first], [second] = verdicts(pool, ["pid"]), verdicts(pool, ["pid"])
     assert first == second
     os.kill(int(first), signal.SIGKILL)
-    while not gone(int(first)):
+    while not has_exited(int(first)):
         time.sleep(0.01)
-    assert verdicts(pool, ["right"]) == ["correct"], "a worker that died while idle is no answer's fault"
+    assert verdicts(pool, ["right"]) == ["correct"], "the exit of an idle worker affects no answer"
     assert pool.errors == {}
 
 
-def test_the_worker_of_mathematics_loads_no_torch() -> None:
+def test_symbolic_grader_does_not_import_torch() -> None:
     code = (
         "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.worker; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_close_leaves_no_worker(pool: GraderPool) -> None:
+def test_close_terminates_all_workers(pool: GraderPool) -> None:
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
-    assert all(gone(int(pid)) for pid in pids)
+    assert all(has_exited(int(pid)) for pid in pids)
     pool.close()
 
 
-def gone(pid: int) -> bool:
-    """No such process, or a zombie that only its parent still has to read."""
+def has_exited(pid: int) -> bool:
+    """Return True if there is no such process, or only a zombie that its parent has not waited for."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -248,12 +251,12 @@ def gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def gone_soon(pid: int) -> bool:
-    """Wait for the system to end a process; a busy one takes its time."""
+def exits_soon(pid: int) -> bool:
+    """Wait up to 30 s for a process to end, and return True if it did."""
     waited_until = time.monotonic() + 30
-    while not gone(pid) and time.monotonic() < waited_until:
+    while not has_exited(pid) and time.monotonic() < waited_until:
         time.sleep(0.02)
-    return gone(pid)
+    return has_exited(pid)
 
 
 PARENT = """
@@ -263,7 +266,7 @@ from bandpo_cli.grading import GraderPool
 from bandpo_cli.types import Problem
 print("imported", flush=True)
 pool = GraderPool(GradingConfig(workers=1, deadline=2))
-problem = Problem("p", "", "", "t", "own_grader:judge")
+problem = Problem("p", "", "", "t", "custom_grader:judge")
 [pid] = pool.grade([problem], ["pid"])
 print(pid.verdict, flush=True)
 if sys.argv[1] == "busy":
@@ -280,13 +283,13 @@ else:
         *(("busy", signal.SIGINT), ("idle", signal.SIGINT), ("idle", signal.SIGKILL), ("ending", None)),
         pytest.param(
             "busy", signal.SIGKILL, marks=pytest.mark.slow
-        ),  # the worker's own alarm, at 2 * 2 + 10 s
+        ),  # the alarm of the worker, at 2 * 2 + 10 s
     ],
 )
-def test_no_worker_outlives_its_parent(
+def test_workers_exit_with_their_parent(
     doing: str, with_signal: signal.Signals | None, tmp_path: Path
 ) -> None:
-    # A script with code at its top level: a worker that imported it again would start workers of its own.
+    # A script with code at its top level: a worker that imports it would start further workers.
     (tmp_path / "script.py").write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     (tmp_path / "json.py").unlink()
@@ -301,36 +304,36 @@ def test_no_worker_outlives_its_parent(
         assert parent.stdout is not None
         assert parent.stdout.readline() == "imported\n"
         worker = int(parent.stdout.readline())
-        assert doing == "ending" or not gone(worker)
+        assert doing == "ending" or not has_exited(worker)
         if with_signal:
-            time.sleep(0.2)  # into the call
+            time.sleep(0.2)  # until the call runs
             parent.send_signal(with_signal)
         assert "imported" not in parent.stdout.read()
         parent.wait(30)
-    assert gone_soon(worker)
+    assert exits_soon(worker)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         (
-            "own_grader:juge",
-            r"grader 'own_grader:juge': module 'own_grader' has no 'juge' \(did you mean 'judge'\?\)",
+            "custom_grader:juge",
+            r"grader 'custom_grader:juge': module 'custom_grader' has no 'juge' \(did you mean 'judge'\?\)",
         ),
-        ("own_grader:no_function", "'no_function' is no function but a int"),
+        ("custom_grader:no_function", "'no_function' is no function but a int"),
         ("no_such:thing", r"importing 'no_such' failed: ModuleNotFoundError.*searched the current folder"),
         (
             "broken_grader:judge",
             "importing 'broken_grader' failed: ModuleNotFoundError: .*no_such_module_anywhere",
         ),
-        ("dying_grader:judge", "its process ended with exit code 7 while it imported"),
+        ("dying_grader:judge", "its process ended with exit code 7 while importing"),
         (
             "maths",
             r"none of that name \(did you mean 'math'\?\); known: math, number, countdown, or your own",
         ),
     ],
 )
-def test_a_grader_that_cannot_be_had_is_a_line(pool: GraderPool, name: str, message: str) -> None:
+def test_unusable_grader_is_reported_in_one_line(pool: GraderPool, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         check_grader(name)
     assert "\n" not in str(error.value)
@@ -338,16 +341,16 @@ def test_a_grader_that_cannot_be_had_is_a_line(pool: GraderPool, name: str, mess
         pool.grade([Problem("p", "", "", "t", name)], ["x"])
 
 
-def test_check_grader_accepts_what_can_be_had() -> None:
-    for name in ("math", "number", "countdown", "own_grader:judge"):
+def test_check_grader_accepts_usable_graders() -> None:
+    for name in ("math", "number", "countdown", "custom_grader:judge"):
         check_grader(name)
 
 
-def test_known_graders_start_no_process_for_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
-        raise AssertionError("a worker was wanted")
+        raise AssertionError("a worker was requested")
 
-    monkeypatch.setattr(pool_module, "Team", refuse)
+    monkeypatch.setattr(pool_module, "WorkerPool", refuse)
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade([Problem("p", "", "18", "t", "math")] * 3, ["Answer: 18", "\\boxed{19}", "none"])
     assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"]

@@ -1,4 +1,4 @@
-"""The deadline of an answer begins when a worker takes it up, and neither idle time nor a queue changes it."""
+"""Deadline of an answer: it starts when work on the answer starts, independent of idle time and queued answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verdicts(pool: GraderPool, seconds: list[float]) -> list[str]:
     return [grade.verdict for grade in pool.grade(problems, list(map(str, seconds)))]
 
 
-def test_the_time_between_two_calls_is_no_part_of_a_deadline() -> None:
+def test_time_between_two_calls_does_not_count_toward_a_deadline() -> None:
     with GraderPool(GradingConfig(workers=1, deadline=DEADLINE_S)) as pool:
         assert verdicts(pool, [0]) == ["correct"]
         time.sleep(DEADLINE_S + 0.3)
@@ -34,6 +34,6 @@ def test_the_time_between_two_calls_is_no_part_of_a_deadline() -> None:
         assert not pool.errors
 
 
-def test_answers_that_wait_behind_a_slow_one_do_not_extend_its_deadline() -> None:
+def test_queued_answers_do_not_extend_the_deadline_of_a_slow_one() -> None:
     with GraderPool(GradingConfig(workers=1, deadline=DEADLINE_S)) as pool:
         assert verdicts(pool, [1.8 * DEADLINE_S, 0, 0, 0]) == ["timeout", "correct", "correct", "correct"]

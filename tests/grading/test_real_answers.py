@@ -1,4 +1,4 @@
-"""Reference answers of real problem sets: each is right for its own problem, and another's is wrong."""
+"""Reference answers of real data sets: correct for their own problem, and wrong for another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"gsm8k_train": 7473, "gsm8k_test": 1319, "aime24": 30, "amc23": 40, "mi
 
 
 def worked_answers(name: str) -> list[tuple[str, str]]:
-    """(solution, reference answer) of each row, as far as the file has them."""
+    """Return (solution, reference answer) of each row; skip the test if the file is missing."""
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"needs {name}.jsonl")
@@ -42,7 +42,7 @@ def pool() -> Iterator[GraderPool]:
 
 @pytest.mark.parametrize("form", ["%s\nAnswer: %s", "%s\nAnswer: $%s$.", "%s\nSo it is $\\boxed{%s}$."])
 @pytest.mark.parametrize("name", SIZES)
-def test_each_reference_is_right_for_its_own_problem(pool: GraderPool, name: str, form: str) -> None:
+def test_each_reference_is_correct_for_its_own_problem(pool: GraderPool, name: str, form: str) -> None:
     rows = worked_answers(name)
     problems = [Problem(str(index), "", gold, name, "math") for index, (_, gold) in enumerate(rows)]
     grades = pool.grade(problems, [form % row for row in rows])
@@ -65,15 +65,15 @@ def test_the_reference_of_another_problem_is_wrong(pool: GraderPool, name: str) 
 
 
 def differ(first: str, second: str) -> bool:
-    """Whether Python's own reading of two answers says that they are different."""
+    """Return True if two answers differ as Python numbers, or as texts if they are not numbers."""
     try:
         return float(first.replace(",", "")) != float(second.replace(",", ""))
     except ValueError:
         return first != second
 
 
-def test_an_expression_written_another_way_is_right_too(pool: GraderPool) -> None:
-    """Not by equality of texts: a zero is added, which only algebra sees through."""
+def test_expression_in_another_form_is_correct(pool: GraderPool) -> None:
+    """The added zero requires symbolic comparison; the texts differ."""
     golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold]
     problems = [Problem(str(index), "", gold, "minerva", "math") for index, gold in enumerate(golds)]
     grades = pool.grade(problems, [f"\\boxed{{0+{gold}}}" for gold in golds])

@@ -1,4 +1,4 @@
-"""The same answer in other clothes is the same text; other answers are not."""
+"""Text comparison: differences in LaTeX appearance are ignored, other differences are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bandpo_cli.grading.answers import same_text
         ("I(0)", "$I(0)$"),
     ],
 )
-def test_same(gold: str, answer: str) -> None:
+def test_same_text_in_another_form(gold: str, answer: str) -> None:
     assert same_text(gold, answer)
     assert same_text(answer, gold)
 
@@ -40,5 +40,5 @@ def test_same(gold: str, answer: str) -> None:
         ("\\{1\\}", "{1}"),
     ],
 )
-def test_different(gold: str, answer: str) -> None:
+def test_different_texts(gold: str, answer: str) -> None:
     assert not same_text(gold, answer)

@@ -1,4 +1,4 @@
-r"""What counts as the same vote: what the grader cannot judge differently."""
+r"""Majority votes: equal votes are answers that the grader cannot grade differently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def vote(answer: str, grader: str = "math") -> str | None:
         ("1.5 million", "1.5 Million", "3/2 million"),
     ],
 )
-def test_the_same_vote(forms: tuple[str, ...]) -> None:
+def test_equal_votes(forms: tuple[str, ...]) -> None:
     votes = {vote(form) for form in forms} | {
         voted_answer(rf"thus \boxed{{{form}}}.", "math") for form in forms
     }
@@ -48,13 +48,13 @@ def test_the_same_vote(forms: tuple[str, ...]) -> None:
 
 
 def test_different_votes() -> None:
-    """A percent sign leaves two readings open, a letter may be a variable, and no algebra is done."""
+    """A percent sign has two readings, a letter may be a variable, and there is no algebra."""
     forms = ("0.5", "50%", "50", "0.5%", "5 m", "5", r"2\sqrt{2}", r"\sqrt{8}", "x=5", "55", "5 5", "m", "M")
     assert len({vote(form) for form in forms}) == len(forms)
 
 
-def test_how_votes_are_written() -> None:
-    """They stand in the table of completions, to be read."""
+def test_canonical_form_of_votes() -> None:
+    """Users read the votes in the table of completions."""
     assert [vote(form) for form in ("18 eggs", "0.50", "50%", r"\text{Monday}")] == [
         "18",
         "1/2",
@@ -68,26 +68,26 @@ def test_how_votes_are_written() -> None:
     "text",
     ["", "I do not know", r"\boxed{", r"\boxed{}", "Answer:", "Answer: " + "9" * 1001, r"\boxed{\text{ }}"],
 )
-def test_no_answer_no_vote(text: str, grader: str) -> None:
+def test_no_vote_without_an_answer(text: str, grader: str) -> None:
     assert voted_answer(text, grader) is None
 
 
-def test_the_longest_answer_and_the_longest_numbers_still_vote() -> None:
+def test_longest_answers_and_numbers_vote() -> None:
     assert vote("x" * 1000) == "x" * 1000
     for form in ("9" * 1000, "9" * 990 + "e999", "0." + "1" * 990 + "e-999", "1" * 499 + "/" + "3" * 499):
         for grader in ("math", "number"):
             assert vote(form, grader)
 
 
-def test_number_votes_for_what_its_grader_reads() -> None:
-    """The right side of an equation, a letter taken for a unit; and what it calls malformed does not vote."""
+def test_number_votes_for_the_number_that_its_grader_reads() -> None:
+    """The right-hand side of an equation votes, a letter is read as a unit, and malformed answers do not vote."""
     assert vote("3 * 6 = 18", "number") == vote("18", "number") == vote("x = 18.0 m", "number") == "18"
     assert vote("Monday", "number") is None
     assert vote("3 * 6", "number") is None
     assert vote("3 * 6 = 18", "math") != "18"
 
 
-def test_countdown_votes_whole() -> None:
+def test_countdown_votes_with_the_complete_text() -> None:
     assert voted_answer(" (1 + 2) * 3\n", "countdown") == "(1+2)*3" == voted_answer("(1+2)*3", "countdown")
     assert voted_answer("1 2 + 3", "countdown") != voted_answer("12 + 3", "countdown")
     assert voted_answer("1 + 2", "countdown") != voted_answer("2 + 1", "countdown")
@@ -190,7 +190,7 @@ FORMS = [
         "5,6",
     ),
 ]
-DRESS = [
+FORMATS = [
     "{}",
     "${}$",
     "**{}**",
@@ -203,34 +203,34 @@ DRESS = [
 ]
 
 
-def agree(first: object, second: object) -> bool:
-    """Different verdicts only count where the first stage gave two."""
+def compatible(first: object, second: object) -> bool:
+    """Return False if the first stage gave two different grades; grades of the second stage are not compared."""
     return not isinstance(first, Grade) or not isinstance(second, Grade) or first == second
 
 
 @pytest.mark.parametrize("grader", ["number", "math"])
-def test_equal_votes_are_never_judged_differently(grader: str) -> None:
-    """Every form in every dress, against every form as the reference."""
+def test_equal_votes_get_equal_grades(grader: str) -> None:
+    """Every form in every format, with every form as the reference."""
     judge = {"number": grade_number, "math": grade_math}[grader]
-    ballots: dict[str, set[str]] = {}
-    for form, dress in product(FORMS, DRESS):
-        answer = f"Answer: {dress.format(form)}"
+    answers_by_vote: dict[str, set[str]] = {}
+    for form, format_ in product(FORMS, FORMATS):
+        answer = f"Answer: {format_.format(form)}"
         vote_ = voted_answer(answer, grader)
         if vote_ is not None:
-            ballots.setdefault(vote_, set()).add(answer)
-    assert sum(len(answers) > 1 for answers in ballots.values()) > 15
+            answers_by_vote.setdefault(vote_, set()).add(answer)
+    assert sum(len(answers) > 1 for answers in answers_by_vote.values()) > 15
     for reference in FORMS:
         problem = Problem("p", "?", reference, "s", grader)
-        for vote_, answers in ballots.items():
+        for vote_, answers in answers_by_vote.items():
             try:
                 verdicts = {answer: judge(problem, answer) for answer in answers}
-            except ValueError:  # no plain number: no reference for the grader `number`
+            except ValueError:  # not a plain number: not a reference for the grader `number`
                 break
             for first, second in combinations(verdicts, 2):
-                assert agree(verdicts[first], verdicts[second]), (reference, vote_, first, second)
+                assert compatible(verdicts[first], verdicts[second]), (reference, vote_, first, second)
 
 
-def test_equal_countdown_votes_are_never_judged_differently() -> None:
+def test_equal_countdown_votes_get_equal_grades() -> None:
     """Every text of up to five of these characters, as an answer to "make 12 of 12" and to "make 3 of 1 and 2"."""
     texts = ["".join(each) for length in range(1, 6) for each in product("12+ $.\n", repeat=length)]
     for answer, numbers in (("12", "12"), ("3", "1 2")):
@@ -244,8 +244,8 @@ def test_equal_countdown_votes_are_never_judged_differently() -> None:
         assert {"correct"} in verdicts.values()
 
 
-def test_decimals_that_stand_for_a_quotient_are_the_exception() -> None:
-    """As the docstring admits; the verdict of such a vote is the mean."""
+def test_decimals_that_stand_for_a_fraction_are_the_exception() -> None:
+    """The docstring of `voted_answer` documents it; the grade of such a vote is the mean."""
     problem = Problem("p", "?", "1/3", "s", "math")
     first, second = "Answer: 0.333333", "Answer: 0.3333330"
     assert voted_answer(first, "math") == voted_answer(second, "math")

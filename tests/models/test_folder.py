@@ -21,7 +21,7 @@ from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.models.memory import build_on_meta_device
 from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, damaged, every_value, no_file
 from tests.fuzz.outcome import taken
-from tests.tasks.test_completions import mutations
+from tests.tasks.stored_completions import mutations
 from tests.text_model import save_text_model
 
 ODD_SIZES = (None, True, -1, 0, 1.5, 10**9, 10**18, 10**30, "x", "a\nb", [], {}, [1], float("nan"))

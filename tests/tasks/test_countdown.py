@@ -1,4 +1,4 @@
-"""Countdown: all solvable problems and no others, held-out ones nowhere in training."""
+"""Countdown task: exactly the solvable problems, and a fixed split into training and held-out problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.countdown import grade_countdown, problem_numbers
-from bandpo_cli.tasks.registry import Countdown, build_task
+from bandpo_cli.tasks.countdown import Countdown
+from bandpo_cli.tasks.registry import build_task
 
 TASK = Countdown(CountdownTask())
 HELDOUT = TASK.heldout_sets()["countdown"]
@@ -20,12 +21,12 @@ ALL = [*TASK.train_problems(), *HELDOUT]
 
 
 def signed_product(term: str) -> int:
-    """The value of "3*4" or "-3*4"."""
+    """Return the value of "3*4" or "-3*4"."""
     return math.prod(int(factor) for factor in term.split("*"))
 
 
-def by_brute_force(config: CountdownTask) -> dict[str, str]:
-    """An answer to each prompt, from all orders and operators."""
+def solve_by_brute_force(config: CountdownTask) -> dict[str, str]:
+    """Return an answer to each prompt, from all orders and operators."""
     answers = {}
     for order in itertools.product(range(1, config.max_number + 1), repeat=config.numbers):
         for signs in itertools.product("+-*", repeat=config.numbers - 1):
@@ -42,7 +43,7 @@ def by_brute_force(config: CountdownTask) -> dict[str, str]:
     ("numbers", "max_number", "min_target", "max_target"),
     [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)],
 )
-def test_the_problems_are_the_solvable_ones(
+def test_problems_are_exactly_the_solvable_ones(
     numbers: int, max_number: int, min_target: int, max_target: int
 ) -> None:
     config = CountdownTask(
@@ -50,23 +51,23 @@ def test_the_problems_are_the_solvable_ones(
     )
     task = Countdown(config)
     problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
-    assert sorted(problem.prompt for problem in problems) == sorted(by_brute_force(config))
+    assert sorted(problem.prompt for problem in problems) == sorted(solve_by_brute_force(config))
 
 
 def test_each_default_problem_has_an_answer_that_the_grader_accepts() -> None:
-    answers = by_brute_force(CountdownTask())
+    answers = solve_by_brute_force(CountdownTask())
     assert len(answers) == len(ALL)
     assert all(grade_countdown(problem, answers[problem.prompt]).correct for problem in ALL)
 
 
-def test_held_out_and_training_share_no_problem() -> None:
+def test_training_and_heldout_problems_are_disjoint() -> None:
     ids = [problem.id for problem in ALL]
     assert len(set(ids)) == len(ids)
     assert len({(problem.extra["numbers"], problem.answer) for problem in ALL}) == len(ids)
     assert 0.08 < len(HELDOUT) / len(ids) < 0.12
 
 
-def test_the_split_does_not_depend_on_the_other_settings() -> None:
+def test_split_does_not_depend_on_other_settings() -> None:
     heldout = {problem.id for problem in HELDOUT}
     smaller = Countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
     assert {problem.id for problem in smaller.heldout_sets()["countdown"]} < heldout
@@ -74,8 +75,8 @@ def test_the_split_does_not_depend_on_the_other_settings() -> None:
     assert fewer == HELDOUT[: len(fewer)]
 
 
-def test_the_order_is_fixed_for_good() -> None:
-    # Literal ids: a change of the hash would put problems that the shipped model has seen among the held-out.
+def test_order_is_fixed() -> None:
+    # Literal ids: another hash would hold out problems that the embedded model was trained on.
     assert [problem.id for problem in HELDOUT[:3]] == [
         "countdown/1 1 4 4=16",
         "countdown/1 2 2 5=2",
@@ -84,7 +85,7 @@ def test_the_order_is_fixed_for_good() -> None:
     assert (len(TASK.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 
-def test_a_prefix_of_the_held_out_problems_is_a_fair_sample() -> None:
+def test_prefix_of_the_heldout_problems_is_a_fair_sample() -> None:
     targets = [int(problem.answer) for problem in HELDOUT]
     assert abs(sum(targets[:256]) / 256 - sum(targets) / len(targets)) < 6  # 3 standard errors of 256 targets
 
@@ -99,13 +100,13 @@ def test_prompt_and_numbers_agree() -> None:
     assert all(problem.prompt == f"{problem.extra['numbers']}={problem.answer}:" for problem in ALL)
 
 
-def test_build_task_builds_the_configured_one() -> None:
+def test_build_task_uses_the_settings() -> None:
     task = build_task(CountdownTask(numbers=3))
     assert task.name == "countdown"
     assert {len(problem_numbers(problem)) for problem in task.train_problems()} == {3}
 
 
-def test_settings_that_leave_nothing_to_evaluate_are_refused() -> None:
+def test_settings_without_a_heldout_problem_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
         Countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))
 
@@ -121,6 +122,6 @@ def test_settings_that_leave_nothing_to_evaluate_are_refused() -> None:
         {"size": 3},
     ],
 )
-def test_settings_out_of_bounds_are_refused(settings: dict[str, float]) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(settings))):
         CountdownTask.model_validate(settings)

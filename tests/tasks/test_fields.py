@@ -1,4 +1,4 @@
-"""Which fields are read, and what their values come to, whatever a file holds."""
+"""Fields of a row: which are chosen, and how values of any type are converted."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_questions_are_texts_or_chat_messages() -> None:
 
 
 @given(VALUES)
-def test_any_value_is_read_or_is_none(value: Any) -> None:
-    """Nothing in a row can stop the reading, and what is kept travels as UTF-8 and as JSON."""
+def test_any_value_is_converted_or_none(value: Any) -> None:
+    """No value raises an error, and every result can be encoded as UTF-8 and JSON."""
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
     question = as_question(value)
@@ -102,7 +102,7 @@ def test_any_value_is_read_or_is_none(value: Any) -> None:
     json.dumps(to_json_value(value), allow_nan=False)
 
 
-def test_depth_cannot_exhaust_the_stack() -> None:
+def test_nesting_depth_cannot_exhaust_the_stack() -> None:
     deep: Any = "1"
     for _ in range(5000):
         deep = {"a": [deep]}
@@ -111,7 +111,7 @@ def test_depth_cannot_exhaust_the_stack() -> None:
     assert as_answer([deep]) is None
 
 
-def test_json_values_keep_what_json_can_say() -> None:
+def test_json_values_are_kept() -> None:
     row = {"n": 2**70, "when": datetime.date(2024, 1, 2), "p": (1.5, None, "x"), 3: float("nan")}
     assert to_json_value(row) == {"n": 2**70, "when": "2024-01-02", "p": [1.5, None, "x"], "3": None}
 
@@ -138,12 +138,12 @@ def test_dotted_paths() -> None:
         ([], (None, None)),
     ],
 )
-def test_the_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | None]) -> None:
+def test_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | None]) -> None:
     found = find_fields(rows, NONE, NONE)
     assert (found.question, found.answer) == names
 
 
-def test_the_verl_layout_comes_first() -> None:
+def test_verl_layout_has_priority() -> None:
     row = {
         "prompt": CHAT,
         "reward_model": {"ground_truth": "2", "style": "rule"},
@@ -153,7 +153,7 @@ def test_the_verl_layout_comes_first() -> None:
     assert find_fields([row], NONE, NONE) == FieldNames("prompt", "reward_model.ground_truth", None, None)
 
 
-def test_given_fields_win_over_everything() -> None:
+def test_configured_fields_have_priority() -> None:
     row = {
         "prompt": CHAT,
         "reward_model": {"ground_truth": "2"},
@@ -161,11 +161,11 @@ def test_given_fields_win_over_everything() -> None:
         "level": 3,
         "hard": 5,
     }
-    given = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
-    assert find_fields([row], given, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
+    configured = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
+    assert find_fields([row], configured, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
 
 
-def test_a_known_set_s_fields_come_before_the_usual_names_but_a_solution_comes_last() -> None:
+def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last() -> None:
     known = Fields(question="prompt", answer="solution", level="level")
     row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
     assert find_fields([row], NONE, known) == FieldNames("prompt", "solution", "level", None)
@@ -174,8 +174,8 @@ def test_a_known_set_s_fields_come_before_the_usual_names_but_a_solution_comes_l
 
 @pytest.mark.parametrize("name", [name for name in ANSWER_NAMES if name != "solution"])
 @pytest.mark.parametrize("known", [NONE, Fields(answer="solution")])
-def test_a_worked_solution_is_read_only_where_no_field_has_the_answer(name: str, known: Fields) -> None:
-    """Also for a copy of a known data set whose own rows have nothing but a worked solution."""
+def test_worked_solution_is_used_only_without_an_answer_field(name: str, known: Fields) -> None:
+    """Also for a copy of a known data set whose answer field is the worked solution."""
     section, _, key = name.partition(".")
     row = {"question": "1+1?", "solution": "It is \\boxed{3}.", section: {key: "2"} if key else "2"}
     assert find_fields([row], NONE, known).answer == name
@@ -183,7 +183,7 @@ def test_a_worked_solution_is_read_only_where_no_field_has_the_answer(name: str,
     assert find_fields([row], NONE, known).answer == "solution"
 
 
-def test_the_answer_field_of_a_known_set_goes_before_the_usual_names() -> None:
+def test_answer_field_of_a_known_dataset_precedes_the_usual_names() -> None:
     row = {"question": "1+1?", "answer": "a comment", "final_answer": "2"}
     assert find_fields([row], NONE, Fields(answer="final_answer")).answer == "final_answer"
     assert find_fields([row], NONE, NONE).answer == "answer"

@@ -1,4 +1,4 @@
-"""Local files: each format gives the same rows, and a damaged file gets one line that says where."""
+"""Local files: all formats give the same rows, and the error for a damaged file is one line with the place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-def written(path: Path, content: bytes | str) -> Path:
+def write_file(path: Path, content: bytes | str) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
@@ -65,21 +65,21 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("ending", WRITERS)
-def test_each_format_gives_the_same_rows(tmp_path: Path, ending: str) -> None:
+def test_all_formats_give_the_same_rows(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"rows{ending}"
     WRITERS[ending](path, ROWS)
     assert list(read_file(path)) == ROWS
 
 
-def test_a_json_list_and_lines_under_the_json_ending(tmp_path: Path) -> None:
-    assert list(read_file(written(tmp_path / "list.json", json.dumps(ROWS)))) == ROWS
+def test_json_extension_with_a_list_or_one_object_per_line(tmp_path: Path) -> None:
+    assert list(read_file(write_file(tmp_path / "list.json", json.dumps(ROWS)))) == ROWS
     lines = tmp_path / "lines.json"
     write_jsonl(lines, ROWS)
     assert list(read_file(lines)) == ROWS
 
 
 def test_spaces_after_commas_in_csv(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.csv", 'question, answer\n"1, 2 or 3?", "3"\nq, 4\n')
+    path = write_file(tmp_path / "x.csv", 'question, answer\n"1, 2 or 3?", "3"\nq, 4\n')
     assert list(read_file(path)) == [
         {"question": "1, 2 or 3?", "answer": "3"},
         {"question": "q", "answer": "4"},
@@ -88,7 +88,7 @@ def test_spaces_after_commas_in_csv(tmp_path: Path) -> None:
 
 def test_numbers_are_exact(tmp_path: Path) -> None:
     big = 2**200 + 1
-    path = written(tmp_path / "n.jsonl", f'{{"a": {big}, "b": 27.0}}')
+    path = write_file(tmp_path / "n.jsonl", f'{{"a": {big}, "b": 27.0}}')
     assert list(read_file(path)) == [{"a": big, "b": 27.0}]
 
 
@@ -106,13 +106,13 @@ def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
     assert [type(read[name]) for name in ("prompt", "reward_model", "n")] == [list, dict, int]
 
 
-def test_a_row_of_ten_megabytes(tmp_path: Path) -> None:
+def test_row_of_ten_megabytes(tmp_path: Path) -> None:
     long = "x" * 10_000_000
     for ending in (".jsonl", ".csv"):
         path = tmp_path / f"long{ending}"
         WRITERS[ending](path, [{"question": long, "answer": "1"}])
         assert list(read_file(path)) == [{"question": long, "answer": "1"}]
-    assert csv.field_size_limit() < 10_000_000, "the csv module's limit is everyone's"
+    assert csv.field_size_limit() < 10_000_000, "the global limit of the csv module is restored"
 
 
 @pytest.mark.parametrize(
@@ -140,32 +140,32 @@ def test_a_row_of_ten_megabytes(tmp_path: Path) -> None:
         ("x.txt", "q", [".jsonl, .json, .csv, .parquet"]),
     ],
 )
-def test_a_damaged_file_gets_one_line(
+def test_damaged_file_is_reported_in_one_line(
     tmp_path: Path, name: str, content: bytes | str, parts: list[str]
 ) -> None:
-    message = error_of(written(tmp_path / name, content))
+    message = error_of(write_file(tmp_path / name, content))
     for part in parts:
         assert part in message, message
 
 
-def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder(tmp_path: Path) -> None:
     for ending in (".jsonl", ".json", ".csv", ".parquet"):
         assert "No such file" in error_of(tmp_path / f"none{ending}")
     (tmp_path / "folder.json").mkdir()
     assert "directory" in error_of(tmp_path / "folder.json")
 
 
-def test_files_without_rows_are_read_as_such(tmp_path: Path) -> None:
-    assert list(read_file(written(tmp_path / "e.jsonl", "\n \n"))) == []
-    assert list(read_file(written(tmp_path / "e.csv", ""))) == []
-    assert list(read_file(written(tmp_path / "h.csv", "question,answer\n"))) == []
-    assert list(read_file(written(tmp_path / "e.json", "[]"))) == []
+def test_files_without_rows(tmp_path: Path) -> None:
+    assert list(read_file(write_file(tmp_path / "e.jsonl", "\n \n"))) == []
+    assert list(read_file(write_file(tmp_path / "e.csv", ""))) == []
+    assert list(read_file(write_file(tmp_path / "h.csv", "question,answer\n"))) == []
+    assert list(read_file(write_file(tmp_path / "e.json", "[]"))) == []
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
-def test_any_bytes_are_rows_or_one_error(tmp_path: Path, content: bytes, ending: str) -> None:
-    path = written(tmp_path / f"fuzz{ending}", content)
+def test_any_bytes_give_rows_or_one_error(tmp_path: Path, content: bytes, ending: str) -> None:
+    path = write_file(tmp_path / f"fuzz{ending}", content)
     try:
         rows = list(read_file(path))
     except ConfigError:

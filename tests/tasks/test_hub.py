@@ -1,4 +1,4 @@
-"""Data sets by id. Only the request to the hub itself is replaced; folders go through the same function unreplaced."""
+"""Data sets on the hub and folders in its layout. Only the request to the hub is replaced by a fake."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * 
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def folder(tmp_path: Path) -> Path:
-    """A data set as the hub has it: files named after their splits."""
-    place = tmp_path / "sums"
-    place.mkdir()
+    """Write a data set in the layout of the hub: files named after their splits."""
+    path = tmp_path / "sums"
+    path.mkdir()
     for split, rows in (("train", ROWS), ("test", ROWS[:7])):
-        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def test_a_folder_in_the_hub_s_layout(tmp_path: Path) -> None:
-    place = str(folder(tmp_path))
-    assert list(read_hub(place, None, "train", "")) == ROWS
-    assert len(load_questions(Source(path=place), "train").questions) == len(ROWS)
-    heldout = load_questions(Source(path=place), "heldout")
+def test_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    path = str(folder(tmp_path))
+    assert list(read_hub(path, None, "train", "")) == ROWS
+    assert len(load_questions(Source(path=path), "train").questions) == len(ROWS)
+    heldout = load_questions(Source(path=path), "heldout")
     assert (heldout.label, len(heldout.questions)) == ("sums", 7)
 
 
-def test_a_downloaded_copy_of_a_known_set_keeps_its_subset_and_splits(tmp_path: Path) -> None:
-    """A data set's repository as it is cloned: several subsets, named in its card."""
-    place = tmp_path / "gsm8k"
+def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path: Path) -> None:
+    """A cloned repository of a data set has several subsets, which its card lists."""
+    path = tmp_path / "gsm8k"
     for subset in ("main", "socratic"):
-        (place / subset).mkdir(parents=True)
+        (path / subset).mkdir(parents=True)
         for split in ("train", "test"):
-            (place / subset / f"{split}.jsonl").write_text(
+            (path / subset / f"{split}.jsonl").write_text(
                 json.dumps({"question": subset + split, "answer": 1})
             )
     files = "\n".join(
@@ -57,21 +57,21 @@ def test_a_downloaded_copy_of_a_known_set_keeps_its_subset_and_splits(tmp_path: 
         + "\n".join(f"  - split: {split}\n    path: {subset}/{split}.jsonl" for split in ("train", "test"))
         for subset in ("main", "socratic")
     )
-    (place / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
-    source = Source(name="gsm8k", path=str(place))
+    (path / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
+    source = Source(name="gsm8k", path=str(path))
     assert [q.text for q in load_questions(source, "train").questions] == ["maintrain"]
     assert [q.text for q in load_questions(source, "heldout").questions] == ["maintest"]
-    other = Source(name="gsm8k", path=str(place), subset="socratic", split="test")
+    other = Source(name="gsm8k", path=str(path), subset="socratic", split="test")
     assert [q.text for q in load_questions(other, "train").questions] == ["socratictest"]
 
 
-def test_an_unknown_split_gets_one_line(tmp_path: Path) -> None:
+def test_unknown_split_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; do this") as caught:
         list(read_hub(str(folder(tmp_path)), None, "dev", "do this"))
     assert "\n" not in str(caught.value)
 
 
-def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+def test_folders_written_by_save_to_disk(tmp_path: Path) -> None:
     single = datasets.Dataset.from_list(ROWS)
     single.save_to_disk(tmp_path / "single")
     datasets.DatasetDict({"train": single}).save_to_disk(tmp_path / "both")
@@ -81,13 +81,13 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
         list(read_hub(str(tmp_path / "both"), None, "dev", ""))
 
 
-def test_nested_rows_come_as_plain_values(tmp_path: Path) -> None:
+def test_nested_rows_are_plain_values(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
     datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "verl")
     assert list(read_hub(str(tmp_path / "verl"), None, "train", "")) == [row]
 
 
-def stored(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
+def fake_load_dataset(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
     def load_dataset(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
         calls.append((path, name, split))
         return datasets.Dataset.from_list([{**row, "id": 1}])
@@ -95,8 +95,8 @@ def stored(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
     return load_dataset
 
 
-def rows_of_the_known_sets() -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A row of each in the form that its card on the hub describes."""
+def rows_of_known_datasets() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (name, row, answer) of each known data set, in the form that its card on the hub describes."""
     yield "gsm8k", {"question": "q", "answer": "w\n#### 18"}, "18"
     yield "math", {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": "so \\boxed{2}"}, "2"
     verl = {"prompt": "q", "solution": "34", "source_prompt": [{"role": "user", "content": "Solve: q"}]}
@@ -113,12 +113,12 @@ def rows_of_the_known_sets() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "olympiadbench", {"question": "q", "solution": ["s"], "final_answer": ["$2$"], "context": None}, "2"
 
 
-@pytest.mark.parametrize(("name", "row", "answer"), list(rows_of_the_known_sets()))
-def test_a_known_set_is_asked_for_and_read_as_its_card_says(
+@pytest.mark.parametrize(("name", "row", "answer"), list(rows_of_known_datasets()))
+def test_known_datasets_are_requested_and_read_as_their_cards_describe(
     name: Any, row: dict[str, Any], answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(datasets, "load_dataset", stored(row, calls))
+    monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset(row, calls))
     known = KNOWN[name]
     if known.eval_split:
         load_questions(Source(name=name), "heldout")
@@ -131,14 +131,14 @@ def test_a_known_set_is_asked_for_and_read_as_its_card_says(
     assert calls[-1][2] == "any"
 
 
-def test_every_known_name_has_its_set_and_evaluation_sets_that_exist() -> None:
-    assert {name for name, _, _ in rows_of_the_known_sets()} == set(KNOWN) == set(DATASETS)
+def test_all_known_names_have_a_dataset_with_existing_evaluation_sets() -> None:
+    assert {name for name, _, _ in rows_of_known_datasets()} == set(KNOWN) == set(DATASETS)
     for known in KNOWN.values():
         assert all(KNOWN[name].eval_split for name in known.evaluation)
         assert known.evaluation if known.train_split else known.eval_split
 
 
-def test_the_page_on_data_says_what_the_code_does() -> None:
+def test_documentation_lists_the_known_datasets() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
     for name, known in KNOWN.items():
@@ -149,12 +149,12 @@ def test_the_page_on_data_says_what_the_code_does() -> None:
             assert split in rows[name]
 
 
-def test_the_default_parts_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_sources_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: _numbered(calls, *a, **k))
     task = build_task(DataTask(name="dapo-math-17k"))
     assert list(task.heldout_sets()) == ["aime24", "aime25", "amc23"]
-    assert len(calls) == 3, "evaluation alone does not read the training set"
+    assert len(calls) == 3, "evaluation does not read the training set"
     assert len(task.train_problems()) == 1
     assert calls[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
 
@@ -165,33 +165,33 @@ def _numbered(calls: list[tuple[Any, ...]], path: str, name: str | None, split: 
     return datasets.Dataset.from_list([row])
 
 
-def refuse(*_: Any, **__: Any) -> Any:
+def raise_connection_error(*_: Any, **__: Any) -> Any:
     raise ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)\nand more")
 
 
 @pytest.mark.parametrize(
-    ("source", "part", "wayout"),
+    ("source", "part", "hint"),
     [
         (Source(name="gsm8k"), "train", "--set 'task.train={name: gsm8k, path: FILE}'"),
         (Source(name="aime24"), "heldout", "--set 'task.heldout={name: aime24, path: FILE}'"),
         (Source(path="some/where"), "train", "--set task.train=FILE"),
     ],
 )
-def test_a_hub_out_of_reach_gets_one_line_with_the_way_out(
-    source: Source, part: Any, wayout: str, monkeypatch: pytest.MonkeyPatch
+def test_unreachable_hub_is_reported_in_one_line_with_a_hint(
+    source: Source, part: Any, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset", raise_connection_error)
     with pytest.raises(ConfigError) as caught:
         load_questions(source, part)
     message = str(caught.value)
     assert "\n" not in message
     assert "Couldn't reach" in message
-    assert wayout in message
+    assert hint in message
     assert (source.path or KNOWN["gsm8k" if part == "train" else "aime24"].hub_id) in message
 
 
-def test_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own error for a hub that may not be asked, whatever class it has in this version."""
+def test_offline_mode_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the library in offline mode, of any class."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"nobody/nothing.*split 'train': cannot be loaded"):

@@ -1,4 +1,4 @@
-"""The text around a question: the paper's, and whatever a user writes."""
+"""Prompts: the known templates, custom templates and instructions around a question."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ What is $1+1$?
 Remember to put your answer on its own line after "Answer:"."""
 
 
-def test_the_paper_s_prompt_to_the_letter() -> None:
+def test_prompt_of_the_paper_is_reproduced_exactly() -> None:
     assert build_prompt("What is $1+1$?", "answer-line") == (Message("user", PAPER),)
 
 
@@ -30,16 +30,16 @@ def test_boxed_plain_and_a_system_message() -> None:
     assert build_prompt("q", "plain") == (Message("user", "q"),)
 
 
-def test_a_template_of_one_s_own_is_filled_in_literally() -> None:
+def test_custom_template_is_filled_literally() -> None:
     (message,) = build_prompt("{x} \\1 {question} %s", "<{a}> {question} {0} %d")
     assert message.content == "<{a}> {x} \\1 {question} %s {0} %d"
 
 
-def test_the_names_are_those_that_the_config_knows() -> None:
+def test_template_names_equal_those_of_the_config() -> None:
     assert tuple(TEMPLATES) == TEMPLATE_NAMES
 
 
-def test_an_instruction_that_came_with_the_question_is_replaced_not_doubled() -> None:
+def test_instruction_around_the_question_is_replaced() -> None:
     assert build_prompt(PAPER, "answer-line") == (Message("user", PAPER),)
     assert build_prompt(PAPER, "boxed") == build_prompt("What is $1+1$?", "boxed")
     assert build_prompt(PAPER, "plain") == (Message("user", PAPER),)
@@ -47,17 +47,17 @@ def test_an_instruction_that_came_with_the_question_is_replaced_not_doubled() ->
 
 
 @pytest.mark.parametrize("end", ["\n", "  ", "\n\n \t"])
-def test_an_instruction_comes_off_whatever_blanks_follow_it(end: str) -> None:
+def test_instruction_is_removed_with_trailing_blanks(end: str) -> None:
     assert bare_question(PAPER + end) == "What is $1+1$?"
     assert build_prompt(PAPER + end, "boxed") == build_prompt("What is $1+1$?", "boxed")
 
 
 @given(question=st.text(min_size=1), template=st.sampled_from(TEMPLATE_NAMES))
-def test_a_known_instruction_comes_off_again(question: str, template: str) -> None:
+def test_known_instruction_is_removed(question: str, template: str) -> None:
     (message,) = build_prompt(question, template)
     assert bare_question(message.content) == bare_question(question)
 
 
 @pytest.mark.parametrize("text", ["What is 1+1?", "", "Remember to put your answer on its own line"])
-def test_a_bare_question_stays_as_it_is(text: str) -> None:
+def test_bare_question_is_unchanged(text: str) -> None:
     assert bare_question(text) == text

@@ -1,4 +1,4 @@
-"""The task of data sets and files: what training sees, what it never sees, and that neither depends on chance."""
+"""Question-answer task: training problems and evaluation sets are disjoint and reproducible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.registry import QuestionAnswers, build_task
+from bandpo_cli.tasks.question_answers import QuestionAnswerTask
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.types import Message, Problem
 
 
@@ -28,11 +29,11 @@ def jsonl(path: Path, content: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswers:
+def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswerTask:
     task = build_task(
         DataTask.model_validate({"name": "data", "train": train, "heldout": heldout, **settings})
     )
-    assert isinstance(task, QuestionAnswers)
+    assert isinstance(task, QuestionAnswerTask)
     return task
 
 
@@ -40,7 +41,7 @@ def answers(problems: Any) -> set[int]:
     return {int(problem.answer) for problem in problems}
 
 
-def test_a_problem_in_full(tmp_path: Path) -> None:
+def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     train = {"path": jsonl(tmp_path / "x.jsonl", rows(1, 2)), "grader": "number", "label": "sums"}
     heldout = jsonl(tmp_path / "test.jsonl", rows(2, 3))
     task = data_task(train, heldout, template="Q: {question}", system="Be brief.")
@@ -58,7 +59,7 @@ def test_a_problem_in_full(tmp_path: Path) -> None:
     assert data_task(train, heldout, grader="my.module:judge").train_problems()[0].grader == "my.module:judge"
 
 
-def test_the_template_changes_neither_ids_nor_order_nor_split(tmp_path: Path) -> None:
+def test_template_changes_neither_ids_nor_order_nor_split(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows(0, 50))
     one, other = data_task(path), data_task(path, template="plain", system="Be brief.")
     assert [p.id for p in one.train_problems()] == [p.id for p in other.train_problems()]
@@ -73,11 +74,11 @@ def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> 
     problems = data_task(paths, jsonl(tmp_path / "t.jsonl", rows(5000, 5001))).train_problems()
     assert len(problems) == 600
     from_a = sum(problem.source == "a" for problem in problems[:100])
-    assert 35 < from_a < 65  # 3 standard deviations of a fair draw of 100 from the 600
+    assert 35 < from_a < 65  # 3 standard deviations for a random sample of 100 of the 600
     assert problems[:100] != sorted(problems[:100], key=lambda problem: int(problem.answer))
 
 
-def test_the_order_of_rows_and_of_sources_does_not_matter(tmp_path: Path) -> None:
+def test_order_of_rows_and_sources_does_not_matter(tmp_path: Path) -> None:
     content = rows(0, 200)
     a, b = jsonl(tmp_path / "a.jsonl", content[:100]), jsonl(tmp_path / "b.jsonl", content[100:])
     first = data_task([a, b])
@@ -89,7 +90,7 @@ def test_the_order_of_rows_and_of_sources_does_not_matter(tmp_path: Path) -> Non
     assert (second.train_problems(), second.heldout_sets()) == (train, heldout)
 
 
-def test_the_split_is_by_hash_and_rows_added_later_move_nothing(tmp_path: Path) -> None:
+def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
     small = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1000)), heldout_fraction=0.1)
     heldout = small.heldout_sets()["x"]
     assert 70 < len(heldout) < 130  # 3 standard deviations around 100
@@ -102,14 +103,14 @@ def test_the_split_is_by_hash_and_rows_added_later_move_nothing(tmp_path: Path) 
     assert answers(fewer.heldout_sets()["x"]) < answers(heldout)
 
 
-def test_the_split_is_fixed_for_good(tmp_path: Path) -> None:
-    # Literal: another version must not train on what this one evaluates on.
+def test_split_is_fixed(tmp_path: Path) -> None:
+    # Literal: a later version must not train on problems that this one evaluates on.
     task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)))
     assert [int(problem.answer) // 2 for problem in task.heldout_sets()["x"]] == [18, 59, 40, 14, 60]
     assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
 
 
-def test_the_same_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
+def test_one_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
     both = [{**row, "answer": f"{sign}{row['answer']}"} for row in rows(1, 200) for sign in ("", "-")]
     task = data_task(jsonl(tmp_path / "x.jsonl", both), heldout_fraction=0.3)
     heldout, train = answers(task.heldout_sets()["x"]), answers(task.train_problems())
@@ -118,7 +119,7 @@ def test_the_same_question_with_two_answers_is_on_one_side(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("count", range(2, 12))
-def test_few_problems_still_give_both_sides(tmp_path: Path, count: int) -> None:
+def test_few_problems_give_both_sides(tmp_path: Path, count: int) -> None:
     task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=0.01)
     assert len(task.heldout_sets()["x"]) == 1
     assert len(task.train_problems()) == count - 1
@@ -135,7 +136,7 @@ def test_several_sources_are_split_into_one_set(tmp_path: Path) -> None:
     assert list(data_task(paths).heldout_sets()) == ["heldout"]
 
 
-def test_what_an_evaluation_set_holds_is_not_trained_on(tmp_path: Path) -> None:
+def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", rows(0, 10))
     asked_otherwise = [
         {"problem": "what is  $3+3$?\n", "answer": "six"},
@@ -147,16 +148,16 @@ def test_what_an_evaluation_set_holds_is_not_trained_on(tmp_path: Path) -> None:
     ]
     task = data_task(train, heldout)
     assert answers(task.train_problems()) == {0, 2, 4, 10, 12, 14, 16, 18}
-    assert "train: 2 problems left out, in an evaluation set too" in task.notes()
+    assert "train: 2 problems dropped, also in an evaluation set" in task.notes()
 
 
-def test_training_on_the_evaluation_set_leaves_nothing(tmp_path: Path) -> None:
+def test_training_on_the_evaluation_set_is_rejected(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows(0, 10))
-    with pytest.raises(ConfigError, match=r"every problem is in an evaluation set too"):
+    with pytest.raises(ConfigError, match=r"every problem is also in an evaluation set"):
         data_task(path, path).train_problems()
 
 
-def test_ids_that_number_both_files_alike_are_told_apart(tmp_path: Path) -> None:
+def test_equal_ids_in_both_files_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     source = {"fields": {"id": "n"}, "label": "x"}
@@ -172,7 +173,7 @@ def test_ids_that_number_both_files_alike_are_told_apart(tmp_path: Path) -> None
 
 
 def verl_rows(copies: int) -> list[dict[str, Any]]:
-    """As DAPO's own file has them: the instruction in the message, each problem repeated."""
+    """Return rows as in the file of DAPO: the instruction in the message, and each problem repeated."""
     ask = (
         "Solve the following math problem step by step. The last line of your response should be of the form "
         "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
@@ -191,15 +192,15 @@ def verl_rows(copies: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_verl_parquet_is_read_as_it_is(tmp_path: Path) -> None:
+def test_verl_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "dapo-math-17k.parquet"
     content = verl_rows(copies=100)
     pq.write_table(pa.Table.from_pylist(content), path)
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
-    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="no use")
+    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="unused")
     problems = task.train_problems()
     assert answers(problems) == {2 * n for n in range(20)} - {6}, (
-        "the repeats and the evaluation problem are gone"
+        "without the repeats and the evaluation problem"
     )
     problem = min(problems, key=lambda problem: int(problem.answer))
     assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
@@ -207,23 +208,23 @@ def test_a_verl_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [
         "test: 1 evaluation problem",
-        "dapo-math-17k: 20 train problems; left out: 1,980 repeated",
-        "dapo-math-17k: brings chat messages; task.template and task.system do not apply",
-        "train: 1 problem left out, in an evaluation set too",
+        "dapo-math-17k: 20 training problems; dropped: 1,980 repeated",
+        "dapo-math-17k: has chat messages; task.template and task.system do not apply",
+        "train: 1 problem dropped, also in an evaluation set",
     ]
 
 
-def test_notes_say_what_was_read_and_left_out(tmp_path: Path) -> None:
+def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     content = [*rows(0, 1000), {"question": "no answer", "answer": None}]
     task = data_task({"path": jsonl(tmp_path / "x.jsonl", content), "limit": 900})
     assert task.notes() == []
     count = len(task.heldout_sets()["x"])
     assert task.notes() == [
-        "x: 900 train problems; left out: 1 without an answer, 100 beyond the limit",
-        f"x: {count} of 900 problems kept for evaluation (heldout_fraction = 0.05)",
+        "x: 900 training problems; dropped: 1 without an answer, 100 over the limit",
+        f"x: {count} of 900 problems held out for evaluation (heldout_fraction = 0.05)",
     ]
     task.train_problems()
-    assert len(task.notes()) == 2, "what was read is not read again"
+    assert len(task.notes()) == 2, "each source is read once"
 
 
 def test_each_file_is_read_once(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
     assert task.heldout_sets() is heldout
 
 
-def test_a_known_name_with_files_of_one_s_own(tmp_path: Path) -> None:
+def test_known_dataset_with_local_files(tmp_path: Path) -> None:
     train, test = jsonl(tmp_path / "train.jsonl", rows(0, 10)), jsonl(tmp_path / "t.jsonl", rows(10, 12))
     local = {"name": "gsm8k", "path": train}
     task = build_task(DataTask.model_validate({"name": "gsm8k", "train": local, "heldout": [test]}))
@@ -252,7 +253,9 @@ def test_a_known_name_with_files_of_one_s_own(tmp_path: Path) -> None:
         ({"name": "gsm8k", "heldout": ["math500", "math500"]}, ["task.heldout", "'math500'", "label:"]),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_read(settings: dict[str, Any], parts: list[str]) -> None:
+def test_invalid_settings_are_reported_before_a_file_is_read(
+    settings: dict[str, Any], parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         build_task(DataTask.model_validate(settings)).train_problems()
     assert "\n" not in str(caught.value)
@@ -260,7 +263,7 @@ def test_what_cannot_be_is_said_before_anything_is_read(settings: dict[str, Any]
         assert part in str(caught.value)
 
 
-def test_the_room_is_light_to_import() -> None:
+def test_import_loads_no_heavy_package() -> None:
     code = "import sys, bandpo_cli.tasks.registry; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

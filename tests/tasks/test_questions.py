@@ -1,4 +1,4 @@
-"""One source: what becomes of its rows, and the one line when nothing does."""
+"""Questions of one source: rows become questions or are counted, and errors are one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: li
     path = jsonl(tmp_path / "fuzz.jsonl", [*rows, {"question": "sure", "answer": "1"}])
     given_fields = Fields(question="question", answer="answer", id="id")
     loaded = load_questions(Source(path=path, fields=given_fields), "train")
-    assert len(loaded.questions) + sum(loaded.left_out.values()) == len(rows) + 1
+    assert len(loaded.questions) + sum(loaded.dropped.values()) == len(rows) + 1
     assert all(question.answer.encode() and question.key for question in loaded.questions)
     json.dumps([question.extra for question in loaded.questions], allow_nan=False)
     bare = Source(path=jsonl(tmp_path / "fuzz.jsonl", rows))
@@ -55,7 +55,7 @@ def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: li
         return
 
 
-def test_unusable_rows_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [
         {"question": "good", "answer": 1},
         {"question": "good", "answer": 1.0},
@@ -68,16 +68,16 @@ def test_unusable_rows_are_counted_and_left_out(tmp_path: Path) -> None:
     ]
     loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
     assert [(question.text, question.answer) for question in loaded.questions] == [("good", "1")]
-    assert loaded.left_out == {"repeated": 1, "without a question": 4, "without an answer": 2}
+    assert loaded.dropped == {"repeated": 1, "without a question": 4, "without an answer": 2}
 
 
-def test_a_grader_of_one_s_own_may_have_an_answer_of_several_lines(tmp_path: Path) -> None:
+def test_custom_grader_may_have_an_answer_of_several_lines(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "First this.\nThen that."}])
     (question,) = load_questions(Source(path=path, grader="my.module:judge"), "train").questions
     assert (question.answer, question.grader) == ("First this.\nThen that.", "my.module:judge")
 
 
-def test_no_usable_row_at_all(tmp_path: Path) -> None:
+def test_no_usable_row(tmp_path: Path) -> None:
     path = jsonl(
         tmp_path / "x.jsonl", [{"question": "q", "answer": "a\nb", "n": 1}, {"question": "", "answer": "1"}]
     )
@@ -92,7 +92,7 @@ def test_no_usable_row_at_all(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_no_field_found_lists_the_fields_and_the_mapping(tmp_path: Path) -> None:
+def test_missing_field_error_lists_the_fields_and_the_mapping(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"text": "q", "answer": "1", "gold": 2}])
     message = error_of(Source(path=path))
     assert "no field found for the question; its fields: text, answer, gold" in message
@@ -102,13 +102,13 @@ def test_no_field_found_lists_the_fields_and_the_mapping(tmp_path: Path) -> None
     assert "fields: {question: ..., answer: ...}" in message
 
 
-def test_a_mapped_field_that_no_row_has(tmp_path: Path) -> None:
+def test_configured_field_that_no_row_has(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}])
     message = error_of(Source(path=path, fields=Fields(answer="gold.value")))
-    assert "the answer in 'gold.value'; its fields: question, answer" in message
+    assert "the answer from 'gold.value'; its fields: question, answer" in message
 
 
-def test_empty_missing_and_misplaced(tmp_path: Path) -> None:
+def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [])
     assert "holds no rows" in error_of(Source(path=path))
     assert "No such file" in error_of(Source(path=str(tmp_path / "none.csv")))
@@ -118,7 +118,7 @@ def test_empty_missing_and_misplaced(tmp_path: Path) -> None:
     assert "has no evaluation part" in error_of(Source(name="dapo-math-17k"), "heldout")
 
 
-def test_fields_beyond_the_first_thousand_rows_are_read_too(tmp_path: Path) -> None:
+def test_rows_after_the_first_thousand_are_read(tmp_path: Path) -> None:
     rows = [{"question": f"q{n}", "answer": n} for n in range(2500)]
     loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
     assert [question.answer for question in loaded.questions] == [str(n) for n in range(2500)]
@@ -130,7 +130,7 @@ def test_levels(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows)
     loaded = load_questions(Source(path=path, levels=(3, 5)), "train")
     assert [(q.text, q.extra["level"]) for q in loaded.questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
-    assert loaded.left_out == {"of other levels": 3}
+    assert loaded.dropped == {"of other levels": 3}
     assert len(load_questions(Source(path=path), "train").questions) == 6
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
     assert "fields: {level: ...}" in error_of(Source(path=bare, levels=(3,)))
@@ -139,20 +139,20 @@ def test_levels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "kept"), [(1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))]
 )
-def test_a_limit_keeps_rows_evenly_spread(tmp_path: Path, limit: int, kept: list[int]) -> None:
+def test_limit_keeps_rows_evenly_spread(tmp_path: Path, limit: int, kept: list[int]) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
     loaded = load_questions(Source(path=path, limit=limit), "train")
     assert [int(question.answer) for question in loaded.questions] == kept
-    assert len(loaded.questions) + loaded.left_out.get("beyond the limit", 0) == 10
+    assert len(loaded.questions) + loaded.dropped.get("over the limit", 0) == 10
 
 
-def test_ids_are_given_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
+def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
     rows = [{"question": "1+1?", "answer": "2", "uid": 7}, {"question": "1+2?", "answer": "3", "uid": 7}]
     path = jsonl(tmp_path / "x.jsonl", rows)
     named = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
     assert [question.id for question in named.questions] == ["x/7"]
-    assert named.left_out == {"repeated": 1}
-    # Literal: an id names a problem in every run's record, and orders and splits the problems.
+    assert named.dropped == {"repeated": 1}
+    # Literal: the ids are stored in every run, and determine the order and the split of the problems.
     ids = [question.id for question in load_questions(Source(path=path), "train").questions]
     assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]
 
@@ -172,12 +172,12 @@ def test_labels(source: Source, label: str) -> None:
     assert source_label(source) == label
 
 
-def test_a_name_that_cannot_be_a_label() -> None:
+def test_file_name_that_cannot_be_a_label() -> None:
     with pytest.raises(ConfigError, match="give it a label:"):
         source_label(Source(path="数学.jsonl"))
 
 
-def test_the_key_ignores_what_does_not_make_another_question(tmp_path: Path) -> None:
+def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path) -> None:
     def key(text: Any) -> str:
         path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
         return load_questions(Source(path=path), "train").questions[0].key
@@ -200,7 +200,7 @@ def test_the_key_ignores_what_does_not_make_another_question(tmp_path: Path) -> 
     assert key(follow_up) != key(chat)
 
 
-def test_extra_keeps_what_a_grader_may_ask_for(tmp_path: Path) -> None:
+def test_extra_keeps_the_fields_for_graders(tmp_path: Path) -> None:
     row = {
         "question": "q",
         "answer": "1",

@@ -1,4 +1,4 @@
-"""The public sets as their authors publish them, where a copy is at hand: all problems, and answers known by eye."""
+"""Public data sets in their published form, if a copy is present: all problems, and answers checked by hand."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def load(file: str, name: str | None) -> LoadedQuestions:
         ("minerva_math.jsonl", "minerva", 272, ["1.6", "4.5e33"]),
     ],
 )
-def test_all_problems_with_their_answers(
+def test_number_of_problems_and_first_answers(
     file: str, name: str, count: int, first_answers: list[str], named: bool
 ) -> None:
     loaded = load(file, name if named else None)
     assert len(loaded.questions) == count
-    assert not loaded.left_out
+    assert not loaded.dropped
     assert [question.answer for question in loaded.questions][: len(first_answers)] == first_answers
     assert all(
         "\n" not in question.answer and "boxed" not in question.answer for question in loaded.questions
@@ -51,7 +51,7 @@ def test_competition_answers_are_whole_numbers(file: str, highest: int) -> None:
     assert all(-10 < int(question.answer) <= highest for question in load(file, None).questions)
 
 
-def test_each_gsm8k_answer_is_the_number_after_the_hashes() -> None:
+def test_gsm8k_answers_are_the_numbers_after_the_hashes() -> None:
     raw = (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
     expected = [line.rsplit("#### ", 1)[1].removesuffix('"}') for line in raw]
     given = [question.answer for question in load("gsm8k_test.jsonl", "gsm8k").questions]

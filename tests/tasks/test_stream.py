@@ -1,4 +1,4 @@
-"""The order of the problems: whole epochs, and one integer resumes it."""
+"""Problem stream: complete epochs in a reproducible order, resumed by one integer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ SIZES, SEEDS = st.integers(1, 12), st.integers(0, 2**32)
 
 
 @given(size=SIZES, seed=SEEDS, epoch=st.integers(0, 50))
-def test_each_epoch_holds_each_problem_once(size: int, seed: int, epoch: int) -> None:
+def test_each_epoch_contains_each_problem_once(size: int, seed: int, epoch: int) -> None:
     taken = ProblemStream(problems(size), seed).take(epoch * size, size)
     assert sorted(int(problem.id) for problem in taken) == list(range(size))
 
 
 @given(size=SIZES, seed=SEEDS, start=st.integers(0, 100), counts=st.lists(st.integers(0, 15), max_size=5))
-def test_pieces_make_the_whole(size: int, seed: int, start: int, counts: list[int]) -> None:
-    """A run that was stopped after any batch, and goes on in a new process, meets the same problems."""
-    whole = ProblemStream(problems(size), seed).take(start, sum(counts))
+def test_consecutive_batches_equal_one_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
+    """A run that is stopped after any batch and resumed in a new process gets the same problems."""
+    expected = ProblemStream(problems(size), seed).take(start, sum(counts))
     pieces, position = [], start
     for count in counts:
         pieces += ProblemStream(problems(size), seed).take(position, count)
         position += count
-    assert pieces == whole
+    assert pieces == expected
 
 
 @given(size=SIZES, seed=SEEDS, positions=st.lists(st.integers(0, 60), max_size=8))
-def test_a_position_has_its_problem_whatever_was_asked_before(
+def test_problem_at_a_position_does_not_depend_on_earlier_requests(
     size: int, seed: int, positions: list[int]
 ) -> None:
     stream = ProblemStream(problems(size), seed)
@@ -49,8 +49,8 @@ def test_epochs_and_seeds_differ() -> None:
     assert stream.take(0, 100) != ProblemStream(problems(100), seed=1).take(0, 100)
 
 
-def test_the_order_is_fixed_for_good() -> None:
-    # Literal: a run resumed under another version of Python must not meet other problems.
+def test_order_is_fixed() -> None:
+    # Literal: a run resumed with another version of Python must get the same problems.
     assert [problem.id for problem in ProblemStream(problems(6), seed=7).take(0, 6)] == [
         "2",
         "4",
@@ -61,7 +61,7 @@ def test_the_order_is_fixed_for_good() -> None:
     ]
 
 
-def test_nothing_to_give_and_negative_positions_are_refused() -> None:
+def test_empty_stream_and_negative_positions_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least one"):
         ProblemStream([], seed=0)
     with pytest.raises(ValueError, match="negative"):
@@ -69,8 +69,8 @@ def test_nothing_to_give_and_negative_positions_are_refused() -> None:
 
 
 @given(size=SIZES, seed=SEEDS, counts=st.lists(st.integers(0, 15), max_size=5))
-def test_next_goes_on_where_it_was(size: int, seed: int, counts: list[int]) -> None:
-    """A checkpoint keeps `position`; a stream set to it gives what the first would have given."""
+def test_next_continues_at_the_position(size: int, seed: int, counts: list[int]) -> None:
+    """A checkpoint stores `position`; a new stream set to it returns the same problems as the first."""
     stream = ProblemStream(problems(size), seed)
     given_so_far = [problem for count in counts for problem in stream.next(count)]
     assert stream.position == sum(counts)
@@ -80,7 +80,7 @@ def test_next_goes_on_where_it_was(size: int, seed: int, counts: list[int]) -> N
     assert resumed.next(7) == stream.next(7)
 
 
-def test_a_stream_starts_at_a_position_and_refuses_a_negative_one() -> None:
+def test_stream_starts_at_a_position_and_rejects_a_negative_one() -> None:
     stream = ProblemStream(problems(6), seed=7, position=4)
     assert [problem.id for problem in stream.next(2)] == ["0", "3"]
     with pytest.raises(ValueError, match="negative"):

@@ -1,0 +1,181 @@
+"""Files that are not stored completions: one line that names the row, for any content."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.storage.tables import write_eval_table
+from bandpo_cli.tasks.completions import read_completions
+from tests.tasks.stored_completions import FOREIGN, ROW, error_of, jsonl, mutations, nested, swaps
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ["holds no completions"]),
+        (b"\n\n  \n", ["holds no completions"]),
+        (b"[]", ["line 1", "expected an object"]),
+        (b'{"question": "q", "answer": "1"}', ["no field found for the completions", "'question', 'answer'"]),
+        (b'{"answer": "1", "completions": ["x"]}', ["no field found for the question"]),
+        (b'{"question": "q", "completions": ["x"]}', ["no field found for the answer"]),
+        (b'{"question": "q", "answer": "1", "completions": []}', ["row 1", "'completions'", "list of texts, not []"]),
+        (b'{"question": "q", "answer": "1", "completions": null}', ["row 1", "not None"]),
+        (b'{"question": "q", "answer": "1", "completions": 5}', ["row 1", "not 5"]),
+        (b'{"question": "q", "answer": "1", "completions": {"a": 1}}', ["row 1", "{'a': 1}"]),
+        (b'{"question": "q", "answer": "1", "completions": [["x"]]}', ["row 1", "must hold text, not ['x']"]),
+        (b'{"question": "q", "answer": "1", "completions": ["x", null]}', ["row 1", "not None"]),
+        (b'{"question": "q", "answer": "1", "completions": ["x", 5]}', ["row 1", "not 5"]),
+        (b'{"question": "q", "answer": null, "completions": ["x"]}', ["no field found for the answer"]),
+        (b'{"question": "q", "answer": NaN, "completions": ["x"]}', ["no field found for the answer"]),
+        (b'{"question": "q", "answer": {}, "completions": ["x"]}', ["no field found for the answer"]),
+        (b'{"question": "q", "answer": [], "completions": ["x"]}', ["no field found for the answer"]),
+        (b'{"question": 7, "answer": "1", "completions": ["x"]}', ["no field found for the question"]),
+        (b'{"question": " ", "answer": "1", "completions": ["x"]}', ["no field found for the question"]),
+        (b'{"question": "q", "answer": "1", "completions": ["\xff"]}', ["line 1", "UTF-8"]),
+        (b'{"question": "q", "answer": "1", "completions": ["x"', ["line 1", "not readable as JSON"]),
+        (b'{"a\\nb": 1, "c": 2}', ["no field found"]),
+        (b'{"question": "q", "answer": "1", "completions": ' + nested(100_000).encode() + b"}", ["line 1"]),
+        (b'{"question": "q", "answer": "1", "completions": ' + nested(900).encode() + b"}", ["row 1"]),
+        (b'{"question": "q", "answer": ' + nested(900).encode() + b', "completions": ["x"]}', ["answer"]),
+        (b'{"x": "' + b"a" * 5_000_000 + b'"}', ["no field found"]),
+        (b'{"' + b"a" * 5_000_000 + b'": 1}', ["no field found"]),
+        (b'{"question": "q", "answer": "1", "completions": [' + b"1," * 1_000_000 + b"1]}", ["must hold text"]),
+        (b'{"question": "q", "answer": ' + b"9" * 10_000 + b', "completions": ["x"]}', ["line 1"]),
+    ],
+)  # fmt: skip
+def test_invalid_jsonl_files(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    line = error_of(path)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("second", "parts"),
+    [
+        ({"question": "q", "answer": "1"}, ["row 2", "'completions'", "not None"]),
+        ({"answer": "1", "completions": ["x"]}, ["row 2", "'question' holds no question: None"]),
+        ({"question": "q", "answer": {}, "completions": ["x"]}, ["row 2", "'answer' holds no answer: {}"]),
+        ({"question": "q", "answer": math.inf, "completions": ["x"]}, ["row 2", "no answer: inf"]),
+    ],
+)
+def test_error_in_a_later_row_names_the_row(tmp_path: Path, second: dict, parts: list[str]) -> None:
+    first = {"question": "p", "answer": "1", "completions": ["x"]}
+    line = error_of(jsonl(tmp_path / "a.jsonl", first, second))
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"text": None}, ["row 2", "'text' must hold text, not None"]),
+        ({"text": 5}, ["'text'", "not 5"]),
+        ({"problem_id": None}, ["'problem_id'"]),
+        ({"reference": 2}, ["'reference'"]),
+        ({"grader": None}, ["'grader'"]),
+        ({"prompt": ["x"]}, ["'prompt'"]),
+        ({"task": None}, ["'task'"]),
+        ({"task": "a/b"}, ["'task' = 'a/b'", "metric"]),
+        ({"task": "[/x]"}, ["'task' = '[/x]'"]),
+        ({"length": -1}, ["'length'", "-1"]),
+        ({"length": 1.5}, ["'length'", "1.5"]),
+        ({"length": 2**31}, ["'length'"]),
+        ({"length": "x"}, ["'length'", "'x'"]),
+        ({"length": True}, ["'length'"]),
+        ({"length": [1]}, ["'length'"]),
+        ({"length": 10**400}, ["'length'"]),
+        ({"logprob_sum": math.inf}, ["'logprob_sum'", "inf"]),
+        ({"logprob_sum": 10**400}, ["'logprob_sum'"]),
+        ({"finish_reason": 3}, ["'finish_reason'"]),
+        ({"extra": "{"}, ["'extra' must hold a JSON object, not '{'"]),
+        ({"extra": "[1]"}, ["'extra'"]),
+        ({"extra": nested(100_000)}, ["'extra'"]),
+        ({"extra": 5}, ["'extra'"]),
+        ({"reference": "3"}, ["'p1' has another reference"]),
+        ({"grader": "math"}, ["'p1' has another reference or grader"]),
+    ],
+)
+def test_invalid_values_in_an_own_table(tmp_path: Path, change: dict, parts: list[str]) -> None:
+    line = error_of(jsonl(tmp_path / "a.jsonl", ROW, {**ROW, **change}))
+    for part in (*parts, "row 2"):
+        assert part in line
+
+
+@pytest.mark.parametrize("missing", ["problem_id", "reference", "text", "task"])
+def test_missing_field_in_an_own_table(tmp_path: Path, missing: str) -> None:
+    row = {key: value for key, value in ROW.items() if key != missing}
+    assert f"row 2: '{missing}' must hold text, not None" in error_of(jsonl(tmp_path / "a.jsonl", ROW, row))
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere.jsonl", "nowhere.parquet", "folder.jsonl", "folder.parquet", "a.txt", ""]
+)
+def test_paths_that_are_not_data_files(tmp_path: Path, name: str) -> None:
+    for folder in ("folder.jsonl", "folder.parquet"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    error_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PAR1", b"PAR1PAR1", b"not parquet at all, but long enough to look at"]
+)
+def test_invalid_parquet_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content)
+    assert "not readable as Parquet" in error_of(path)
+
+
+def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> None:
+    assert "holds no completions" in error_of(write_eval_table(tmp_path / "none.parquet", []))
+    for name, column in (
+        ("text", pa.array([b"\xff"], pa.binary())),
+        ("text", pa.array([["x"]])),
+        ("reference", pa.array([2.5])),
+        ("length", pa.array([{"x": 1}])),
+        ("extra", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
+    ):
+        table = pa.Table.from_pylist([dict(ROW)])
+        table = table.set_column(table.column_names.index(name), name, column)
+        pq.write_table(table, tmp_path / "odd.parquet")
+        assert f"'{name}'" in error_of(tmp_path / "odd.parquet")
+
+
+def is_accepted(path: Path, content: bytes) -> bool:
+    """Return True if the file is read; if it is rejected, the message must be one line."""
+    path.write_bytes(content)
+    try:
+        sets = read_completions(path)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+    else:
+        for stored in (stored for problems in sets.values() for stored in problems):
+            assert all(isinstance(each.text, str) for each in stored.completions_G)
+            stored.problem.answer.encode()
+        return True
+    assert len(lines) == 1
+    return False
+
+
+def test_mutated_files_are_read_or_rejected_in_one_line(tmp_path: Path) -> None:
+    """1,600 files with fixed seeds: mutated bytes of a Parquet table and of JSON rows, and values of other types."""
+    table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
+    text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
+    read = [is_accepted(tmp_path / "m.parquet", each) for each in mutations(table, 1, 400)]
+    read += [is_accepted(tmp_path / "m.jsonl", each) for each in mutations(text, 2, 400)]
+    for seed, rows in ((3, [dict(ROW), dict(ROW)]), (4, FOREIGN)):
+        for changed in swaps(rows, seed, 400):
+            read.append(
+                is_accepted(tmp_path / "s.jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
+            )
+    assert len(read) == 1600
+    assert 0.05 < sum(read) / len(read) < 0.95, "some files are read and some are rejected"
