@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=[512, 8, 0], ids=["shared-prompts-masked", "some", "all-apart"])
 def _layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways that attention takes rows with several completions, and a mixture of them."""
-    monkeypatch.setattr(packing, "MAX_MASKED", request.param)
+    monkeypatch.setattr(packing, "MAX_MASKED_ROW_TOKENS", request.param)
 
 
 def padded(model: PreTrainedModel, rows: list[Row], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    AttentionInterface.register("lengths", attention._packed(varlen, attention._in_one_call))
+    AttentionInterface.register("lengths", attention._packed(varlen, attention._attend_varlen))
     model.set_attn_implementation("lengths")
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)

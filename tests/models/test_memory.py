@@ -54,8 +54,8 @@ def test_parts_add_up_by_hand(tmp_path: Path) -> None:
             }
         ]
     )
-    estimate = estimate_memory(config, own_sampler=True)
-    assert estimate.held == {
+    estimate = estimate_memory(config, trainer_samples=True)
+    assert estimate.always == {
         "weights": 2 * numel,
         "gradients": 4 * numel,
         "AdamW": 8 * numel,
@@ -65,9 +65,9 @@ def test_parts_add_up_by_hand(tmp_path: Path) -> None:
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
-    without = estimate_memory(config, own_sampler=False)
+    without = estimate_memory(config, trainer_samples=False)
     assert without.sampling == {}
-    assert without.peak == sum(without.held.values()) + sum(without.update.values())
+    assert without.peak == sum(without.always.values()) + sum(without.update.values())
 
 
 def test_checkpointing_keeps_far_less(tmp_path: Path) -> None:
@@ -96,6 +96,6 @@ def test_a_completion_longer_than_a_micro_batch_counts_whole(tmp_path: Path) -> 
             "sampling": {"max_prompt_tokens": 30, "max_tokens": 20},
             "optim": {"micro_batch_tokens": micro_batch_tokens},
         }
-        return sum(estimate_memory(resolve([layer]), own_sampler=True).update.values())
+        return sum(estimate_memory(resolve([layer]), trainer_samples=True).update.values())
 
     assert update_bytes(8) == update_bytes(50) < update_bytes(100)

@@ -97,33 +97,35 @@ def test_every_token_is_found_again_and_sees_what_it_should(rows: list[tuple[int
             segment_of += [segment] * length
             position_of += range(length) if segment == 0 else range(lengths[0], lengths[0] + length)
     tokens = len(row_of)
-    before, packing.MAX_MASKED = packing.MAX_MASKED, limit
+    before, packing.MAX_MASKED_ROW_TOKENS = packing.MAX_MASKED_ROW_TOKENS, limit
     try:
         packed = Packing(tuple(rows), CPU)
         blocks = packed.blocks
     finally:
-        packing.MAX_MASKED = before
-    assert torch.equal(packed.take[packed.keep], torch.arange(tokens))
+        packing.MAX_MASKED_ROW_TOKENS = before
+    assert torch.equal(packed.gather_index[packed.scatter_index], torch.arange(tokens))
     assert torch.equal(
-        torch.cat([block.take for block in blocks])[packed.block_scatter_index], torch.arange(tokens)
+        torch.cat([block.gather_index for block in blocks])[packed.block_scatter_index], torch.arange(tokens)
     )
-    assert packed.boundaries.diff().sum() == len(packed.take)
+    assert packed.boundaries.diff().sum() == len(packed.gather_index)
     assert packed.longest == packed.boundaries.diff().max()
 
     kept = packed.block_scatter_index.tolist()
     first = 0
     for block in blocks:
         count, length = block.shape
-        assert len(block.take) == count * length
+        assert len(block.gather_index) == count * length
         for window in (None, 3):
             mask = block.mask(window)
             sees = torch.ones(length, length, dtype=torch.bool).tril()[None] if mask is None else mask[:, 0]
             sees = sees.expand(count, length, length)
             for token, place in enumerate(kept):
-                if not first <= place < first + len(block.take):
+                if not first <= place < first + len(block.gather_index):
                     continue
                 sequence, column = divmod(place - first, length)
-                seen = sorted(block.take.view(count, length)[sequence][sees[sequence, column]].tolist())
+                seen = sorted(
+                    block.gather_index.view(count, length)[sequence][sees[sequence, column]].tolist()
+                )
                 expected = [
                     other
                     for other in range(token + 1)
@@ -132,7 +134,7 @@ def test_every_token_is_found_again_and_sees_what_it_should(rows: list[tuple[int
                     and (window is None or position_of[token] - position_of[other] < window)
                 ]
                 assert seen == expected
-        first += len(block.take)
+        first += len(block.gather_index)
 
 
 def test_nothing_outside_attention_is_padded() -> None:

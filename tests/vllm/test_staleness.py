@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from bandpo_cli.sampling import vllm_worker
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
-from bandpo_cli.sampling.engines import vllm_worker
 from tests.vllm.conftest import Running, perturb
 
 pytestmark = pytest.mark.vllm
