@@ -66,8 +66,8 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
             raise
         if "trust_remote_code" in text:
             raise UserError(
-                f"model.path = {path!r}: contains custom Python code, which runs only if you allow it; if you trust it: "
-                "--set model.trust_remote_code=true"
+                f"model.path = {path!r}: contains custom Python code, which does not run unless you allow it; "
+                "if you trust it: --set model.trust_remote_code=true"
             ) from None
         line = first_line(text, max_chars=300)
         raise UserError(f"model.path = {path!r}: {what}: {type(error).__name__}: {line}") from None
