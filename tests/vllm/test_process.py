@@ -58,7 +58,7 @@ def test_a_model_that_vllm_cannot_run_is_a_line() -> None:
     policy = random_policy("llama")
     policy.model.config.head_dim = 6
     with pytest.raises(
-        UserError, match=r"sampling.engine = 'vllm': it cannot run this model.+head_dim=6"
+        UserError, match=r"sampling.engine = 'vllm': vLLM cannot run this model.+head_dim=6"
     ) as caught:
         start(policy)
     assert "\n" not in str(caught.value)

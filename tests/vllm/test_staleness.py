@@ -113,7 +113,7 @@ def test_a_prefix_cache_that_is_not_reset(qwen2: Running, monkeypatch: pytest.Mo
     """vLLM says so; and where it only claims to have reset it, the continued probe reads the old keys and values."""
     engine = qwen2.sampler._llm
     monkeypatch.setattr(engine, "reset_prefix_cache", lambda: False)
-    with pytest.raises(StaleEngineError, match="kept cached prompts"):
+    with pytest.raises(StaleEngineError, match="did not clear the cached prompts"):
         qwen2.sync()
     monkeypatch.setattr(engine, "reset_prefix_cache", lambda: True)
     with pytest.raises(StaleEngineError, match="log-probs of a fixed sequence"):
