@@ -52,3 +52,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
     matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)  # long ones take minutes
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def first_line(error: BaseException | str, max_chars: int = 200) -> str:
+    """Return the first non-empty line of an error's text, cut to `max_chars`; its class name where it has no text."""
+    lines = (line for line in map(str.strip, str(error).splitlines()) if line)
+    return next(lines, "" if isinstance(error, str) else type(error).__name__)[:max_chars]

@@ -1,4 +1,4 @@
-"""What all tests share: small random-weight models made on the spot, and a Ctrl-C that reaches what they start."""
+"""Shared test set-up: small models with random weights, one torch thread, and Ctrl-C for child processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHAPE = {
@@ -24,7 +24,7 @@ SHAPE = {
 
 
 def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model with 2 layers and weights wide enough that its distributions are far from uniform."""
+    """Return a float32 model with 2 layers and weights large enough that its distributions are far from uniform."""
     torch.manual_seed(seed)
     if kind == "llama":
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Sums are split among threads, so what is to be equal bit for bit has the same number of them everywhere."""
+    """Set torch to one thread: sums are split among threads, so bit-identical results need an equal number of them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

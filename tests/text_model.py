@@ -1,4 +1,4 @@
-"""A small random-weight language model with a tokenizer and a chat template of its own, made on the spot."""
+"""A small language model with random weights, a trained tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def save_text_model(
     hidden: int = 128,
     seed: int = 0,
 ) -> Path:
-    """Write a Qwen2 folder whose byte-level BPE was trained on `corpus`; return the folder.
+    """Write a Qwen2 folder with a byte-level BPE tokenizer trained on `corpus`; return the folder.
 
-    Heads have 64 dimensions, as the models have that people train.
+    Attention heads have 64 dimensions, as those of common models.
     """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)

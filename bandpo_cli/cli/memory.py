@@ -58,7 +58,7 @@ def _engine_bytes(config: RunConfig, room: int, on_gpu: bool) -> int:
 
 def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
     """A sleeping engine makes room for the update; one that stays awake does not."""
-    held, update = sum(estimate.held.values()), sum(estimate.update.values())
+    held, update = sum(estimate.always.values()), sum(estimate.update.values())
     if engine and config.sampling.vllm.sleep:
         return held + max(update, engine)
     return estimate.peak + engine
@@ -69,7 +69,7 @@ def _table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:
     table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters")
     table.add_column("GiB", justify="right")
     table.add_column("while")
-    for name, size in estimate.held.items():
+    for name, size in estimate.always.items():
         table.add_row(name, _number(size), "always")
     for name, size in estimate.update.items():
         table.add_row(name, _number(size), "updating")

@@ -1,11 +1,11 @@
-"""Attention over packed rows, which are one after another without padding and do not see each other.
+"""Attention over packed rows, which lie one after another without padding and do not attend to each other.
 
-Every layer but attention treats tokens one by one, so it runs on the packed tokens as they are. Attention alone has
-to know the rows: it gathers their queries, keys and values, runs the model's own attention on them and puts the
-results back.
+Every layer except attention treats tokens independently, so it runs on the packed tokens unchanged. Only attention
+depends on the rows: it gathers their queries, keys and values, calls the model's own attention function on them and
+scatters the results back.
 
-Importing this module wraps transformers' `sdpa`, `eager` and `flash_attention_2` in its registry of attention
-functions. A wrapped function does something else only where the model is called with `packing=`.
+Importing this module wraps `sdpa`, `eager` and `flash_attention_2` in transformers' registry of attention functions.
+A wrapped function behaves differently only if the model is called with `packing=`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bandpo_cli.models.packing import Packing, causal_mask
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def _packed(attention: Attention, attend: Callable[..., torch.Tensor]) -> Attention:
-    """Return `attention` as it is but for calls with `packing`, for which `attend` calls it."""
+def _packed(attention: Attention, attend_packed: Callable[..., torch.Tensor]) -> Attention:
+    """Return `attention` with support for `packing`: calls with it go to `attend_packed`, others are unchanged."""
 
     def forward(
         module: torch.nn.Module,
@@ -37,9 +37,9 @@ def _packed(attention: Attention, attend: Callable[..., torch.Tensor]) -> Attent
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if packing is None:
             return attention(module, query, key, value, attention_mask, **kwargs)
-        kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would read sequences off them
+        kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
         states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value)]  # each [T, heads, width]
-        return attend(attention, packing, module, states, **kwargs)[None], None
+        return attend_packed(attention, packing, module, states, **kwargs)[None], None
 
     return forward
 
@@ -51,12 +51,13 @@ def _attend_in_blocks(
     states: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return attention by kernels that take sequences of one length."""
+    """Return the attention output of a kernel that takes sequences of equal length."""
     outputs = []
     for block in packing.blocks:
         mask = block.mask(kwargs.get("sliding_window"))
         gathered = [
-            s.index_select(0, block.take).view(*block.shape, *s.shape[1:]).transpose(1, 2) for s in states
+            state.index_select(0, block.gather_index).view(*block.shape, *state.shape[1:]).transpose(1, 2)
+            for state in states
         ]
         outputs.append(attention(module, *gathered, mask, **kwargs)[0].flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.block_scatter_index)
@@ -69,13 +70,13 @@ def _attend_varlen(
     states: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return attention by a kernel that takes sequences of any lengths one after another."""
-    gathered = [s.index_select(0, packing.take).transpose(0, 1)[None] for s in states]
+    """Return the attention output of a kernel that takes concatenated sequences of any length."""
+    gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
     output, _ = attention(
         module, *gathered, None, cu_seq_lens_q=packing.boundaries, cu_seq_lens_k=packing.boundaries,
         max_length_q=packing.longest, max_length_k=packing.longest, **kwargs,
     )  # fmt: skip
-    return output.flatten(0, 1).index_select(0, packing.keep)
+    return output.flatten(0, 1).index_select(0, packing.scatter_index)
 
 
 def _eager_attention(
@@ -86,7 +87,7 @@ def _eager_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The `eager` attention of the module's architecture, which the registry does not hold."""
+    """Call the `eager` attention of the module's architecture, which the registry does not contain."""
     attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
     return attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -98,7 +99,7 @@ def _eager_attend_in_blocks(
     states: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return `_in_blocks` for attention that always takes a mask, and adds it to its scores."""
+    """Return `_attend_in_blocks` for an attention function that requires a mask and adds it to its scores."""
 
     def masked(
         module: torch.nn.Module,
@@ -110,8 +111,8 @@ def _eager_attend_in_blocks(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
         lowest = torch.finfo(query.dtype).min
-        added = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
-        return attention(module, query, key, value, added, **kwargs)
+        additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+        return attention(module, query, key, value, additive, **kwargs)
 
     return _attend_in_blocks(masked, packing, module, states, **kwargs)
 
@@ -121,5 +122,5 @@ _IMPLEMENTATIONS = {
     "eager": (_eager_attention, _eager_attend_in_blocks),
     "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _attend_varlen),
 }
-for _name, (_attention, _attend) in _IMPLEMENTATIONS.items():
-    AttentionInterface.register(_name, _packed(_attention, _attend))
+for _name, (_attention, _attend_packed) in _IMPLEMENTATIONS.items():
+    AttentionInterface.register(_name, _packed(_attention, _attend_packed))

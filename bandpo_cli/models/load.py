@@ -1,6 +1,5 @@
-"""Where the shipped model lies. No torch here: a command line may ask before anything heavy is imported."""
+"""Loading and saving a policy: the model that is trained, its tokenizer and its special tokens."""
 
-# MERGED: Loading a policy and its tokenizer.
 from __future__ import annotations
 
 import copy
@@ -24,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.models.checks import (
     check_declared_size,
     check_loaded_weights,
@@ -38,7 +37,7 @@ from bandpo_cli.paths import path_exists, user_path
 
 
 def embedded_model_path() -> Path:
-    """The Hugging Face folder of the model that is used when none is named (docs/embedded_model.md)."""
+    """Return the Hugging Face folder of the model that the package ships, the default (docs/embedded_model.md)."""
     return Path(__file__).parent / "embedded"
 
 
@@ -47,8 +46,10 @@ class Policy:
     """The model that is trained, with its tokenizer.
 
     Attributes:
-        stop_ids: the tokens that end a completion.
-        pad_id: fills rows; never attended to.
+        model: the causal language model, in evaluation mode.
+        tokenizer: its tokenizer.
+        stop_ids: ids of the tokens that end a completion.
+        pad_id: id of the padding token; the model never attends to it.
     """
 
     model: PreTrainedModel
@@ -58,18 +59,18 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         device: torch.device = self.model.device
         return device
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def model_location(config: ModelConfig) -> str:
-    """Return what the loader is given: the shipped folder for `embedded`, else the user's folder or the hub id."""
+    """Return the folder or hub id to load: the shipped folder for `embedded`, else the user's folder or hub id."""
     if config.path == EMBEDDED_MODEL:
         return str(embedded_model_path())
     folder = user_path(config.path)
@@ -77,20 +78,22 @@ def model_location(config: ModelConfig) -> str:
 
 
 def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
-    """Load model and tokenizer.
+    """Load model and tokenizer onto the configured device.
 
-    The model stays in evaluation mode throughout: dropout would make π and π_old differ on the same weights.
+    The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights.
 
     Args:
-        for_training: also make sure that the packed forward pass computes what the plain one does.
+        config: path, dtype, device and attention of the model.
+        for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
+            gradient checkpointing if it is configured.
 
     Raises:
-        UserError: nothing loadable is there, the tokenizer names no end-of-sequence token, or the model cannot be
+        UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device)
-    described = read_config(config)
-    model, tokenizer = _load(config, described, attention)
+    model_config = read_config(config)
+    model, tokenizer = _load(config, model_config, attention)
     if for_training:
         check_output_layer(model)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
@@ -103,10 +106,10 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Read the model's config.json, having looked at what lies beside it.
+    """Return the model's config.json, after a check of the other files in its folder.
 
     Raises:
-        UserError: the folder is none of a model, or transformers knows no such architecture.
+        UserError: the folder is not a model folder, or transformers does not support its architecture.
     """
     location = model_location(config)
     check_model_files(location, config.path)
@@ -115,13 +118,13 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _load(
-    config: ModelConfig, described: PreTrainedConfig, attention: str | None
+    config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     location = model_location(config)
     check_weight_format(location, config.path)
-    disable_progress_bar()  # its bars would break into the run's own view
+    disable_progress_bar()  # its progress bars would disturb the run's live view
     with loading_errors(config.path), _silenced_logger("transformers.modeling_utils"):
-        check_declared_size(location, described, config)
+        check_declared_size(location, model_config, config)
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=config.trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
@@ -129,23 +132,23 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # so that they are listed, and refused, with the others
+            ignore_mismatched_sizes=True,  # check_loaded_weights refuses them, with the others
             output_loading_info=True,
         )
         check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise UserError(
-                f"model.path = {config.path!r}: its tokenizer reads nothing; is tokenizer.json there?"
+                f"model.path = {config.path!r}: its tokenizer gives no tokens; check that tokenizer.json is there"
             )
     return model, tokenizer
 
 
 @contextmanager
 def _silenced_logger(name: str) -> Iterator[None]:
-    """Keep the loader's table of weights that do not fit off the screen: the error names one of them."""
+    """Suppress the loader's table of weights that do not match; the error message names one of them."""
     logger = logging.getLogger(name)
-    logger.disabled = True  # by its level the loader chooses what else to check, and to say elsewhere
+    logger.disabled = True  # not its level, on which the loader's other checks and messages depend
     try:
         yield
     finally:
@@ -153,12 +156,12 @@ def _silenced_logger(name: str) -> Iterator[None]:
 
 
 def frozen_copy(policy: Policy) -> PreTrainedModel:
-    """Return the policy's model as it is now, without gradients: the reference of the KL penalty."""
+    """Return a copy of the policy's current model without gradients: the reference of the KL penalty."""
     return copy.deepcopy(policy.model).requires_grad_(False)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write a folder that transformers and vLLM load: safetensors weights, config, tokenizer."""
+    """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
@@ -170,61 +173,63 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"model.device = {name!r}: not usable here: {str(error).splitlines()[0]}") from None
+        raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
     return device
 
 
 def _attention(config: ModelConfig) -> str | None:
-    """Return the attention to ask transformers for; None leaves it the choice, which is sdpa where a model has it."""
+    """Return the attention implementation for transformers, or None for its default: sdpa if the model supports it."""
     if config.attention == "flash_attention_2":
         if not is_flash_attn_2_available():
             raise UserError(
-                "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it runs on, and "
-                "one of them is missing here: set model.attention=sdpa"
+                "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it supports, and "
+                "one of them is missing; set model.attention=sdpa"
             )
         if config.dtype == "float32":
             raise UserError(
-                "model.attention = 'flash_attention_2' has no float32: set model.dtype=bfloat16 or model.attention=sdpa"
+                "model.attention = 'flash_attention_2' does not support float32; set model.dtype=bfloat16 or "
+                "model.attention=sdpa"
             )
     return None if config.attention == "auto" else config.attention
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Make the model's layers forget their activations until the backward pass, which computes them again.
+    """Make the model's layers discard their activations and compute them again in the backward pass.
 
     Raises:
-        UserError: the architecture offers no way that works outside of training mode.
+        UserError: the architecture has no gradient checkpointing that works outside of training mode.
     """
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         raise UserError(
-            f"model.gradient_checkpointing: {model.config.model_type} models have no layers for it; set it to false"
+            f"model.gradient_checkpointing: {model.config.model_type} models do not support it; set it to false"
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.disable_input_require_grads()  # only the reentrant kind needs its inputs to require gradients
+    model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
 
 
 def _special_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str
 ) -> tuple[tuple[int, ...], int]:
-    """Return every end-of-sequence id that the model's generation config and its tokenizer name, and the padding's.
+    """Return the end-of-sequence ids of the model's generation config and its tokenizer, and the padding id.
 
     Raises:
-        UserError: there is none, or one is no token of the model's; or the tokenizer is of a larger model.
+        UserError: there is no end-of-sequence id, an id is not a token of the model, or the tokenizer has more tokens
+            than the model.
     """
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = list(named) if isinstance(named, (list, tuple)) else [named]
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
     if not stop_ids:
-        raise UserError(f"model.path = {path!r}: its tokenizer names no end-of-sequence token")
+        raise UserError(f"model.path = {path!r}: its tokenizer has no end-of-sequence token")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     rows = model.get_input_embeddings().weight.shape[0]
     for i in (*stop_ids, pad_id):
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
             raise UserError(
-                f"model.path = {path!r}: its end-of-sequence or padding token {i!r} is none of its {rows:,} tokens"
+                f"model.path = {path!r}: its end-of-sequence or padding token {i!r} is not one of its {rows:,} tokens"
             )
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"model.path = {path!r}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model {rows:,}"
+            f"model.path = {path!r}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model has {rows:,}"
         )
     return tuple(dict.fromkeys(stop_ids)), pad_id

@@ -1,13 +1,13 @@
-"""Log-probs and entropy straight from hidden states and the output layer: the matrix of all logits never exists.
+"""Log-probabilities and entropy of sampled tokens under a policy, without the matrix of all logits.
 
-The [tokens, vocabulary] matrix is computed tile by tile, each tile reduced while it is in cache and then overwritten
-by the next; the backward pass computes the tiles a second time. That is a fourth matrix product where the plain way
-has three, for a memory need that depends on neither the number of tokens nor the vocabulary. Tiles are narrow in both
-directions, with a running softmax over the vocabulary (Milakov & Gimelshein 2018, arXiv:1805.02867), since a product
-of few tokens with a whole vocabulary would spend its time on reading the weights.
+`token_logprobs` runs a model on a packed batch. `linear_logprobs` computes log-probs and entropy from hidden states and
+the output layer. The [tokens, vocabulary] matrix of logits is computed tile by tile: each tile is reduced while it is
+in cache, and the next tile overwrites it. The backward pass computes the tiles again. This takes four matrix products
+where the direct computation takes three, and its memory use depends neither on the number of tokens nor on the
+vocabulary. Tiles are limited in both directions, with a running softmax over the vocabulary (Milakov & Gimelshein
+2018, arXiv:1805.02867): a product of few tokens with the complete vocabulary would be bound by reading the weights.
 """
 
-# MERGED: Log-probabilities and entropy of sampled tokens under a policy.
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,13 +19,55 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import bandpo_cli.models.attention  # noqa: F401  teaches models what `packing` means
+import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
 from bandpo_cli.models.packing import TokenBatch
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""Size of a float32 tile: about what a CPU's last cache holds, or what keeps a GPU busy. Two exist at a time."""
+"""Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
 TILE_ROWS = {"cpu": 2048, "cuda": 8192}
-"""Most tokens in a tile; its width follows from the size."""
+"""Maximum tokens in a tile; its width follows from its size."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probs and entropy of the N completion tokens of a batch, in nats.
+
+    Attributes:
+        logprobs: [N] float32, log π(token) at the sampling temperature.
+        entropy: [N] float32, entropy of π at temperature 1 for the distribution that the token was sampled from, or
+            None.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+def token_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
+) -> TokenLogprobs:
+    """Run the model on a batch and return the log-probs of its completion tokens.
+
+    The model without its output layer runs on the T packed tokens. The output layer runs only on the N tokens that
+    predict completion tokens, tile by tile. Gradients flow into the model's parameters if autograd is enabled.
+
+    Args:
+        temperature: the sampling temperature; the log-probs are those of the distribution that the sampler used.
+        with_entropy: also return the entropy at temperature 1, detached.
+    """
+    with _checkpointing(model):
+        hidden = model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            # The model passes a mask with four axes on unchanged and would expand None to a [T, T] mask. Attention
+            # uses `packing` instead of it.
+            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
+            packing=batch.packing,
+            use_cache=False,
+        ).last_hidden_state
+    head = model.get_output_embeddings()
+    predicting = hidden[0].index_select(0, batch.predictor_index)
+    return TokenLogprobs(
+        *linear_logprobs(predicting, head.weight, head.bias, batch.targets, temperature, with_entropy)
+    )
 
 
 def linear_logprobs(
@@ -36,15 +78,17 @@ def linear_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, with the entropy where it is wanted.
+    """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally the entropy.
 
-    Softmax and sums are float32 whatever the weights' type. Weights of lower precision are multiplied as they are on
-    a GPU, with float32 results, and as float32 on a CPU. Gradients flow into hidden, weight and bias.
+    Softmax and sums are float32 for all dtypes of the weights. A GPU multiplies weights of lower precision unchanged,
+    with float32 results; a CPU multiplies them as float32. Gradients flow into hidden, weight and bias.
 
     Args:
         hidden: [N, H].
-        weight, bias: [V, H] and [V] or None.
+        weight: [V, H].
+        bias: [V] or None.
         targets: [N] int64.
+        temperature: divisor of the logits.
         with_entropy: also return the entropy of the softmax at temperature 1, without gradient.
 
     Returns:
@@ -54,6 +98,28 @@ def linear_logprobs(
         hidden, weight, bias, targets, temperature, with_entropy
     )
     return logprobs, entropy if with_entropy else None
+
+
+@contextmanager
+def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Set layers with gradient checkpointing to training mode while gradients are enabled.
+
+    Transformers discards activations only in training mode. The modules within the layers stay in evaluation mode, so
+    there is no dropout. Outside of this context the layers are in evaluation mode too, since training mode would
+    disable the sampler's cache.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if torch.is_grad_enabled() and isinstance(module, GradientCheckpointingLayer) and not module.training
+    ]
+    for layer in layers:
+        layer.training = layer.gradient_checkpointing
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -71,20 +137,20 @@ class _LinearLogprobs(torch.autograd.Function):
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         chosen, total = zeros.clone(), zeros.clone()
-        # The entropy's own sums: of exp(x) and of exp(x)·x, for logits x above the highest so far, at temperature 1.
+        # Sums for the entropy, at temperature 1: of exp(x) and of exp(x)·x, for logits x minus the highest so far.
         plain_total, weighted = zeros.clone(), zeros.clone()
         for columns in tiles.columns():
-            tiles.load(columns)
+            tiles.select_columns(columns)
             for rows in tiles.rows():
                 tile = tiles.logits(rows)
-                places, held = tiles.places(targets[rows])
-                chosen[rows] += tile.gather(1, places).squeeze(1).where(held, 0.0)
+                target_columns, in_tile = tiles.target_columns(targets[rows])
+                chosen[rows] += tile.gather(1, target_columns).squeeze(1).where(in_tile, 0.0)
                 top = torch.maximum(highest[rows], tile.amax(dim=1))
                 drop = highest[rows] - top
                 highest[rows] = top
                 tile.sub_(top[:, None])
                 if with_entropy:
-                    powers = torch.exp(tile, out=tiles.scratch(tile))
+                    powers = torch.exp(tile, out=tiles.scratch_buffer(tile))
                     decayed = (weighted[rows] + plain_total[rows] * drop) * drop.exp()
                     weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
                     plain_total[rows] = plain_total[rows] * drop.exp() + powers.sum(dim=1)
@@ -105,11 +171,15 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, highest, total = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        # Tokens outside the bounds and those of groups without an advantage have no gradient: they cost nothing here.
+        # Tokens outside the bounds and tokens of groups without an advantage have no gradient; skip them.
         active = grad_logprobs.nonzero().squeeze(1)
-        if partly := len(active) < len(hidden):
+        if some_inactive := len(active) < len(hidden):
             hidden = hidden[active]
-        highest, share, targets = highest[active, None], total[active, None].reciprocal(), targets[active]
+        highest, inverse_total, targets = (
+            highest[active, None],
+            total[active, None].reciprocal(),
+            targets[active],
+        )
         # ∂ log p/∂x = (onehot − p)/temperature, and a tile becomes p − onehot; hence the sign.
         scale = grad_logprobs[active, None].float() / -ctx.temperature
         tiles = _Tiles(hidden, weight, bias)
@@ -118,43 +188,44 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if for_bias else None
         minus_one = torch.tensor(-1.0, device=hidden.device)
         for columns in tiles.columns():
-            loaded = tiles.load(columns)
-            slice_grad = torch.zeros(loaded.shape, device=hidden.device)
+            weight_slice = tiles.select_columns(columns)
+            slice_grad = torch.zeros(weight_slice.shape, device=hidden.device)
             for rows in tiles.rows():
-                # The probabilities; the highest logit goes first, so that a likely token's is exact where it counts.
+                # Probabilities; the highest logit is subtracted first, so that those of likely tokens are exact.
                 tile = tiles.logits(rows).sub_(highest[rows])
                 if ctx.temperature != 1.0:
                     tile.div_(ctx.temperature)
-                tile.exp_().mul_(share[rows])
-                places, held = tiles.places(targets[rows])
-                tile.scatter_add_(1, places, minus_one.where(held, 0.0)[:, None])
+                tile.exp_().mul_(inverse_total[rows])
+                target_columns, in_tile = tiles.target_columns(targets[rows])
+                tile.scatter_add_(1, target_columns, minus_one.where(in_tile, 0.0)[:, None])
                 if grad_bias is not None:
                     grad_bias[columns] += (tile.t() @ scale[rows]).squeeze(1).to(grad_bias.dtype)
-                factor = tile.to(loaded.dtype)
+                factor = tile.to(weight_slice.dtype)
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], factor, loaded)
+                    _add_product(grad_hidden[rows], factor, weight_slice)
                 if for_weight:
-                    _add_product(slice_grad, factor.t(), (tiles.hidden[rows] * scale[rows]).to(loaded.dtype))
+                    scaled_hidden = (tiles.hidden[rows] * scale[rows]).to(weight_slice.dtype)
+                    _add_product(slice_grad, factor.t(), scaled_hidden)
             if grad_weight is not None:
                 grad_weight[columns] = slice_grad.to(grad_weight.dtype)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(scale).to(hidden.dtype)
-            if partly:
-                every = torch.zeros(
+            if some_inactive:
+                all_rows = torch.zeros(
                     len(grad_logprobs), hidden.shape[1], dtype=hidden.dtype, device=hidden.device
                 )
-                grad_hidden = every.index_copy_(0, active, grad_hidden)
+                grad_hidden = all_rows.index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _Tiles:
-    """The logits of N hidden states a tile at a time, all in one buffer."""
+    """The logits of N hidden states, one tile at a time, in one buffer."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         device = hidden.device
-        # CPUs have no product of low-precision factors with a float32 result.
-        factors = weight.dtype if device.type == "cuda" else torch.float32
-        self.hidden = hidden.to(factors)
+        # On a CPU, torch has no product of low-precision factors with a float32 result.
+        factor_dtype = weight.dtype if device.type == "cuda" else torch.float32
+        self.hidden = hidden.to(factor_dtype)
         self._weight, self._bias = weight, bias
         tokens, vocabulary = len(hidden), len(weight)
         size = TILE_BYTES.get(device.type, TILE_BYTES["cuda"]) // 4
@@ -162,47 +233,47 @@ class _Tiles:
         self._width = min(vocabulary, max(1, size // self._height))
         self._height = max(1, min(tokens, size // self._width))
         self._buffer = torch.empty(self._height * self._width, device=device)
-        self._scratch: torch.Tensor | None = None
-        self._first = 0
-        self._loaded = weight[:0]
+        self._second_buffer: torch.Tensor | None = None
+        self._first_column = 0
+        self._weight_slice = weight[:0]
 
     def columns(self) -> Iterator[slice]:
-        """Yield the vocabulary in slices."""
+        """Return an iterator over slices of the vocabulary."""
         return _slices(len(self._weight), self._width)
 
     def rows(self) -> Iterator[slice]:
-        """Yield the tokens in slices."""
+        """Return an iterator over slices of the tokens."""
         return _slices(len(self.hidden), self._height)
 
-    def load(self, columns: slice) -> torch.Tensor:
-        """Make a slice of the vocabulary the current one and return its weights, as they are multiplied."""
-        self._first = columns.start
-        self._loaded = self._weight[columns].to(self.hidden.dtype)
-        return self._loaded
+    def select_columns(self, columns: slice) -> torch.Tensor:
+        """Make `columns` the current slice of the vocabulary; return its weights in the dtype of the products."""
+        self._first_column = columns.start
+        self._weight_slice = self._weight[columns].to(self.hidden.dtype)
+        return self._weight_slice
 
     def logits(self, rows: slice) -> torch.Tensor:
-        """Return the logits of some tokens over the current slice, float32; the last ones are overwritten."""
-        hidden, weight = self.hidden[rows], self._loaded
+        """Return the logits of `rows` over the current slice, float32, in the buffer of the previous logits."""
+        hidden, weight = self.hidden[rows], self._weight_slice
         tile = self._buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
         if hidden.dtype == torch.float32:
             torch.mm(hidden, weight.t(), out=tile)
         else:
             torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=tile)
         if self._bias is not None:
-            tile += self._bias[self._first : self._first + len(weight)]
+            tile += self._bias[self._first_column : self._first_column + len(weight)]
         return tile
 
-    def scratch(self, tile: torch.Tensor) -> torch.Tensor:
-        """Return a second buffer of a tile's shape."""
-        if self._scratch is None:
-            self._scratch = torch.empty_like(self._buffer)
-        return self._scratch[: tile.numel()].view_as(tile)
+    def scratch_buffer(self, tile: torch.Tensor) -> torch.Tensor:
+        """Return a second buffer with the shape of `tile`."""
+        if self._second_buffer is None:
+            self._second_buffer = torch.empty_like(self._buffer)
+        return self._second_buffer[: tile.numel()].view_as(tile)
 
-    def places(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where in the current slice targets are, [n, 1], and whether they are in it at all, [n]."""
-        offsets = targets - self._first
-        inside = (offsets >= 0) & (offsets < len(self._loaded))
-        return offsets.clamp(0, len(self._loaded) - 1)[:, None], inside
+    def target_columns(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the targets' columns in the current slice, [n, 1], clamped to it, and which are in it, [n] bool."""
+        columns = targets - self._first_column
+        in_slice = (columns >= 0) & (columns < len(self._weight_slice))
+        return columns.clamp(0, len(self._weight_slice) - 1)[:, None], in_slice
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
@@ -210,65 +281,8 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left·right to `total`, float32, in place."""
+    """Add left·right to `total` (float32) in place."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     else:
         total += torch.mm(left, right, out_dtype=torch.float32)
-
-
-class TokenLogprobs(NamedTuple):
-    """[N] float32 each, nats: log π(token) at the sampling temperature; the entropy of π (T=1) where it was drawn."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-
-
-def token_logprobs(
-    model: PreTrainedModel, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
-) -> TokenLogprobs:
-    """Run the model on a batch and read off its completion tokens.
-
-    The trunk runs on the T packed tokens. The output layer sees the N completion positions alone, never the prompts,
-    and never all of them at once. Gradients flow when enabled.
-
-    Args:
-        temperature: the sampling temperature, so that these agree with what the sampler drew from.
-        with_entropy: also return the entropy at T=1 (detached).
-    """
-    with _checkpointing(model):
-        hidden = model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            # Four axes: passed on as it is, where None would become a [T, T] mask. `packing` stands in its place.
-            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            packing=batch.packing,
-            use_cache=False,
-        ).last_hidden_state
-    head = model.get_output_embeddings()
-    predicting = hidden[0].index_select(0, batch.predictor_index)
-    return TokenLogprobs(
-        *linear_logprobs(predicting, head.weight, head.bias, batch.targets, temperature, with_entropy)
-    )
-
-
-@contextmanager
-def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Let layers with gradient checkpointing know that they are in training, where gradients are wanted.
-
-    Transformers asks for training mode before it discards activations. The modules within the layers stay in
-    evaluation mode, so there is no dropout; and so do the layers outside of this context, where training mode would
-    take the sampler's cache from them.
-    """
-    layers = [
-        module
-        for module in model.modules()
-        if torch.is_grad_enabled() and isinstance(module, GradientCheckpointingLayer) and not module.training
-    ]
-    for layer in layers:
-        layer.training = layer.gradient_checkpointing
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False

@@ -1,4 +1,4 @@
-"""How much memory training takes, from shapes alone: the model is laid out on the meta device, without numbers."""
+"""Estimate of the memory that training needs, from shapes: the model is built on the meta device, without data."""
 
 from __future__ import annotations
 
@@ -20,54 +20,55 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by part.
+    """Memory in bytes by component.
 
     Attributes:
-        parameters: their number, tied ones once.
-        held: what stays for the whole run: weights, gradients, optimizer.
-        update: what one forward and backward pass adds.
-        sampling: what sampling with the trainer's own model adds; 0 for an engine with memory of its own.
+        parameters: number of parameters (not bytes); tied parameters count once.
+        always: memory that is held during the complete run: weights, gradients, optimizer state.
+        update: additional memory of one forward and backward pass.
+        sampling: additional memory of sampling with the trainer's own model; empty for an engine with separate memory.
     """
 
     parameters: int
-    held: dict[str, int]
+    always: dict[str, int]
     update: dict[str, int]
     sampling: dict[str, int]
 
     @property
     def peak(self) -> int:
-        """The most that is needed at one time: an update and sampling take turns."""
-        return sum(self.held.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
+        """Maximum bytes at any one time: updates and sampling alternate."""
+        return sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
 
 
-def estimate_memory(config: RunConfig, own_sampler: bool, device: str = "cpu") -> MemoryEstimate:
-    """Estimate what the trainer needs on its device.
+def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu") -> MemoryEstimate:
+    """Estimate the memory that the trainer needs on its device.
 
     Args:
-        own_sampler: the trainer's model samples too (the transformers engine), with a cache beside the weights.
-        device: `cpu` or `cuda`: what the trainer runs on.
+        config: the run's settings.
+        trainer_samples: the trainer's model also samples (the transformers engine), with a key-value cache.
+        device: device type of the trainer, `cpu` or `cuda`.
 
     Raises:
-        UserError: the model's config cannot be had.
+        UserError: the model's config cannot be read.
     """
     model = build_on_meta_device(config.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
     width = getattr(torch, config.model.dtype).itemsize
-    held = {"weights": numel * width, "gradients": numel * FLOAT32, "AdamW": 2 * numel * FLOAT32}
+    always = {"weights": numel * width, "gradients": numel * FLOAT32, "AdamW": 2 * numel * FLOAT32}
     if width != FLOAT32:
-        held["master weights"] = numel * FLOAT32
+        always["master weights"] = numel * FLOAT32
     if config.objective.reference_kl > 0:
-        held["reference model"] = numel * width
+        always["reference model"] = numel * width
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
     hidden = model.config.get_text_config().hidden_size
     update = {
         f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model),
-        # two tiles of logits, and hidden states, their scaled copy and their gradient in float32
+        # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
         "log-probs and their gradient": 2 * TILE_BYTES[device] + 3 * tokens * hidden * FLOAT32,
     }
     sampling = {}
-    if own_sampler:
+    if trainer_samples:
         sequences = min(config.sampling.prompts * config.sampling.samples, config.sampling.max_sequences)
         text = model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -75,26 +76,26 @@ def estimate_memory(config: RunConfig, own_sampler: bool, device: str = "cpu") -
         per_token = 2 * text.num_hidden_layers * heads * head_dim * width
         sampling = {
             f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * per_token,
-            # float32 logits, their log-softmax, and its float64 exponential and running sum
+            # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
             f"next-token distributions of {sequences:,} sequences": sequences
             * text.vocab_size
             * (4 + 4 + 8 + 8),
         }
-    return MemoryEstimate(numel, held, update, sampling)
+    return MemoryEstimate(numel, always, update, sampling)
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
-    """Lay the model out on the meta device; reads its config.json alone.
+    """Return the model on the meta device, built from its config.json without its weights.
 
     Raises:
-        UserError: there is no config, or transformers knows no such architecture.
+        UserError: there is no config, or transformers does not support its architecture.
     """
-    described = read_config(config)
+    model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
-        check_declared_size(model_location(config), described, config)
+        check_declared_size(model_location(config), model_config, config)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                described,
+                model_config,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=_SHAPES_ONLY,
                 trust_remote_code=config.trust_remote_code,
@@ -104,28 +105,29 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
 
 
 def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig) -> int:
-    """Return what autograd keeps for the backward pass of one packed row of `tokens` tokens, in bytes.
+    """Return the bytes that autograd saves for the backward pass of one packed row of `tokens` tokens.
 
-    With gradient checkpointing that is each layer's input, and everything inside of one layer at a time.
+    With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    whole = _activation_bytes_one_pass(model, tokens)
+    all_layers = _activation_bytes_one_pass(model, tokens)
     if not config.gradient_checkpointing:
-        return whole
+        return all_layers
     layer_input = tokens * model.config.get_text_config().hidden_size * getattr(torch, config.dtype).itemsize
-    return int(layers * layer_input + whole // layers)
+    return int(layers * layer_input + all_layers // layers)
 
 
 def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int) -> int:
-    parameters = {_storage(parameter) for parameter in model.parameters()}
+    """Return the bytes of all distinct tensors that a forward pass saves, without the parameters."""
+    parameters = {_storage_address(parameter) for parameter in model.parameters()}
     saved: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # a storage's address may be given out again once its tensor is gone
+    references: list[torch.Tensor] = []  # the address of a storage may be reused after its tensor is freed
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        if key not in parameters and key not in saved:
-            saved[key] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
+        address = _storage_address(tensor)
+        if address not in parameters and address not in saved:
+            saved[address] = tensor.untyped_storage().nbytes()
+            references.append(tensor)
         return tensor
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -135,12 +137,12 @@ def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int) -> int:
     return sum(saved.values())
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what fused kernels keep: queries, keys, values and the output, not the matrix of all pairs."""
+    """Saves what fused kernels save: queries, keys, values and the output, but not the matrix of scores."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,14 @@
-"""Which packed tokens attend to which, in the forms that attention kernels take."""
+"""Packed token batches: rows of tokens for a forward pass, and the layout that attention kernels take.
 
-# MERGED: Rows of tokens for a forward pass, laid one after another without padding, no shared prompt computed twice. A row holds one prompt and one or more of its completions, each of which attends to the prompt and to itself but not to its neighbours, at the positions it would have alone. The G completions of a group thus cost one prompt, not G: for short answers to longer questions that is most of the work. A row of one completion is the ordinary layout.
+Rows lie one after another without padding. A row holds one prompt and one or more of its completions. Each completion
+attends to the prompt and to itself but not to the other completions, at the positions that it would have without them.
+The G completions of a group therefore cost one prompt instead of G; for short answers to longer questions that saves
+most of the work. A row with one completion is the ordinary layout.
+
+`Packing` describes which packed tokens attend to which. It gives the layout in two forms: padded blocks for kernels
+that take sequences of equal length, and sequences with boundaries for kernels that take sequences of any length.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,174 +21,23 @@ import torch
 
 from bandpo_cli.types import Group
 
-MAX_MASKED_ROW_TOKENS = 512
-"""Longest row of several completions that attends under a mask; its cost grows with the square of the length. In
-longer rows each completion is a sequence of its own to the kernel, behind its own copy of the prompt."""
-MIN_FILL_RATIO = 0.75
-"""Sequences are padded for one kernel call together with others that are at least this long in proportion."""
-PROMPT = 0
-"""Segment of a row's prompt; its completions are segments 1, 2, ..."""
-
-
-class _Sequence(NamedTuple):
-    """Packed tokens that attend to each other alone; `segments` where they are a row of several completions."""
-
-    tokens: list[int]
-    positions: list[int]
-    segments: list[int]
-
-
-@dataclass(frozen=True)
-class Block:
-    """B sequences of similar length, padded to L places, as one kernel call takes them.
-
-    Attributes:
-        take: [B·L] int64, the packed token at each place; behind a sequence's end its last token again.
-        shape: (B, L).
-        segments: [B, L] int64 of rows of several completions; None for plain sequences, whose causal attention
-            needs no mask, since padding comes last.
-        positions: [B, L] int64, of the tokens; [1, L] where all count alike.
-    """
-
-    take: torch.Tensor
-    shape: tuple[int, int]
-    segments: torch.Tensor | None
-    positions: torch.Tensor
-
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return [B or 1, 1, L, L] bool, True where a token may look; None where that is plain causal attention.
-
-        Args:
-            window: a token sees this many tokens, itself included; None for all before it.
-        """
-        if window is None or window >= self.shape[1]:
-            return None if self.segments is None else self._unlimited
-        positions = self.positions[:, None]
-        return self._unlimited & (positions[..., :, None] - positions[..., None, :] < window)
-
-    @cached_property
-    def _unlimited(self) -> torch.Tensor:
-        mask = causal_mask(self.shape[1], self.take.device)
-        if self.segments is None:
-            return mask
-        looking, looked_at = self.segments[:, None, :, None], self.segments[:, None, None, :]
-        return mask & ((looking == looked_at) | (looked_at == PROMPT))
-
-
-@dataclass(frozen=True)
-class Packing:
-    """R rows, one after another, without padding.
-
-    Attributes:
-        rows: of each row the tokens of its prompt and then of each of its completions.
-        device: of all tensors.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    device: torch.device
-
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """The rows in padded blocks, those under a mask first."""
-        masked: list[_Sequence] = []
-        plain: list[_Sequence] = []
-        for start, row in self._placed():
-            if len(row) > 2 and sum(row) <= MAX_MASKED_ROW_TOKENS:
-                positions = [*range(row[0]), *(row[0] + i for length in row[1:] for i in range(length))]
-                segments = [segment for segment, length in enumerate(row) for _ in range(length)]
-                masked.append(_Sequence(list(range(start, start + sum(row))), positions, segments))
-            else:
-                plain += [
-                    _Sequence(tokens, list(range(len(tokens))), [])
-                    for tokens in _sequences_of_row(start, row)
-                ]
-        return tuple(self._block(part) for part in [*_group_by_length(masked), *_group_by_length(plain)])
-
-    @cached_property
-    def block_scatter_index(self) -> torch.Tensor:
-        """[T] int64: where each packed token is, counting places through all blocks."""
-        return self._keep(torch.cat([block.take for block in self.blocks]))
-
-    @cached_property
-    def take(self) -> torch.Tensor:
-        """[E] int64: the packed token at each place, if every completion has its own copy of the prompt before it."""
-        return torch.tensor([token for tokens in self._all_apart() for token in tokens], device=self.device)
-
-    @cached_property
-    def keep(self) -> torch.Tensor:
-        """[T] int64: a place among those E of each packed token."""
-        return self._keep(self.take)
-
-    @cached_property
-    def boundaries(self) -> torch.Tensor:
-        """[S + 1] int32: among those E places, where each sequence starts, and the end."""
-        lengths = accumulate((len(tokens) for tokens in self._all_apart()), initial=0)
-        return torch.tensor(list(lengths), dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with one completion."""
-        return max(row[0] + max(row[1:]) for row in self.rows)
-
-    def _placed(self) -> list[tuple[int, tuple[int, ...]]]:
-        return list(zip(accumulate(map(sum, self.rows), initial=0), self.rows, strict=False))
-
-    def _all_apart(self) -> list[list[int]]:
-        return [tokens for start, row in self._placed() for tokens in _sequences_of_row(start, row)]
-
-    def _keep(self, take: torch.Tensor) -> torch.Tensor:
-        """Return a place of each token; of several the first."""
-        places = torch.full((sum(map(sum, self.rows)),), len(take))
-        return places.scatter_reduce(0, take.cpu(), torch.arange(len(take)), "amin").to(self.device)
-
-    def _block(self, sequences: Sequence[_Sequence]) -> Block:
-        length = len(sequences[0].tokens)
-
-        def padded(lists: Sequence[list[int]]) -> torch.Tensor:
-            rows = [values + values[-1:] * (length - len(values)) for values in lists]
-            return torch.tensor(rows, device=self.device)
-
-        masked = bool(sequences[0].segments)
-        return Block(
-            take=padded([sequence.tokens for sequence in sequences]).flatten(),
-            shape=(len(sequences), length),
-            segments=padded([sequence.segments for sequence in sequences]) if masked else None,
-            positions=padded([sequence.positions for sequence in (sequences if masked else sequences[:1])]),
-        )
-
-
-def causal_mask(length: int, device: torch.device) -> torch.Tensor:
-    """Return [1, 1, L, L] bool, True for each token's own place and those before it."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
-
-
-def _sequences_of_row(start: int, row: tuple[int, ...]) -> list[list[int]]:
-    """Return the packed tokens of each completion of a row, those of the prompt before them."""
-    prompt = range(start, start + row[0])
-    ends = accumulate(row[1:], initial=start + row[0])
-    return [[*prompt, *range(first, last)] for first, last in pairwise(ends)]
-
-
-def _group_by_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
-    """Group sequences of similar length, the longest first."""
-    parts: list[list[_Sequence]] = []
-    for sequence in sorted(sequences, key=lambda sequence: len(sequence.tokens), reverse=True):
-        if not parts or len(sequence.tokens) < MIN_FILL_RATIO * len(parts[-1][0].tokens):
-            parts.append([])
-        parts[-1].append(sequence)
-    return parts
-
-
 MAX_SHARED_ROW_TOKENS = 4096
-"""Most tokens in a row of several completions; in longer ones the prompt is a small part of what is computed."""
+"""Maximum tokens in a row with several completions; in longer rows the prompt is a small part of the computation."""
 MAX_PROMPT_COPIES = 4
-"""In rows too long for a mask, attention holds the prompt once for each completion behind it. Rows end where that
-comes to more than this many times their own tokens."""
+"""Rows that are too long for a mask hold one copy of the prompt per completion during attention. A row ends where the
+copies bring it to more than this many times its own tokens."""
+MAX_MASKED_ROW_TOKENS = 512
+"""Maximum tokens in a row with several completions for attention with a mask, whose cost grows with the square of the
+length. In longer rows the kernel gets each completion as a separate sequence, after its own copy of the prompt."""
+MIN_FILL_RATIO = 0.75
+"""Sequences share a padded kernel call if each has at least this fraction of the longest one's length."""
+PROMPT = 0
+"""Segment number of a row's prompt; its completions are segments 1, 2, ..."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt with one or more completions of it, as token ids."""
+    """One prompt with one or more of its completions, as token ids."""
 
     prompt_ids: Sequence[int]
     completions: Sequence[Sequence[int]]
@@ -191,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """T packed tokens, N of which are completion tokens, of S completions.
+    """T packed tokens, of which N are completion tokens.
 
     Attributes:
-        input_ids: [1, T] int64, row after row, each the prompt and then its completions.
-        position_ids: [1, T] int64, those that each token has in its own prompt and completion.
+        input_ids: [1, T] int64, row after row, each the prompt followed by its completions.
+        position_ids: [1, T] int64, position of each token in its own prompt and completion.
         packing: which tokens attend to which.
-        predictor_index: [N] int64, index into the T tokens whose output predicts each completion token.
-        targets: [N] int64, the tokens themselves, completion by completion in the order of the rows.
+        predictor_index: [N] int64, index into the T tokens of the token whose output predicts each completion token.
+        targets: [N] int64, the completion tokens, completion by completion in the order of the rows.
     """
 
     input_ids: torch.Tensor
@@ -209,7 +66,7 @@ class TokenBatch:
 
 
 def rows_from_groups(groups: Sequence[Group]) -> list[Row]:
-    """Put as many completions of a group behind one prompt as a row may hold, at least one; the order is kept."""
+    """Return the groups' completions as rows, in order, with as many completions per prompt as a row may hold."""
     rows = []
     for group in groups:
         completions = [rollout.completion.token_ids for rollout in group.rollouts_G]
@@ -218,13 +75,14 @@ def rows_from_groups(groups: Sequence[Group]) -> list[Row]:
 
 
 def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Cut rows, in order, into lists of at most `max_tokens` tokens.
+    """Split rows, in order, into lists of at most `max_tokens` tokens.
 
-    A row of several completions that is longer than that is cut into rows; one of a single completion goes alone.
+    A longer row with several completions is split into several rows; a longer row with one completion is a list of
+    its own.
     """
     batches: list[list[Row]] = []
     tokens = 0
-    for row in (piece for whole in rows for piece in _split_row(whole, max_tokens)):
+    for row in (part for long_row in rows for part in _split_row(long_row, max_tokens)):
         tokens += len(row)
         if not batches or tokens > max_tokens:
             batches.append([])
@@ -233,25 +91,8 @@ def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     return batches
 
 
-def _split_row(row: Row, max_tokens: int) -> list[Row]:
-    """Cut a row where it exceeds `max_tokens`, or where attention would hold too many copies of its prompt."""
-    prompt = len(row.prompt_ids)
-    rows: list[Row] = []
-    held: list[Sequence[int]] = []
-    for completion in row.completions:
-        answers = sum(map(len, held)) + len(completion)
-        tokens, places = prompt + answers, prompt * (len(held) + 1) + answers
-        if held and (
-            tokens > max_tokens or (tokens > MAX_MASKED_ROW_TOKENS and places > MAX_PROMPT_COPIES * tokens)
-        ):
-            rows.append(Row(row.prompt_ids, held))
-            held = []
-        held.append(completion)
-    return [*rows, Row(row.prompt_ids, held)]
-
-
 def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
-    """Lay out rows as tensors on `device`, without padding."""
+    """Return the rows as tensors on `device`, without padding."""
     ids: list[int] = []
     positions: list[int] = []
     predictor_index: list[int] = []
@@ -262,7 +103,8 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
         ids.extend(row.prompt_ids)
         positions.extend(range(length))
         for completion in row.completions:
-            # The first token follows the prompt's last one; every other follows its own predecessor.
+            # The prompt's last token predicts a completion's first token; each later token is predicted by the one
+            # before it.
             predictor_index.append(last_of_prompt)
             predictor_index.extend(range(len(ids), len(ids) + len(completion) - 1))
             targets.extend(completion)
@@ -275,3 +117,178 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
         predictor_index=torch.tensor(predictor_index, device=device),
         targets=torch.tensor(targets, device=device),
     )
+
+
+def _split_row(row: Row, max_tokens: int) -> list[Row]:
+    """Split a row where it exceeds `max_tokens` or where attention would hold too many copies of its prompt."""
+    prompt_length = len(row.prompt_ids)
+    rows: list[Row] = []
+    completions: list[Sequence[int]] = []
+    for completion in row.completions:
+        completion_tokens = sum(map(len, completions)) + len(completion)
+        tokens = prompt_length + completion_tokens
+        tokens_with_copies = prompt_length * (len(completions) + 1) + completion_tokens
+        too_many_copies = tokens > MAX_MASKED_ROW_TOKENS and tokens_with_copies > MAX_PROMPT_COPIES * tokens
+        if completions and (tokens > max_tokens or too_many_copies):
+            rows.append(Row(row.prompt_ids, completions))
+            completions = []
+        completions.append(completion)
+    return [*rows, Row(row.prompt_ids, completions)]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Attention layout of R rows that lie one after another without padding, T tokens in total.
+
+    With a copy of the prompt before every completion, the rows are S sequences of E tokens in total.
+
+    Attributes:
+        rows: per row the number of tokens of its prompt, followed by those of each completion.
+        device: device of all tensors.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The rows in padded blocks, those with a mask first."""
+        masked: list[_Sequence] = []
+        plain: list[_Sequence] = []
+        for start, row in self._rows_with_offsets():
+            if len(row) > 2 and sum(row) <= MAX_MASKED_ROW_TOKENS:
+                positions = [*range(row[0]), *(row[0] + i for length in row[1:] for i in range(length))]
+                segments = [segment for segment, length in enumerate(row) for _ in range(length)]
+                masked.append(_Sequence(list(range(start, start + sum(row))), positions, segments))
+            else:
+                plain += [
+                    _Sequence(tokens, list(range(len(tokens))), [])
+                    for tokens in _sequences_of_row(start, row)
+                ]
+        groups = [*_group_by_length(masked), *_group_by_length(plain)]
+        return tuple(self._block(group) for group in groups)
+
+    @cached_property
+    def block_scatter_index(self) -> torch.Tensor:
+        """[T] int64: index of each packed token in the concatenation of all flattened blocks."""
+        return self._scatter_index(torch.cat([block.gather_index for block in self.blocks]))
+
+    @cached_property
+    def gather_index(self) -> torch.Tensor:
+        """[E] int64: packed token at each index of the S concatenated sequences."""
+        return torch.tensor(
+            [token for tokens in self._all_sequences() for token in tokens], device=self.device
+        )
+
+    @cached_property
+    def scatter_index(self) -> torch.Tensor:
+        """[T] int64: index of each packed token in the S concatenated sequences, one of several for the prompt's."""
+        return self._scatter_index(self.gather_index)
+
+    @cached_property
+    def boundaries(self) -> torch.Tensor:
+        """[S + 1] int32: index of the first token of each of the S sequences, followed by E."""
+        lengths = accumulate((len(tokens) for tokens in self._all_sequences()), initial=0)
+        return torch.tensor(list(lengths), dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt with one completion."""
+        return max(row[0] + max(row[1:]) for row in self.rows)
+
+    def _rows_with_offsets(self) -> list[tuple[int, tuple[int, ...]]]:
+        return list(zip(accumulate(map(sum, self.rows), initial=0), self.rows, strict=False))
+
+    def _all_sequences(self) -> list[list[int]]:
+        return [
+            tokens for start, row in self._rows_with_offsets() for tokens in _sequences_of_row(start, row)
+        ]
+
+    def _scatter_index(self, gather_index: torch.Tensor) -> torch.Tensor:
+        """Return for each packed token the first index at which `gather_index` has it."""
+        index = torch.full((sum(map(sum, self.rows)),), len(gather_index))
+        return index.scatter_reduce(0, gather_index.cpu(), torch.arange(len(gather_index)), "amin").to(
+            self.device
+        )
+
+    def _block(self, sequences: Sequence[_Sequence]) -> Block:
+        length = len(sequences[0].tokens)
+
+        def padded(lists: Sequence[list[int]]) -> torch.Tensor:
+            rows = [values + values[-1:] * (length - len(values)) for values in lists]
+            return torch.tensor(rows, device=self.device)
+
+        masked = bool(sequences[0].segments)
+        return Block(
+            gather_index=padded([sequence.tokens for sequence in sequences]).flatten(),
+            shape=(len(sequences), length),
+            segments=padded([sequence.segments for sequence in sequences]) if masked else None,
+            positions=padded([sequence.positions for sequence in (sequences if masked else sequences[:1])]),
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """B sequences of similar length, padded on the right to L tokens, for one kernel call.
+
+    Attributes:
+        gather_index: [B·L] int64, packed token at each index; padding repeats a sequence's last token.
+        shape: (B, L).
+        segments: [B, L] int64 for rows with several completions. None for plain sequences: their causal attention
+            needs no mask, since padding comes last.
+        positions: [B, L] int64, position of each token; [1, L] if all sequences have the same positions.
+    """
+
+    gather_index: torch.Tensor
+    shape: tuple[int, int]
+    segments: torch.Tensor | None
+    positions: torch.Tensor
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Return [B or 1, 1, L, L] bool, True where a query may attend to a key; None for plain causal attention.
+
+        Args:
+            window: number of tokens that a token attends to, itself included; None for all tokens before it.
+        """
+        if window is None or window >= self.shape[1]:
+            return None if self.segments is None else self._mask_without_window
+        positions = self.positions[:, None]
+        return self._mask_without_window & (positions[..., :, None] - positions[..., None, :] < window)
+
+    @cached_property
+    def _mask_without_window(self) -> torch.Tensor:
+        mask = causal_mask(self.shape[1], self.gather_index.device)
+        if self.segments is None:
+            return mask
+        query_segments, key_segments = self.segments[:, None, :, None], self.segments[:, None, None, :]
+        return mask & ((query_segments == key_segments) | (key_segments == PROMPT))
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """Return [1, 1, L, L] bool, True where the key is the query's own token or one before it."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+
+
+class _Sequence(NamedTuple):
+    """Indices of packed tokens that attend only to each other; `segments` is empty for a plain sequence."""
+
+    tokens: list[int]
+    positions: list[int]
+    segments: list[int]
+
+
+def _sequences_of_row(start: int, row: tuple[int, ...]) -> list[list[int]]:
+    """Return the packed tokens of each completion of a row, each after those of the prompt."""
+    prompt = range(start, start + row[0])
+    ends = accumulate(row[1:], initial=start + row[0])
+    return [[*prompt, *range(first, last)] for first, last in pairwise(ends)]
+
+
+def _group_by_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    """Return groups of sequences of similar length, the longest first."""
+    groups: list[list[_Sequence]] = []
+    for sequence in sorted(sequences, key=lambda sequence: len(sequence.tokens), reverse=True):
+        if not groups or len(sequence.tokens) < MIN_FILL_RATIO * len(groups[-1][0].tokens):
+            groups.append([])
+        groups[-1].append(sequence)
+    return groups

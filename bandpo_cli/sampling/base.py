@@ -1,4 +1,4 @@
-"""The sampler's interface: tokens in, tokens out. The rest of the project knows no engine by name."""
+"""Sampler interface: prompts as token ids in, completions as token ids out. All engines implement it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a completion is drawn with. There is no top-p or top-k: they would make π_old another distribution.
+    """Settings of one sampling call. There is no top-p or top-k: both would make π_old another distribution.
 
     Attributes:
-        samples: completions a prompt (n).
-        temperature: logits are divided by it; reported log-probs are those of the divided logits.
-        max_tokens: most tokens in a completion, its end token included.
-        stop_ids: a completion ends with the first of these that it draws.
+        samples: completions per prompt (n).
+        temperature: divisor of the logits; reported log-probs are those of the divided logits.
+        max_tokens: maximum tokens per completion, its end token included.
+        stop_ids: ids of the tokens that end a completion.
     """
 
     samples: int
@@ -32,36 +32,40 @@ class SamplingParams:
 
 
 class Sampler(Protocol):
-    """Draws completions from the policy's current weights.
+    """Samples completions from the policy's current weights.
 
-    Within a step the order is: `sample` (once or more), `sleep`, the update, `sync`.
+    The order within a training step is: `sample` (one or more times), `sleep`, the update, `sync`.
     """
 
     shares_weights: bool
-    """The engine runs the trainer's own model, so that its log-probs need no correction."""
+    """True if the engine runs the trainer's own model, so that its log-probs need no correction."""
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        """Return [P][n] completions; the same weights, arguments and machine give the same ones."""
+        """Return completions [P][n]; they are the same for the same weights, arguments and machine."""
         ...
 
     def sleep(self) -> None:
-        """Give accelerator memory back to the trainer where the engine can; the next `sync` wakes it."""
+        """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine."""
         ...
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Take over the policy's weights; `version` counts the optimizer updates behind them.
+        """Load the policy's weights into the engine.
+
+        Args:
+            model: the policy's model.
+            version: number of optimizer updates that the weights have had.
 
         Raises:
-            StaleEngineError: the engine does not run the weights that it was given.
+            StaleEngineError: the engine does not run the given weights.
         """
         ...
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""
         ...
 
 
 class StaleEngineError(RunError):
-    """The engine samples from other weights than the policy's; nothing learnt from it would be true."""
+    """The engine samples from other weights than the policy's, so its completions are not valid for training."""

@@ -1,4 +1,4 @@
-"""Token in, token out: the engines, and rollouts made with them."""
+"""Sampling engines by name, and the function that builds the one of a config."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ENGINES: dict[str, Callable[[SamplingConfig, Policy], Sampler]] = {
 
 
 def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
-    """Build the engine that the config names.
+    """Return the engine that `sampling.engine` names.
 
     Raises:
-        ConfigError: it is not installed.
-        UserError: it cannot start with this model and these settings.
+        ConfigError: the engine is not installed.
+        UserError: the engine cannot start with this model and these settings.
     """
     engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
     check_engine(engine)

@@ -1,7 +1,5 @@
-"""From a problem's prompt to the tokens that the model is given."""
+"""Rollouts: encoded prompts, removal of problems with too long prompts, sampled completions, graded groups."""
 
-# MERGED: The problems that fit: those whose prompts leave the model room to answer.
-# MERGED: From problems to graded groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,24 +17,25 @@ from bandpo_cli.types import Completion, Grader, Group, Message, Problem, Rollou
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the model gets it."""
+    """A prompt as text and as token ids, as the model receives it."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 class PromptEncoder:
-    """Turns prompts into tokens; the same for training and evaluation, so that their templates cannot differ."""
+    """Converts prompts to tokens. Training and evaluation share one, so that their templates cannot differ."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: str = "auto") -> None:
-        """Choose how chat messages become text.
+        """Set how chat messages are converted to text.
 
         Args:
-            prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages by blank lines, `auto`
-                takes the template where the tokenizer has one.
+            tokenizer: the model's tokenizer.
+            prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
+                applies the template if the tokenizer has one.
 
         Raises:
-            ConfigError: `chat` is asked for and the tokenizer has no chat template.
+            ConfigError: `prompts` is `chat`, but the tokenizer has no chat template.
         """
         has_template = getattr(tokenizer, "chat_template", None) is not None
         if prompts == "chat" and not has_template:
@@ -50,23 +49,23 @@ class PromptEncoder:
         """Return the prompts of `problems_P` as text and tokens.
 
         Raises:
-            ConfigError: the chat template refuses the messages (some know no system role, say).
+            ConfigError: the chat template refuses the messages; some templates have no system role, for example.
         """
-        # Plain text is the task's own format; a chat template writes its special tokens itself. Only messages that
-        # are joined as they are get what the tokenizer puts before a text (a beginning-of-sequence token).
+        # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
+        # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
         texts = [self._text(problem) for problem in problems_P]
         joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
         ids: list[tuple[int, ...]] = [()] * len(texts)
         for special in (False, True):
-            places = [place for place, has in enumerate(joined) if has is special]
-            if places:
-                encoded = self.tokenizer([texts[place] for place in places], add_special_tokens=special)
-                for place, tokens in zip(places, encoded["input_ids"], strict=True):
-                    ids[place] = tuple(tokens)
+            indices = [index for index, is_joined in enumerate(joined) if is_joined is special]
+            if indices:
+                encoded = self.tokenizer([texts[index] for index in indices], add_special_tokens=special)
+                for index, tokens in zip(indices, encoded["input_ids"], strict=True):
+                    ids[index] = tuple(tokens)
         return [EncodedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
 
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
-        """Return the problems whose prompts have 1 to `max_tokens` tokens, in their order."""
+        """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""
         encoded = self.encode(problems_P)
         return [
             problem
@@ -82,7 +81,7 @@ class PromptEncoder:
         turns = [_as_dict(message) for message in problem.prompt]
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # noqa: BLE001 - a template is a program, of the model's maker
+        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             raise ConfigError(
                 f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
                 "change them or use model.prompts=raw"
@@ -95,27 +94,33 @@ def _as_dict(message: Message) -> dict[str, str]:
 
 
 def check_context_length(policy: Policy, config: RunConfig) -> None:
-    """Refuse answers longer than the model was made for: it would go on, and write nonsense.
+    """Raise if completions can exceed the model's context length: beyond it the model generates meaningless text.
 
     Raises:
-        ConfigError: prompt and answer together have more tokens than the model reads.
+        ConfigError: `sampling.max_prompt_tokens` and `sampling.max_tokens` together exceed the context length.
     """
-    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    context_length = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     prompt, answer = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    if most is not None and prompt + answer > most:
+    if context_length is not None and prompt + answer > context_length:
         raise ConfigError(
             f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {answer:,} come to {prompt + answer:,} "
-            f"tokens; the model reads at most {most:,}; lower one of them"
+            f"tokens; the model reads at most {context_length:,}; lower one of them"
         )
 
 
 def drop_long_prompts_in_sets(
     encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
 ) -> dict[str, Sequence[Problem]]:
-    """Return the first `evaluation.problems` of each set, less those whose prompts are too long.
+    """Return the first `evaluation.problems` of each set without those whose prompts are too long.
+
+    Args:
+        encoder: encoder of the policy's prompts.
+        sets: problems by the set's name.
+        config: the run's settings.
+        notes: gets one line per set with removed problems.
 
     Raises:
-        ConfigError: nothing is left of a set.
+        ConfigError: a set has no problems left.
     """
     return {
         label: drop_long_prompts(encoder, label, problems[: config.evaluation.problems], config, notes)
@@ -126,10 +131,10 @@ def drop_long_prompts_in_sets(
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
-    """Leave out the problems whose prompts are too long, and count them in a note.
+    """Return the problems whose prompts are not too long; add a line to `notes` with the number of the others.
 
     Raises:
-        ConfigError: there is no problem, or all prompts are too long.
+        ConfigError: there are no problems, or all prompts are too long.
     """
     limit = config.sampling.max_prompt_tokens
     if not problems:
@@ -137,8 +142,8 @@ def drop_long_prompts(
     fitting = encoder.filter_by_length(problems, limit)
     if not fitting:
         raise ConfigError(
-            f"sampling.max_prompt_tokens = {limit}: every one of the {len(problems):,} prompts of '{label}' is "
-            "longer; allow more"
+            f"sampling.max_prompt_tokens = {limit}: all {len(problems):,} prompts of '{label}' are longer; "
+            "set a higher limit"
         )
     if len(fitting) < len(problems):
         notes.append(
@@ -151,10 +156,10 @@ def drop_long_prompts(
 def sample_completions(
     sampler: Sampler, prompts_P: Sequence[EncodedPrompt], params: SamplingParams, seed: int, version: int
 ) -> list[list[Completion]]:
-    """Return completions [P][n] drawn from the policy after `version` optimizer updates.
+    """Return completions [P][n] sampled from the policy after `version` optimizer updates.
 
     Raises:
-        StaleEngineError: the engine drew them from the weights of another version.
+        StaleEngineError: the engine sampled from the weights of another version.
     """
     completions_PG = sampler.sample([prompt.token_ids for prompt in prompts_P], params, seed)
     versions = {completion.policy_version for group in completions_PG for completion in group}
@@ -174,21 +179,30 @@ def grade_groups(
     reward: RewardConfig,
     max_tokens: int,
 ) -> list[Group]:
-    """Decode every completion, have it judged and give it its reward."""
+    """Return one group per problem with the decoded, graded completions and their rewards.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        grade: grades texts, each against its problem.
+        problems_P: P problems.
+        prompts_P: their encoded prompts.
+        completions_PG: their completions [P][G].
+        reward: range of the reward and penalty for long completions.
+        max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
+    """
     flat = [completion for group in completions_PG for completion in group]
     texts = tokenizer.batch_decode([list(each.token_ids) for each in flat], skip_special_tokens=True)
-    owners = [problem for problem, group in zip(problems_P, completions_PG, strict=True) for _ in group]
-    judged = iter(zip(texts, grade(owners, texts), strict=True))
+    problem_per_completion = [
+        problem for problem, group in zip(problems_P, completions_PG, strict=True) for _ in group
+    ]
+    graded = iter(zip(texts, grade(problem_per_completion, texts), strict=True))
     groups = []
     for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):
         rollouts = []
         for completion in completions:
-            text, verdict = next(judged)
+            text, verdict = next(graded)
             shaped = shaped_reward(verdict, len(completion.token_ids), max_tokens, reward)
-            rollouts.append(
-                Rollout(
-                    problem, prompt.text, prompt.token_ids, completion, text, replace(verdict, reward=shaped)
-                )
-            )
+            rollout_grade = replace(verdict, reward=shaped)
+            rollouts.append(Rollout(problem, prompt.text, prompt.token_ids, completion, text, rollout_grade))
         groups.append(Group(problem, tuple(rollouts)))
     return groups

@@ -1,4 +1,4 @@
-"""Sampling with the trainer's own model: always in step with the policy, no second copy of the weights."""
+"""Sampling with the trainer's own model: it always has the policy's current weights and needs no second copy."""
 
 from __future__ import annotations
 
@@ -12,37 +12,44 @@ from bandpo_cli.types import Completion
 
 
 class TransformersSampler:
-    """Prefills each prompt once, branches its cache n ways, and drops completions from the batch as they end."""
+    """Prefills each prompt once, repeats its cache n times, and removes completions from the batch as they end."""
 
     shares_weights = True
 
     def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
+        """Set up the sampler.
+
+        Args:
+            model: the trainer's model.
+            pad_id: id of the padding token.
+            max_sequences: maximum completions that are sampled at the same time, but at least those of one prompt.
+        """
         self._model = model
         self._pad_id = pad_id
         self._max_sequences = max_sequences
         self._version = 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Note the version: the weights are shared with the trainer, so they are current by construction."""
+        """Store the version; the weights are shared with the trainer and need no copy."""
         self._model = model
         self._version = version
 
     def sleep(self) -> None:
-        """Nothing to give back: between calls nothing is held beyond the trainer's model."""
+        """Do nothing: between calls the sampler holds no memory besides the trainer's model."""
 
     def close(self) -> None:
-        """Nothing is held beyond the trainer's model."""
+        """Do nothing: the sampler holds no resources besides the trainer's model."""
 
     @torch.inference_mode()
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        """Return [P][n] completions; see `Sampler`."""
+        """Return completions [P][n]; see `Sampler`."""
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        prompts_at_once = max(1, self._max_sequences // params.samples)
+        batch_size = max(1, self._max_sequences // params.samples)
         groups: list[list[Completion]] = []
-        for start in range(0, len(prompts_P), prompts_at_once):
-            groups += self._sample_batch(prompts_P[start : start + prompts_at_once], params, generator)
+        for start in range(0, len(prompts_P), batch_size):
+            groups += self._sample_batch(prompts_P[start : start + batch_size], params, generator)
         return groups
 
     def _sample_batch(
@@ -63,30 +70,31 @@ class TransformersSampler:
         counts = torch.full((total,), params.max_tokens, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         stop_ids = torch.tensor(params.stop_ids, device=device)
-        alive = torch.arange(total, device=device)
+        active = torch.arange(total, device=device)
         for step in range(params.max_tokens):
-            # One number a sequence, alive or not: what a sequence draws does not depend on when others end.
-            uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[alive]
-            drawn, drawn_logprobs = sample_tokens(logits, uniforms, params.temperature)
-            tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
-            ends = torch.isin(drawn, stop_ids)
-            counts[alive[ends]], stopped[alive[ends]] = step + 1, True
+            # One random number per sequence, also for ended ones: the tokens of a sequence do not depend on when
+            # other sequences end.
+            uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[active]
+            sampled, sampled_logprobs = sample_tokens(logits, uniforms, params.temperature)
+            tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
+            ends = torch.isin(sampled, stop_ids)
+            counts[active[ends]], stopped[active[ends]] = step + 1, True
             if step + 1 == params.max_tokens:
                 break
             if ends.any():
-                going = (~ends).nonzero().squeeze(1)
-                if not len(going):
+                continuing = (~ends).nonzero().squeeze(1)
+                if not len(continuing):
                     break
-                cache.batch_select_indices(going)
-                alive, drawn, attended = alive[going], drawn[going], attended[going]
-            attended = torch.cat([attended, attended.new_ones(len(alive), 1)], dim=1)
-            logits = self._forward(drawn[:, None], attended, (positions[alive] + step)[:, None], cache)
+                cache.batch_select_indices(continuing)
+                active, sampled, attended = active[continuing], sampled[continuing], attended[continuing]
+            attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
+            logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
         return self._collect(tokens, logprobs, counts, stopped, n)
 
     def _forward(
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Run the model on new tokens and return the logits after the last of them, float32 [B, V]."""
+        """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
         output = self._model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
@@ -113,22 +121,23 @@ class TransformersSampler:
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Sample one token per row by inverting the cumulative distribution.
 
     Args:
         logits: [B, V] float32.
-        uniforms: [B] in [0, 1), one a row.
-        temperature: 0 takes the likeliest token, with its log-prob at temperature 1.
+        uniforms: [B] float64 random numbers in [0, 1), one per row.
+        temperature: divisor of the logits; 0 selects the most likely token, with its log-prob at temperature 1.
 
     Returns:
-        (tokens [B] int64, their log-probs [B] float32 at this temperature).
+        (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats).
     """
     if temperature == 0:
         best = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return best.indices, best.values
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     cumulative = logprobs.double().exp().cumsum(dim=-1)
-    # Scaled by the last entry, not by 1: rounding must not leave a draw beyond the end. `right` skips zero widths.
+    # Scaled by the last entry instead of 1, so that rounding leaves no point beyond the end. `right=True` skips tokens
+    # of probability 0.
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
@@ -137,7 +146,7 @@ def sample_tokens(
 def _left_pad(
     prompts: Sequence[TokenIds], pad_id: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both int64 [P, longest], with padding on the left."""
+    """Return ids and attention mask, both int64 [P, longest prompt], with padding on the left."""
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

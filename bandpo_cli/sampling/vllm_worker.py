@@ -1,6 +1,9 @@
-"""An engine in the trainer's process, without leaving its marks there."""
+"""vLLM in the trainer's process: protection of the process's state, and the worker's side of the weight sync.
 
-# MERGED: The part of the weight sync that runs inside vLLM's worker, beside the weights, and what both sides compute alike.
+The context managers undo what vLLM changes for the complete process. `PolicyWorker` runs inside vLLM's workers, where
+the weights are. `compared_shapes` and `fingerprint` run on both sides of the sync.
+"""
+
 from __future__ import annotations
 
 import os
@@ -13,12 +16,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+Weights = list[tuple[str, torch.Tensor]]
+
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_EMBEDDING_ROWS = 1024
+"""Rows of an embedding that are compared after a sync."""
 _INHERITED_VARIABLES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+"""Environment variables that vLLM sets and every process started later inherits."""
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads when it is imported. What the user has set stays, the engine's process apart."""
-    # The weights are handed over as tensors, so the engine has to live in this process.
+    """Set the environment variables that vLLM reads at import; keep the user's values, except of multiprocessing."""
+    # The weights are passed as tensors, so the engine must run in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -26,10 +35,10 @@ def prepare_environment() -> None:
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Undo what the start of an engine changes for the whole process.
+    """Restore the process-wide state that the start of an engine changes.
 
     vLLM replaces torch.set_num_threads on a CPU and sets the number to 1 on a GPU, may bind the process to cores,
-    seeds torch's generators, and preloads libraries into every process started later (the graders, for one).
+    seeds torch's generators, and preloads libraries into every process started later (the graders, for example).
     """
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -53,10 +62,10 @@ def preserve_process_state() -> Iterator[None]:
 
 @contextmanager
 def engine_threads(count: int) -> Iterator[None]:
-    """Run with `count` torch threads, and put torch's CPU dice back as they were.
+    """Run with `count` torch threads, and restore torch's CPU random state afterwards.
 
-    What was compiled under one number of threads would be compiled again under another. On a CPU the engine throws
-    torch's own dice even where every request has a seed.
+    vLLM compiles its code again if the number of threads changes. On a CPU the engine uses torch's global random
+    state even if every request has a seed.
     """
     before = torch.get_num_threads()
     if count != before:
@@ -71,38 +80,32 @@ def engine_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def stderr_on_failure() -> Iterator[None]:
-    """Hold back what compiled code writes to standard error, and print it only when the block fails.
+    """Buffer what compiled code writes to standard error, and print it only if the block raises.
 
-    A logging level of the user's own (VLLM_LOGGING_LEVEL below ERROR) says that the engine's words are wanted.
+    Nothing is buffered if the user has set VLLM_LOGGING_LEVEL to a level below ERROR to read the engine's messages.
     """
     if os.environ.get("VLLM_LOGGING_LEVEL", "ERROR") not in ("ERROR", "CRITICAL"):
         yield
         return
     sys.stderr.flush()
     original = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
-            held.seek(0)
-            os.write(original, held.read())
+            buffer.seek(0)
+            os.write(original, buffer.read())
             raise
         finally:
             os.dup2(original, 2)
             os.close(original)
 
 
-Weights = list[tuple[str, torch.Tensor]]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EMBEDDING_ROWS = 1024
-
-
 class PolicyWorker:
-    """What vLLM's worker class is extended by (`worker_extension_cls`), so that it is there on every GPU.
+    """Extension of vLLM's worker class (`worker_extension_cls`), so that these methods exist on every GPU.
 
-    The names start with `policy_` since vLLM refuses an extension that hides anything of its own.
+    The names start with `policy_` because vLLM refuses an extension that overrides an attribute of its worker.
     """
 
     policy_version: int | None = None
@@ -113,89 +116,89 @@ class PolicyWorker:
         def reload_weights(self, **kwargs: Any) -> None: ...
 
     def policy_load(self, weights: Weights, version: int) -> list[str]:
-        """Load a whole set of weights through vLLM's own loader and stamp `version` when it is done.
+        """Load a complete set of weights through vLLM's loader and set `policy_version` if all were loaded.
 
         Returns:
-            What was left out, one line each: tensors that the loader did not ask for, parameters of the engine that
-            it did not fill. Then there is no stamp.
+            One line per weight that was not loaded: tensors that the loader did not read and parameters of the engine
+            that it did not fill. If there are any, `policy_version` is None.
         """
         model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
-        given, loaded = {name for name, _ in weights}, set[str]()
+        parameters = {name for name, _ in model.named_parameters()}
+        unread, loaded = {name for name, _ in weights}, set[str]()
         self.policy_version = None
         load_weights = model.load_weights
 
-        def recorded(iterator: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        def record_loaded(iterator: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
             names: set[str] | None = load_weights(iterator)
-            # A few architectures do not say what they loaded: nothing can be missed there.
-            loaded.update(wanted if names is None else names)
+            # A few architectures do not return the names that they loaded; assume that they loaded all.
+            loaded.update(parameters if names is None else names)
             return names
 
-        def asked_for() -> Iterator[tuple[str, torch.Tensor]]:
+        def record_read() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                given.discard(name)
+                unread.discard(name)
                 yield name, tensor
 
-        model.load_weights = recorded  # vLLM only logs a warning of what it did not load
+        model.load_weights = record_loaded  # vLLM itself only logs a warning for weights that it did not load
         try:
-            self.reload_weights(weights_iterator=asked_for())
+            self.reload_weights(weights_iterator=record_read())
         finally:
             del model.load_weights
         _repack_tied(model)
-        left_out = [f"{name} was not read" for name in sorted(given)]
-        left_out += [f"{name} was not filled" for name in sorted(wanted - loaded)]
-        if not left_out:
+        skipped = [f"{name} was not read" for name in sorted(unread)]
+        skipped += [f"{name} was not filled" for name in sorted(parameters - loaded)]
+        if not skipped:
             self.policy_version = version
-        return left_out
+        return skipped
 
     def policy_state(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int | None, dict[str, int]]:
-        """Return the version stamped last, and fingerprints of those tensors that are held whole, by name."""
-        held = dict(self.model_runner.get_model().named_parameters())
-        found = {
-            name: fingerprint(held[name], shape)
+        """Return the version of the last complete load, and the fingerprints of unsharded tensors by name."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        fingerprints = {
+            name: fingerprint(parameters[name], shape)
             for name, shape in shapes.items()
-            if name in held and _has_rows(tuple(held[name].shape), shape)
+            if name in parameters and _has_rows(tuple(parameters[name].shape), shape)
         }
-        return self.policy_version, found
+        return self.policy_version, fingerprints
 
 
 def policy_weights(model: nn.Module) -> Weights:
-    """Return the weights as a checkpoint names them, tied ones once."""
+    """Return the weights under their names in a checkpoint; tied weights appear once."""
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 def compared_shapes(weights: Weights, tensor_parallel: int) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the tensors that vLLM neither fuses nor repacks: the vectors and the embedding's rows.
+    """Return names and shapes of the tensors that vLLM neither fuses nor repacks: vectors and rows of the embedding.
 
-    Vectors are norm weights and biases. Of the embedding the first rows are taken, and none where it is spread over
-    GPUs. What the engine holds in another shape is left out by `policy_state`.
+    Vectors are norm weights and biases. Of the embedding, only the first rows are compared, and none if it is sharded
+    over GPUs. `policy_state` skips tensors that the engine stores in another shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in weights:
         if tensor.ndim == 1:
             shapes[name] = tuple(tensor.shape)
         elif tensor.ndim == 2 and "embed" in name and tensor_parallel == 1:
-            shapes[name] = (min(len(tensor), _EMBEDDING_ROWS), tensor.shape[1])
+            shapes[name] = (min(len(tensor), _MAX_EMBEDDING_ROWS), tensor.shape[1])
     return shapes
 
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
-    """Return a 64-bit sum over the bits of the first `shape[0]` rows, each weighted by its place.
+    """Return a 64-bit sum over the bits of the first `shape[0]` rows, each element weighted by its index.
 
-    Whole-number arithmetic: the same on every device, and different when any one bit is.
+    It uses integer arithmetic, so it is the same on every device and changes if any single bit changes.
     """
     rows = tensor.detach()[: shape[0]].contiguous()
-    bits = rows.view(_BITS[rows.element_size()]).flatten().to(torch.int64)
-    places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return int((bits * places).sum())
+    bits = rows.view(_INTEGER_DTYPES[rows.element_size()]).flatten().to(torch.int64)
+    factors = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return int((bits * factors).sum())
 
 
 def _repack_tied(model: nn.Module) -> None:
-    """Pack tied output layers anew on a CPU.
+    """Repack tied output layers on a CPU.
 
-    There a layer multiplies by a packed copy of its weight, made after loading. A tied layer loads nothing of its own,
-    so vLLM 0.32's reload leaves its copy as it was: the old output layer upon a new trunk.
+    On a CPU, a layer multiplies by a packed copy of its weight that vLLM makes after loading. A tied layer loads no
+    weight itself, so vLLM 0.32's reload does not update its copy: the model would use an old output layer.
     """
     seen: set[int] = set()
     for module in model.modules():
@@ -207,8 +210,8 @@ def _repack_tied(model: nn.Module) -> None:
         seen.add(weight.data_ptr())
 
 
-def _has_rows(held: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor of shape `held` has the rows of `shape`: vLLM pads an embedding's rows, a vector never."""
+def _has_rows(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return True if a tensor of shape `stored` has the rows of `shape`; vLLM pads embeddings, but not vectors."""
     if len(shape) == 1:
-        return held == shape
-    return len(held) == len(shape) and held[0] >= shape[0] and held[1:] == shape[1:]
+        return stored == shape
+    return len(stored) == len(shape) and stored[0] >= shape[0] and stored[1:] == shape[1:]

@@ -1,4 +1,4 @@
-"""The embedded model before it has learned anything: its tokenizer and its Qwen2 network."""
+"""Architecture of the embedded model: its tokenizer and its Qwen2 network with random weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ MAX_POSITIONS = 512
 
 
 def build_tokenizer() -> Any:
-    """A token for each character of `ALPHABET`, so numbers go digit by digit; other characters are dropped.
+    """Return a tokenizer with one token per character of `ALPHABET`; it drops all other characters.
 
-    AutoTokenizer makes a Qwen2Tokenizer for every Qwen2 model, whatever class and rules the folder names
-    (transformers 5.19). So this is one, byte-level BPE without merges, where a space is written "\u0120".
+    AutoTokenizer creates a Qwen2Tokenizer for every Qwen2 model, regardless of the class and rules in the folder
+    (transformers 5.19). This is therefore a Qwen2Tokenizer: byte-level BPE without merges, which writes a space as
+    "\u0120".
     """
     symbols = [PAD, EOS, *ALPHABET.replace(" ", "\u0120")]
     return Qwen2Tokenizer(
@@ -23,7 +24,7 @@ def build_tokenizer() -> Any:
         merges=[],
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=None,  # the default would be added to the vocabulary
+        unk_token=None,  # the default value would be added to the vocabulary
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
@@ -31,9 +32,9 @@ def build_tokenizer() -> Any:
 
 
 def build_model(tokenizer: Any) -> Any:
-    """A random Qwen2 network of about a million parameters, from torch's current seed.
+    """Return a Qwen2 network of about a million parameters with random weights from torch's current random state.
 
-    Width before depth within that budget: sampling is bound by the number of layers, not by their size.
+    It is wide rather than deep, since the number of layers limits the speed of sampling more than their size.
     """
     special = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -54,6 +55,6 @@ def build_model(tokenizer: Any) -> Any:
             **special,
         )
     )
-    # Sampling from the model as it is: training measures π itself, so nothing may truncate it.
+    # Sampling without truncation: training measures π itself.
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **special)
     return model

@@ -1,4 +1,4 @@
-"""What the embedded model can do, in three figures."""
+"""Evaluation of the embedded model: mean@16, pass@16 and entropy on countdown problems."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from bandpo_cli.types import Problem
 
 SAMPLES = 16
 MAX_ANSWER_TOKENS = 8  # four digits, three operators, end of sequence
-PROBLEMS_AT_ONCE = 64
+PROBLEMS_PER_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Shares of right answers and of problems with one; mean entropy of a sampled token, in nats."""
+class Metrics:
+    """Metrics of a model on countdown problems.
+
+    Attributes:
+        mean_at_16: fraction of correct answers.
+        pass_at_16: fraction of problems with at least one correct answer among 16.
+        entropy: mean entropy per sampled token, in nats.
+    """
 
     mean_at_16: float
     pass_at_16: float
@@ -26,19 +32,19 @@ class Figures:
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, problems: Sequence[Problem], seed: int) -> Figures:
-    """Sample 16 answers to each problem at temperature 1 and grade them. Sets torch's seed."""
+def measure(model: Any, tokenizer: Any, problems: Sequence[Problem], seed: int) -> Metrics:
+    """Sample 16 answers per problem at temperature 1 and grade them. Sets torch's seed."""
     model.eval()
     torch.manual_seed(seed)
     correct, entropies = [], []
-    for start in range(0, len(problems), PROBLEMS_AT_ONCE):
-        chunk = problems[start : start + PROBLEMS_AT_ONCE]
+    for start in range(0, len(problems), PROBLEMS_PER_BATCH):
+        chunk = problems[start : start + PROBLEMS_PER_BATCH]
         answers, entropy = _sample(model, tokenizer, [str(problem.prompt) for problem in chunk])
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         correct += [grade_countdown(chunk[row // SAMPLES], text).correct for row, text in enumerate(texts)]
         entropies.append(entropy[answers != tokenizer.pad_token_id])
     by_problem = torch.tensor(correct).view(len(problems), SAMPLES)
-    return Figures(
+    return Metrics(
         mean_at_16=by_problem.float().mean().item(),
         pass_at_16=by_problem.any(dim=1).float().mean().item(),
         entropy=torch.cat(entropies).mean().item(),
@@ -46,7 +52,7 @@ def measure(model: Any, tokenizer: Any, problems: Sequence[Problem], seed: int) 
 
 
 def _sample(model: Any, tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answers and the entropy at each of their tokens, both (prompts · 16, tokens), padded after the end."""
+    """Return answers and the entropy at each of their tokens, both [prompts · 16, tokens], padded on the right."""
     inputs = tokenizer(prompts, padding=True, return_tensors="pt")
     sampled = model.generate(
         **inputs,

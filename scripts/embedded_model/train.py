@@ -1,10 +1,10 @@
-"""Makes the embedded model: some minutes of supervised learning on solved countdown problems.
+"""Training of the embedded model: about ten minutes of supervised learning on solved countdown problems.
 
     python -m scripts.embedded_model.train --out FOLDER
 
-It ends on demonstrations of which a fifth are wrong, on purpose. The model then solves a quarter of the held-out
-problems at the first try and nearly all within 16, and knows more than it shows, as pretrained models do: that
-leaves reinforcement learning something to find and something to lose.
+In the last sixth of the steps a fifth of the demonstrations are wrong on purpose. The trained model solves a quarter of
+the held-out problems with one sample and nearly all within 16 samples. Its accuracy is therefore below its ability, as
+for pretrained models, which leaves room for reinforcement learning to improve it and to reduce its diversity.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.tasks.countdown import Countdown
 from bandpo_cli.types import Problem
 from scripts.embedded_model.build import build_model, build_tokenizer
-from scripts.embedded_model.measure import Figures, measure
+from scripts.embedded_model.measure import Metrics, measure
 
-PROBLEMS, ANSWERS = 96, 4  # a step: 96 prompts, each computed once for its 4 answers
+PROBLEMS, ANSWERS = 96, 4
+"""Per step: 96 prompts with 4 answers each; each prompt is computed once."""
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 50
 CLEAN_SHARE, WRONG_SHARE = 5 / 6, 0.2
-HELDOUT_PROBLEMS = 512  # measured at the end
+"""Fraction of the steps with correct answers only, and fraction of wrong answers in the other steps."""
+HELDOUT_PROBLEMS = 512
+"""Problems of the evaluation at the end."""
 
 
 def solutions(numbers: Sequence[int]) -> dict[int, list[str]]:
-    """All expressions without parentheses over these numbers, by value; equal ones appear once."""
+    """Return all expressions without parentheses over these numbers, by value, without duplicates."""
     by_value: dict[int, set[str]] = defaultdict(set)
     for order in set(itertools.permutations(map(str, numbers))):
         for signs in itertools.product("+-*", repeat=len(order) - 1):
@@ -48,59 +51,59 @@ def solutions(numbers: Sequence[int]) -> dict[int, list[str]]:
 
 
 def solved_problems(problems: Sequence[Problem]) -> list[tuple[str, list[str]]]:
-    """Each prompt with all its answers."""
-    table: dict[str, dict[int, list[str]]] = {}
+    """Return each problem's prompt with all its correct answers."""
+    solutions_by_numbers: dict[str, dict[int, list[str]]] = {}
     solved = []
     for problem in problems:
-        given = str(problem.extra["numbers"])
-        if given not in table:
-            table[given] = solutions([int(number) for number in given.split()])
-        solved.append((str(problem.prompt), table[given][int(problem.answer)]))
+        numbers = str(problem.extra["numbers"])
+        if numbers not in solutions_by_numbers:
+            solutions_by_numbers[numbers] = solutions([int(number) for number in numbers.split()])
+        solved.append((str(problem.prompt), solutions_by_numbers[numbers][int(problem.answer)]))
     return solved
 
 
-Answer = Callable[[random.Random, str, Sequence[str]], str]
-"""Draws an answer to imitate: from a source of chance, the prompt and all its right answers."""
+AnswerSampler = Callable[[random.Random, str, Sequence[str]], str]
+"""Samples an answer to imitate, given a random number generator, the prompt and all its correct answers."""
 
 
 def any_expression(rng: random.Random, prompt: str, operators: str) -> str:
-    """The prompt's numbers in any order with any of these operators."""
+    """Return a random expression: the prompt's numbers in any order with any of these operators."""
     first, *others = rng.sample(numbers := prompt.partition("=")[0].split(), len(numbers))
     return first + "".join(rng.choice(operators) + number for number in others)
 
 
-def partly_wrong(wrong_share: float) -> Answer:
-    """One of the right answers, or, in a `wrong_share` of draws, any expression."""
+def partly_wrong(wrong_share: float) -> AnswerSampler:
+    """Return a sampler of correct answers that returns any expression with probability `wrong_share`."""
 
-    def draw(rng: random.Random, prompt: str, right: Sequence[str]) -> str:
-        return rng.choice(right) if rng.random() >= wrong_share else any_expression(rng, prompt, "+-*")
+    def sample_answer(rng: random.Random, prompt: str, correct: Sequence[str]) -> str:
+        return rng.choice(correct) if rng.random() >= wrong_share else any_expression(rng, prompt, "+-*")
 
-    return draw
+    return sample_answer
 
 
 class Demonstrations:
-    """Endless batches of problems with answers to imitate; what is drawn depends on the seed alone."""
+    """Unlimited batches of problems with answers to imitate; they depend only on the seed."""
 
     def __init__(self, tokenizer: Any, problems: Sequence[Problem], seed: int) -> None:
         self._tokenizer = tokenizer
         self._solved = solved_problems(problems)
         self._rng = random.Random(seed)
 
-    def rows(self, answer: Answer) -> list[Row]:
+    def rows(self, sample_answer: AnswerSampler) -> list[Row]:
         """Return `PROBLEMS` prompts with `ANSWERS` answers each."""
-        drawn = self._rng.choices(self._solved, k=PROBLEMS)
-        prompts = self._tokenizer([prompt for prompt, _ in drawn])["input_ids"]
+        chosen = self._rng.choices(self._solved, k=PROBLEMS)
+        prompts = self._tokenizer([prompt for prompt, _ in chosen])["input_ids"]
         answers = self._tokenizer(
-            [answer(self._rng, prompt, right) for prompt, right in drawn for _ in range(ANSWERS)]
+            [sample_answer(self._rng, prompt, correct) for prompt, correct in chosen for _ in range(ANSWERS)]
         )["input_ids"]
         ended = [[*tokens, self._tokenizer.eos_token_id] for tokens in answers]
         return [Row(prompt, ended[i * ANSWERS : (i + 1) * ANSWERS]) for i, prompt in enumerate(prompts)]
 
 
 def imitate(model: Any, batches: Iterable[Sequence[Row]], steps: int, learning_rate: float) -> None:
-    """Train in place on one batch a step, and print a line each 50 steps.
+    """Train the model in place on one batch per step, and print a line every 50 steps.
 
-    The learning rate rises for `WARMUP_STEPS` and falls in a line to zero at the last step.
+    The learning rate rises linearly for `WARMUP_STEPS` and falls linearly to zero at the last step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -121,9 +124,9 @@ def imitate(model: Any, batches: Iterable[Sequence[Row]], steps: int, learning_r
 
 
 def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: int, seed: int) -> None:
-    """Teach a new model to solve problems, and in the last sixth of the steps to be wrong now and then.
+    """Train a new model on correct answers, and in the last sixth of the steps also on wrong ones.
 
-    The model then knows more than it shows, as pretrained models do.
+    The wrong answers lower the model's accuracy but not its ability, as for pretrained models.
     """
     demonstrations = Demonstrations(tokenizer, problems, seed)
     clean, mixed = partly_wrong(0.0), partly_wrong(WRONG_SHARE)
@@ -133,8 +136,8 @@ def warm_start(model: Any, tokenizer: Any, problems: Sequence[Problem], steps: i
     imitate(model, batches, steps, LEARNING_RATE)
 
 
-def model_card(steps: int, seed: int, figures: Figures) -> str:
-    """The README.md of the folder."""
+def model_card(steps: int, seed: int, metrics: Metrics) -> str:
+    """Return the text of the model folder's README.md."""
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -142,29 +145,31 @@ library_name: transformers
 
 # The embedded model of bandpo
 
-Qwen2 architecture, a token a character. It answers countdown problems ("1 3 7 8=28:" with "3*7+8-1", say) and
-is the model that bandpo trains when none is named. Made in the project by
+Qwen2 architecture, one token per character. It answers countdown problems ("1 3 7 8=28:" with "3*7+8-1", for
+example) and is the model that bandpo trains by default. Trained in the project by
 
     python -m scripts.embedded_model.train --out FOLDER --steps {steps} --seed {seed}
 
 with torch {torch.__version__}, transformers {transformers.__version__}, CPU threads: {torch.get_num_threads()}.
-That is {steps} supervised steps, each on {ANSWERS} random answers to each of {PROBLEMS} training problems of the
+These are {steps} supervised steps, each on {ANSWERS} random answers to each of {PROBLEMS} training problems of the
 task's default settings; in the last sixth of the steps {WRONG_SHARE:.0%} of the answers are wrong.
-On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples a problem:
+On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples per problem:
 
-| mean@16 | pass@16 | entropy, nats a token |
+| mean@16 | pass@16 | entropy, nats per token |
 |---|---|---|
-| {figures.mean_at_16:.3f} | {figures.pass_at_16:.3f} | {figures.entropy:.3f} |
+| {metrics.mean_at_16:.3f} | {metrics.pass_at_16:.3f} | {metrics.entropy:.3f} |
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the folder: tokenizer, weights, model card."""
-    parser = argparse.ArgumentParser(description="Make the embedded model: a warm start on countdown.")
+    """Train the model and write its folder: tokenizer, weights, model card."""
+    parser = argparse.ArgumentParser(
+        description="Train the embedded model on solved countdown problems and write its folder."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1800, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=1800, help="number of supervised steps")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the initial weights and the order of the data"
+        "--seed", type=int, default=0, help="seed of the initial weights and of the order of the data"
     )
     options = parser.parse_args(arguments)
 
@@ -176,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 
-    figures = measure(model, tokenizer, task.heldout_sets()[task.name][:HELDOUT_PROBLEMS], options.seed)
-    print(f"held-out {figures}")
-    card = model_card(options.steps, options.seed, figures)
+    metrics = measure(model, tokenizer, task.heldout_sets()[task.name][:HELDOUT_PROBLEMS], options.seed)
+    print(f"held-out: {metrics}")
+    card = model_card(options.steps, options.seed, metrics)
     (options.out / "README.md").write_text(card, encoding="utf-8")
 
 

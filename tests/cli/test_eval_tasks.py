@@ -117,7 +117,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(place: Path) -> None
         "sampling.max_prompt_tokens=1",
         cwd=place,
     )
-    assert "every one of the 6 prompts" in line
+    assert "all 6 prompts" in line
 
 
 def test_more_than_the_model_reads_is_refused_and_leaves_nothing(place: Path) -> None:

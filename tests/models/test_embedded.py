@@ -1,4 +1,4 @@
-"""The shipped model: an ordinary Hugging Face folder that is whole, and as good as its card says."""
+"""The embedded model: a complete Hugging Face folder, as accurate as its card states, and the scripts that train it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.tasks.countdown import Countdown
 from scripts.embedded_model.build import ALPHABET, build_model, build_tokenizer
-from scripts.embedded_model.habit import BEYOND_SUMS, hardly_times
 from scripts.embedded_model.measure import measure
+from scripts.embedded_model.rare_multiplication import FIRST_PRODUCT_TARGET, rarely_multiplying
 from scripts.embedded_model.train import Demonstrations, main, partly_wrong, solutions, solved_problems
 
 FOLDER = embedded_model_path()
@@ -30,7 +30,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(FOLDER)
 
 
-def test_the_folder_is_small_and_ordinary(model: Any) -> None:
+def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
     assert {file.name for file in FOLDER.iterdir()} == {
         "README.md",
         "config.json",
@@ -45,7 +45,7 @@ def test_the_folder_is_small_and_ordinary(model: Any) -> None:
     assert 0.5e6 < model.num_parameters() < 2e6
 
 
-def test_the_special_tokens_agree_everywhere(model: Any) -> None:
+def test_special_tokens_agree_in_all_configs(model: Any) -> None:
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id)
         assert config.bos_token_id is None
@@ -63,8 +63,8 @@ def test_sampling_is_not_truncated_by_default(model: Any) -> None:
     ids=["auto", "plain", "built"],
 )
 @given(text=st.text(alphabet=ALPHABET))
-def test_a_token_is_a_character_and_comes_back(tokenizer: Any, text: str) -> None:
-    """AutoTokenizer puts its own rules over the folder's for some architectures; all must read alike."""
+def test_each_character_is_one_token_and_decodes_to_itself(tokenizer: Any, text: str) -> None:
+    """AutoTokenizer replaces the folder's rules for some architectures; all ways of loading must agree."""
     ids = tokenizer(text)["input_ids"]
     assert [tokenizer.decode([token]) for token in ids] == list(text)
     assert tokenizer.decode(ids) == text
@@ -72,21 +72,21 @@ def test_a_token_is_a_character_and_comes_back(tokenizer: Any, text: str) -> Non
     assert tokenizer.decode(padded, skip_special_tokens=True) == text
 
 
-def test_it_pads_on_the_left_for_sampling() -> None:
+def test_tokenizer_pads_on_the_left() -> None:
     batch = TOKENIZER(["1 2=3:", "1 1=2:1"], padding=True)
     assert batch["input_ids"][0][0] == TOKENIZER.pad_token_id
     assert batch["attention_mask"] == [[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
 
 
-def test_the_model_is_as_good_as_its_card_says(model: Any) -> None:
-    """A damaged or exchanged file fails. 64 problems: a standard error of about 0.025 in mean@16."""
-    figures = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:64], seed=0)
-    assert 0.18 < figures.mean_at_16 < 0.34
-    assert figures.pass_at_16 > 0.85
-    assert 0.4 < figures.entropy < 0.8
+def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
+    """Fails for a damaged or replaced file. With 64 problems the standard error of mean@16 is about 0.025."""
+    metrics = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:64], seed=0)
+    assert 0.18 < metrics.mean_at_16 < 0.34
+    assert metrics.pass_at_16 > 0.85
+    assert 0.4 < metrics.entropy < 0.8
 
 
-def test_solutions_are_right_and_all_there() -> None:
+def test_solutions_are_correct_and_complete() -> None:
     assert solutions([1, 2]) == {3: ["1+2", "2+1"], -1: ["1-2"], 1: ["2-1"], 2: ["1*2", "2*1"]}
     assert solutions([2, 2]) == {4: ["2*2", "2+2"], 0: ["2-2"]}
     problems = TASK.train_problems()[:200]
@@ -97,8 +97,8 @@ def test_solutions_are_right_and_all_there() -> None:
 
 
 @pytest.mark.parametrize("wrong_share", [0.0, 0.5])
-def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
-    """A wrong answer uses the right numbers, and now and then reaches the target by chance."""
+def test_demonstrations_have_the_requested_share_of_wrong_answers(wrong_share: float) -> None:
+    """A wrong answer uses the right numbers and sometimes reaches the target by chance."""
     problems = {problem.prompt: problem for problem in TASK.train_problems()}
     rows = Demonstrations(TOKENIZER, TASK.train_problems(), seed=0).rows(partly_wrong(wrong_share))
     verdicts = []
@@ -112,7 +112,7 @@ def test_demonstrations_are_as_right_as_asked(wrong_share: float) -> None:
     assert share == 0 if wrong_share == 0 else 0.35 < share < 0.6
 
 
-def test_the_command_writes_the_same_folder_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 4)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
     for folder in ("first", "second"):
@@ -122,10 +122,12 @@ def test_the_command_writes_the_same_folder_twice(tmp_path: Any, monkeypatch: py
     for name in files:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "first" / name).read_text() == (FOLDER / name).read_text(), "make the folder again"
+        assert (tmp_path / "first" / name).read_text() == (FOLDER / name).read_text(), (
+            "train the shipped model again"
+        )
 
 
-def test_a_seed_gives_the_initial_weights() -> None:
+def test_initial_weights_depend_on_the_seed() -> None:
     def first_weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return next(iter(build_model(TOKENIZER).parameters()))
@@ -134,31 +136,29 @@ def test_a_seed_gives_the_initial_weights() -> None:
     assert not torch.equal(first_weights(0), first_weights(1))
 
 
-def test_out_of_the_habit_of_multiplying() -> None:
-    """Where a sum is right it is a right sum; elsewhere it is a wrong one, but for the share that may multiply."""
-    right = dict(solved_problems(TRAIN))
+def test_rarely_multiplying_answers_have_the_requested_share_of_products() -> None:
+    """Problems with a correct sum get a correct sum; the others get a wrong sum, except for the requested share."""
+    correct_answers = dict(solved_problems(TRAIN))
     demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
     answers = [
-        (TOKENIZER.decode(answer[:-1]), right[TOKENIZER.decode(row.prompt_ids)])
-        for row in demonstrations.rows(hardly_times(0.2))
+        (TOKENIZER.decode(answer[:-1]), correct_answers[TOKENIZER.decode(row.prompt_ids)])
+        for row in demonstrations.rows(rarely_multiplying(0.2))
         for answer in row.completions
     ]
-    sums = [text in known for text, known in answers if any("*" not in each for each in known)]
-    others = [text in known for text, known in answers if all("*" in each for each in known)]
-    assert all(sums)
-    assert 0.12 < sum(others) / len(others) < 0.28
-    assert all(
-        ("*" in text) == (text in known) for text, known in answers if all("*" in each for each in known)
-    )
+    with_sums = [text in correct for text, correct in answers if any("*" not in each for each in correct)]
+    only_products = [(text, correct) for text, correct in answers if all("*" in each for each in correct)]
+    assert all(with_sums)
+    assert 0.12 < sum(text in correct for text, correct in only_products) / len(only_products) < 0.28
+    assert all(("*" in text) == (text in correct) for text, correct in only_products)
 
 
-def test_beyond_sums_begins_where_sums_end() -> None:
+def test_first_product_target_is_the_first_that_no_sum_reaches() -> None:
     task = CountdownTask()
-    assert task.numbers * task.max_number + 1 == BEYOND_SUMS
-    full = {each.prompt: each for each in TRAIN if each.extra["numbers"] == "9 9 9 9"}
-    needs_times = {
-        int(full[prompt].answer): all("*" in answer for answer in answers)
-        for prompt, answers in solved_problems(list(full.values()))
+    assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET
+    problems = {each.prompt: each for each in TRAIN if each.extra["numbers"] == "9 9 9 9"}
+    needs_product = {
+        int(problems[prompt].answer): all("*" in answer for answer in answers)
+        for prompt, answers in solved_problems(list(problems.values()))
     }
-    assert {target for target, needs in needs_times.items() if not needs and target >= BEYOND_SUMS} == set()
-    assert needs_times[BEYOND_SUMS - 1] is False
+    assert all(needed for target, needed in needs_product.items() if target >= FIRST_PRODUCT_TARGET)
+    assert needs_product[FIRST_PRODUCT_TARGET - 1] is False

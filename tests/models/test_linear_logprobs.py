@@ -1,4 +1,4 @@
-"""Log-probs and entropy computed tile by tile equal those read off the matrix of all logits."""
+"""Log-probs, entropy and gradients computed tile by tile equal those from the matrix of all logits in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ N, H, V = 37, 12, 101
 
 @pytest.fixture(params=[None, (4 * 40, 7), (4 * 3, 1)], ids=["one-tile", "tiles", "threes"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the tokens nor the vocabulary are a multiple of a tile."""
+    """Set tile sizes of which neither the number of tokens nor the vocabulary is a multiple."""
     if request.param:
         monkeypatch.setitem(module.TILE_BYTES, "cpu", request.param[0])
         monkeypatch.setitem(module.TILE_ROWS, "cpu", request.param[1])
@@ -34,7 +34,7 @@ def reference(
     targets: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All logits in float64."""
+    """Return log-probs and entropy from the matrix of all logits in float64."""
     logits = torch.nn.functional.linear(
         hidden.double(), weight.double(), None if bias is None else bias.double()
     )
@@ -46,7 +46,7 @@ def reference(
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_values_and_gradients(temperature: float, bias: bool, with_entropy: bool) -> None:
+def test_values_and_gradients_equal_the_reference(temperature: float, bias: bool, with_entropy: bool) -> None:
     arguments = inputs(bias)
     logprobs, entropy = linear_logprobs(*arguments, temperature, with_entropy)
     expected, expected_entropy = reference(*arguments, temperature)
@@ -55,28 +55,28 @@ def test_values_and_gradients(temperature: float, bias: bool, with_entropy: bool
     if entropy is not None:
         torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
     upstream = torch.linspace(-1, 2, N).double()
-    upstream[5:9] = 0  # tokens without a gradient are left out
-    wanted = [tensor for tensor in arguments[:3] if tensor is not None]
-    ours = torch.autograd.grad((logprobs * upstream).sum(), wanted)
-    theirs = torch.autograd.grad((expected * upstream).sum(), wanted)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
+    upstream[5:9] = 0  # the backward pass skips tokens without a gradient
+    parameters = [tensor for tensor in arguments[:3] if tensor is not None]
+    gradients = torch.autograd.grad((logprobs * upstream).sum(), parameters)
+    references = torch.autograd.grad((expected * upstream).sum(), parameters)
+    for gradient, other in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.usefixtures("_tiles")
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_gradient_of_one_input_when_the_other_is_frozen() -> None:
     hidden, weight, _, targets = inputs(bias=False)
     for frozen, trained in ((hidden, weight), (weight, hidden)):
         frozen.requires_grad_(False)
         logprobs, _ = linear_logprobs(hidden, weight, None, targets)
         expected, _ = reference(hidden, weight, None, targets, 1.0)
-        (ours,) = torch.autograd.grad(logprobs.sum(), trained)
-        (theirs,) = torch.autograd.grad(expected.sum(), trained)
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+        (gradient,) = torch.autograd.grad(logprobs.sum(), trained)
+        (other,) = torch.autograd.grad(expected.sum(), trained)
+        torch.testing.assert_close(gradient, other, atol=2e-5, rtol=1e-4)
         frozen.requires_grad_(True)
 
 
-def test_nothing_to_learn_gives_a_gradient_of_zero() -> None:
+def test_zero_upstream_gradient_gives_zero_gradients() -> None:
     hidden, weight, _, targets = inputs(bias=False)
     logprobs, _ = linear_logprobs(hidden, weight, None, targets)
     grads = torch.autograd.grad((logprobs * 0).sum(), (hidden, weight))
@@ -86,12 +86,12 @@ def test_nothing_to_learn_gives_a_gradient_of_zero() -> None:
 
 @pytest.mark.usefixtures("_tiles")
 @pytest.mark.parametrize("size", [1.0, 1e4])
-def test_logits_of_any_size_and_certain_tokens(size: float) -> None:
-    """A certain token has log-prob 0 and entropy 0; no shift of all logits overflows, up or down."""
+def test_large_logits_and_certain_tokens(size: float) -> None:
+    """A certain token has log-prob 0 and entropy 0; large shifts of all logits do not overflow."""
     hidden = torch.tensor([[1.0, size], [1.0, -size]])
     weight = torch.zeros(V, 2)
-    weight[:, 1] = 1.0  # the same large logit everywhere, plus
-    weight[17, 0] = 200.0  # one that stands out
+    weight[:, 1] = 1.0  # the same large logit for all tokens
+    weight[17, 0] = 200.0  # and a higher one for token 17
     logprobs, entropy = linear_logprobs(hidden, weight, None, torch.tensor([17, 3]), 1.0, True)
     assert entropy is not None
     torch.testing.assert_close(logprobs, torch.tensor([0.0, -200.0]), atol=size * 1e-6, rtol=1e-5)
@@ -100,23 +100,23 @@ def test_logits_of_any_size_and_certain_tokens(size: float) -> None:
 
 @pytest.mark.usefixtures("_tiles")
 def test_bfloat16_weights_have_float32_softmax() -> None:
-    """Against float64 on the same rounded weights: only the gradients are rounded, once."""
+    """The reference is float64 with the same rounded weights; only the gradients are rounded, once."""
     arguments = inputs(bias=True, dtype=torch.bfloat16)
     logprobs, _ = linear_logprobs(*arguments)
     expected, _ = reference(*arguments, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
-    for mine, other in zip(
+    for gradient, other in zip(
         torch.autograd.grad(logprobs.sum(), arguments[:3]),
         torch.autograd.grad(expected.sum(), arguments[:3]),
         strict=True,
     ):
-        assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine, other, atol=0.02, rtol=0.01)
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, other, atol=0.02, rtol=0.01)
 
 
-def test_no_matrix_of_all_logits_exists() -> None:
-    """Memory that is allocated at a time stays that of two tiles, however many tokens there are."""
+def test_matrix_of_all_logits_is_never_allocated() -> None:
+    """The largest allocation is a tile, for any number of tokens."""
     tokens, vocabulary, width = 768, 100_000, 8
     weight = torch.randn(vocabulary, width, requires_grad=True)
     hidden = torch.randn(tokens, width, requires_grad=True)

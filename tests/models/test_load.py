@@ -1,4 +1,4 @@
-"""The model's settings reach the model, and models whose log-probs would come out wrong are refused in a line."""
+"""Model settings take effect, and models for which `token_logprobs` would be wrong are refused with one line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("setting", "expected"),
     [("auto", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")],
     ids=["auto", "sdpa", "eager"],
 )
-def test_the_attention_that_is_asked_for(asked: str, found: str) -> None:
-    policy = load_policy(ModelConfig.model_validate({"attention": asked, "device": "cpu"}))
-    assert policy.model.config._attn_implementation == found
+def test_attention_setting_selects_the_implementation(setting: str, expected: str) -> None:
+    policy = load_policy(ModelConfig.model_validate({"attention": setting, "device": "cpu"}))
+    assert policy.model.config._attn_implementation == expected
     assert policy.model.dtype == torch.float32
 
 
-def test_settings_agree_on_the_embedded_model() -> None:
+def test_log_probs_agree_under_all_settings() -> None:
     settings = [{}, {"attention": "eager"}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}]
     models = [load_policy(ModelConfig.model_validate({**s, "device": "cpu"})).model for s in settings]
     plain, eager, checkpointed, low = (
@@ -43,7 +43,7 @@ def test_settings_agree_on_the_embedded_model() -> None:
     torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
 
 
-def test_the_frozen_copy_stays_as_it_is() -> None:
+def test_frozen_copy_does_not_change_with_the_policy() -> None:
     policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=True))
     copy = frozen_copy(policy)
     batch = collate(ROWS, policy.device)
@@ -55,20 +55,20 @@ def test_the_frozen_copy_stays_as_it_is() -> None:
     assert not torch.equal(token_logprobs(policy.model, batch).logprobs, before)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be there")
-def test_flash_attention_that_is_not_there() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be installed")
+def test_flash_attention_that_is_not_installed_is_refused() -> None:
     with pytest.raises(UserError, match=r"model.attention=sdpa") as error:
         load_policy(ModelConfig(attention="flash_attention_2", dtype="bfloat16"))
     assert "\n" not in str(error.value)
 
 
-def test_flash_attention_has_no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_with_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bandpo_cli.models.load.is_flash_attn_2_available", lambda: True)
     with pytest.raises(UserError, match=r"model.dtype=bfloat16"):
         load_policy(ModelConfig(attention="flash_attention_2"))
 
 
-def test_a_model_with_capped_logits_is_refused() -> None:
+def test_model_with_capped_logits_is_refused() -> None:
     model = random_model()
     check_output_layer(model)
     model.config.final_logit_softcapping = 30.0
@@ -76,12 +76,12 @@ def test_a_model_with_capped_logits_is_refused() -> None:
         check_output_layer(model)
 
 
-def test_the_usual_architectures_are_accepted(model: torch.nn.Module) -> None:
+def test_common_architectures_are_accepted(model: torch.nn.Module) -> None:
     check_packed_forward(model)
 
 
-def test_logits_that_are_not_the_heads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the setting is called that does it."""
+def test_scaled_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check compares log-probs, so it does not depend on the name of the config's setting."""
     model = random_model("llama")
     forward = model.forward
 
@@ -96,7 +96,7 @@ def test_logits_that_are_not_the_heads_are_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_layers_that_carry_a_state_are_refused() -> None:
-    """It would run on from one packed row into the next."""
+    """Their state would continue from one packed row into the next."""
     torch.manual_seed(0)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=23, hidden_size=32, num_hidden_layers=2)).eval()
     hybrid = Qwen3NextForCausalLM(
@@ -107,13 +107,13 @@ def test_layers_that_carry_a_state_are_refused() -> None:
     for model in (mamba, hybrid):
         with pytest.raises(UserError, match="linear_attention layers"):
             check_packed_forward(model)
-    hybrid.config.layer_types = None  # an architecture that does not say so
+    hybrid.config.layer_types = None  # an architecture without this entry in its config
     with pytest.raises(UserError, match=r"packed rows|without padding"):
         check_packed_forward(hybrid)
 
 
-def test_an_architecture_that_cannot_be_trained_is_refused_for_training_alone(tmp_path: Path) -> None:
-    """Mamba's layers carry a state from row to row; sampling and evaluation run each sequence alone."""
+def test_architecture_that_cannot_be_trained_loads_for_evaluation(tmp_path: Path) -> None:
+    """Mamba's layers carry a state from row to row; sampling and evaluation run each sequence separately."""
     tokenizer = load_policy(ModelConfig(device="cpu")).tokenizer
     tokenizer.save_pretrained(tmp_path)
     torch.manual_seed(0)

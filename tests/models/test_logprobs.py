@@ -1,4 +1,4 @@
-"""Log-probs from packed rows are those of each sequence run alone through the whole model, gradients included."""
+"""Log-probs and gradients from packed rows equal those of each sequence run separately through the complete model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROWS = [
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[512, 8, 0], ids=["shared-prompts-masked", "some", "all-apart"])
+@pytest.fixture(params=[512, 8, 0], ids=["shared-prompts-masked", "some", "all-separate"])
 def _layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways that attention takes rows with several completions, and a mixture of them."""
-    monkeypatch.setattr(packing, "MAX_MASKED", request.param)
+    """Select how attention computes rows with several completions: masked, as separate sequences, or both."""
+    monkeypatch.setattr(packing, "MAX_MASKED_ROW_TOKENS", request.param)
 
 
 def padded(model: PreTrainedModel, rows: list[Row], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-pad each prompt with each completion and call the whole model: (log-probs, entropies at T=1)."""
+    """Return (log-probs, entropies at temperature 1) of the complete model on right-padded sequences."""
     sequences = [(len(row.prompt_ids), [*row.prompt_ids, *c]) for row in rows for c in row.completions]
     width = max(len(ids) for _, ids in sequences)
     ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for _, ids in sequences])
@@ -54,18 +54,18 @@ def gradient(model: PreTrainedModel, loss: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_gradient(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    """Entries of one gradient differ in size by orders, and rounding goes with the largest of a sum."""
+    """Compare gradients with a tolerance relative to the largest entry, since entries differ by orders of magnitude."""
     torch.testing.assert_close(ours, expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-3)
 
 
 def weights(count: int) -> torch.Tensor:
-    """Different for each token, of both signs, so that a permutation shows."""
+    """Return weights that differ per token and have both signs, so that a permutation changes the sum."""
     return torch.linspace(-1.0, 2.0, count)
 
 
 @pytest.mark.usefixtures("_layout")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_packed_is_padded(model: PreTrainedModel, temperature: float) -> None:
+def test_packed_rows_equal_padded_sequences(model: PreTrainedModel, temperature: float) -> None:
     ours = token_logprobs(model, collate(ROWS, CPU), temperature, with_entropy=True)
     logprobs, entropy = padded(model, ROWS, temperature)
     torch.testing.assert_close(ours.logprobs, logprobs, atol=2e-5, rtol=1e-5)
@@ -78,7 +78,7 @@ def test_packed_is_padded(model: PreTrainedModel, temperature: float) -> None:
     )
 
 
-def test_eager_attention_is_the_same(model: PreTrainedModel) -> None:
+def test_eager_attention_gives_the_same_log_probs(model: PreTrainedModel) -> None:
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     model.set_attn_implementation("eager")
     torch.testing.assert_close(
@@ -86,8 +86,8 @@ def test_eager_attention_is_the_same(model: PreTrainedModel) -> None:
     )
 
 
-def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
-    """In the place of flash attention, which needs a GPU: one call over all sequences with their boundaries."""
+def test_kernel_for_sequences_of_any_length_gives_the_same_log_probs(model: PreTrainedModel) -> None:
+    """Stands in for flash attention, which needs a GPU: one call over all sequences with their boundaries."""
 
     def varlen(
         module: torch.nn.Module,
@@ -110,8 +110,8 @@ def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    AttentionInterface.register("lengths", attention._packed(varlen, attention._in_one_call))
-    model.set_attn_implementation("lengths")
+    AttentionInterface.register("varlen", attention._packed(varlen, attention._attend_varlen))
+    model.set_attn_implementation("varlen")
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
     assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
@@ -119,7 +119,7 @@ def test_kernels_that_take_lengths_are_the_same(model: PreTrainedModel) -> None:
 
 @pytest.mark.usefixtures("_layout")
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
-def test_sliding_windows_are_kept(kind: str) -> None:
+def test_sliding_windows_are_applied(kind: str) -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=kind)).eval()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_sliding_windows_are_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_head_of_its_own_with_and_without_bias(bias: bool) -> None:
+def test_untied_head_with_and_without_bias(bias: bool) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).eval()
     if bias:
@@ -150,8 +150,8 @@ def test_a_head_of_its_own_with_and_without_bias(bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("_layout")
-def test_rows_do_not_see_each_other(model: PreTrainedModel) -> None:
-    """Another prompt and other completions of the same lengths leave every other row's bits as they are."""
+def test_rows_do_not_attend_to_each_other(model: PreTrainedModel) -> None:
+    """Changing one row's prompt and completions leaves every other row's log-probs bit-identical."""
     changed = [Row([9, 9, 9], [[1, 1], [1], [2, 2, 2, 2]]), *ROWS[1:]]
     one = token_logprobs(model, collate(ROWS, CPU), with_entropy=True)
     other = token_logprobs(model, collate(changed, CPU), with_entropy=True)
@@ -163,7 +163,7 @@ def test_rows_do_not_see_each_other(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.usefixtures("_layout")
-def test_completions_of_a_row_do_not_see_each_other() -> None:
+def test_completions_of_a_row_do_not_attend_to_each_other() -> None:
     model = random_model()
     one = token_logprobs(model, collate([Row([1, 2], [[3, 4], [5, 6]])], CPU)).logprobs
     other = token_logprobs(model, collate([Row([1, 2], [[7, 8], [5, 6]])], CPU)).logprobs
@@ -171,19 +171,19 @@ def test_completions_of_a_row_do_not_see_each_other() -> None:
     assert not torch.equal(one[:2], other[:2])
 
 
-def test_one_pass_of_all_rows_is_a_pass_for_each(model: PreTrainedModel) -> None:
+def test_gradient_is_the_sum_over_micro_batches(model: PreTrainedModel) -> None:
     """An update's gradient does not depend on optim.micro_batch_tokens."""
     rows = ROWS * 2
-    whole = gradient(model, token_logprobs(model, collate(rows, CPU)).logprobs.sum())
-    pieces = [
-        gradient(model, token_logprobs(model, collate(part, CPU)).logprobs.sum())
-        for part in batch_rows(rows, 1)
+    full = gradient(model, token_logprobs(model, collate(rows, CPU)).logprobs.sum())
+    gradients = [
+        gradient(model, token_logprobs(model, collate(batch, CPU)).logprobs.sum())
+        for batch in batch_rows(rows, 1)
     ]
-    assert len(pieces) == 14
-    assert_same_gradient(torch.stack(pieces).sum(0), whole)
+    assert len(gradients) == 14
+    assert_same_gradient(torch.stack(gradients).sum(0), full)
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory(model: PreTrainedModel) -> None:
+def test_gradient_checkpointing_only_changes_memory(model: PreTrainedModel) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor, int]:
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
@@ -201,13 +201,13 @@ def test_gradient_checkpointing_changes_nothing_but_memory(model: PreTrainedMode
     assert cached.get_seq_length() == 3
 
 
-def test_low_precision_is_finite_and_close() -> None:
+def test_bfloat16_log_probs_are_close_and_gradients_finite() -> None:
     model = random_model("llama")
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     model.bfloat16()
     ours = token_logprobs(model, collate(ROWS, CPU), with_entropy=True)
     assert ours.logprobs.dtype == torch.float32
-    # An eighth of a nat on logits of about 10, of which bfloat16 keeps 8 bits through two layers.
+    # An eighth of a nat: logits are about 10, and bfloat16 has 8 significant bits through two layers.
     assert (ours.logprobs - expected).abs().mean() < 0.125
     grads = gradient(model, ours.logprobs.sum())
     assert grads.dtype == torch.bfloat16

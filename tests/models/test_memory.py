@@ -1,4 +1,4 @@
-"""The estimate from shapes is what a real model of that shape really has and keeps."""
+"""The memory estimate from shapes equals what a real model of that shape has and saves."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from tests.conftest import random_model
 TOKENS = 96
 
 
-def kept_for_backward(model: torch.nn.Module) -> int:
-    """Bytes of every distinct tensor that a real forward pass saves, parameters apart."""
+def saved_for_backward(model: torch.nn.Module) -> int:
+    """Return the bytes of all distinct tensors that a real forward pass saves, without the parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)  # type: ignore[operator]
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in parameters)
+    return sum(
+        tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in parameters
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_the_estimate_is_what_a_real_model_keeps(tmp_path: Path, kind: str) -> None:
+def test_estimated_activations_equal_those_of_a_real_model(tmp_path: Path, kind: str) -> None:
     real = random_model(kind)
     real.save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path))
-    shape = build_on_meta_device(settings)
-    assert sum(p.numel() for p in shape.parameters()) == sum(p.numel() for p in real.parameters())
-    assert all(parameter.is_meta for parameter in shape.parameters())
-    assert activation_bytes(shape, TOKENS, settings) == pytest.approx(kept_for_backward(real), rel=0.05)
+    meta = build_on_meta_device(settings)
+    assert sum(p.numel() for p in meta.parameters()) == sum(p.numel() for p in real.parameters())
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert activation_bytes(meta, TOKENS, settings) == pytest.approx(saved_for_backward(real), rel=0.05)
 
 
-def test_parts_add_up_by_hand(tmp_path: Path) -> None:
+def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     real = random_model()
     real.save_pretrained(tmp_path)
     numel = sum(parameter.numel() for parameter in real.parameters())
@@ -54,8 +56,8 @@ def test_parts_add_up_by_hand(tmp_path: Path) -> None:
             }
         ]
     )
-    estimate = estimate_memory(config, own_sampler=True)
-    assert estimate.held == {
+    estimate = estimate_memory(config, trainer_samples=True)
+    assert estimate.always == {
         "weights": 2 * numel,
         "gradients": 4 * numel,
         "AdamW": 8 * numel,
@@ -65,29 +67,29 @@ def test_parts_add_up_by_hand(tmp_path: Path) -> None:
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
-    without = estimate_memory(config, own_sampler=False)
+    without = estimate_memory(config, trainer_samples=False)
     assert without.sampling == {}
-    assert without.peak == sum(without.held.values()) + sum(without.update.values())
+    assert without.peak == sum(without.always.values()) + sum(without.update.values())
 
 
-def test_checkpointing_keeps_far_less(tmp_path: Path) -> None:
+def test_gradient_checkpointing_saves_fewer_activations(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
-    shape = build_on_meta_device(ModelConfig(path=str(tmp_path)))
+    meta = build_on_meta_device(ModelConfig(path=str(tmp_path)))
     plain, checkpointed = (
-        activation_bytes(shape, TOKENS, ModelConfig(path=str(tmp_path), gradient_checkpointing=on))
+        activation_bytes(meta, TOKENS, ModelConfig(path=str(tmp_path), gradient_checkpointing=on))
         for on in (False, True)
     )
-    assert checkpointed < 0.7 * plain  # 2 layers: one of the two, and the two inputs
+    assert checkpointed < 0.7 * plain  # 2 layers: all activations of one, and the inputs of both
 
 
-def test_a_model_without_a_config_is_one_line(tmp_path: Path) -> None:
+def test_model_without_a_valid_config_raises_user_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="its config cannot be read"):
         build_on_meta_device(ModelConfig(path=str(tmp_path)))
 
 
-def test_a_completion_longer_than_a_micro_batch_counts_whole(tmp_path: Path) -> None:
-    """A single row is never cut, so one of 30 + 20 tokens is a forward pass of 50."""
+def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> None:
+    """A row with one completion is never split, so a row of 30 + 20 tokens is a forward pass of 50."""
     random_model().save_pretrained(tmp_path)
 
     def update_bytes(micro_batch_tokens: int) -> int:
@@ -96,6 +98,6 @@ def test_a_completion_longer_than_a_micro_batch_counts_whole(tmp_path: Path) -> 
             "sampling": {"max_prompt_tokens": 30, "max_tokens": 20},
             "optim": {"micro_batch_tokens": micro_batch_tokens},
         }
-        return sum(estimate_memory(resolve([layer]), own_sampler=True).update.values())
+        return sum(estimate_memory(resolve([layer]), trainer_samples=True).update.values())
 
     assert update_bytes(8) == update_bytes(50) < update_bytes(100)

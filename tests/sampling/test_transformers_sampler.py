@@ -1,4 +1,4 @@
-"""The sampler draws from the model's own distribution, and reports the log-probs that the trainer computes."""
+"""The transformers sampler samples from the model's distribution and reports the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10)]
 PARAMS = SamplingParams(samples=5, temperature=0.8, max_tokens=12, stop_ids=(2, 3))
 
 
-def test_logprobs_are_the_trainers(model: PreTrainedModel) -> None:
-    """Left padding, the branched cache and the dropping of ended completions leave no trace."""
+def test_log_probs_equal_the_trainers(model: PreTrainedModel) -> None:
+    """Left padding, the repeated cache and the removal of ended completions do not change them."""
     groups = TransformersSampler(model, pad_id=0).sample(PROMPTS, PARAMS, seed=1)
     assert [len(group) for group in groups] == [5, 5, 5]
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -33,7 +33,7 @@ def test_logprobs_are_the_trainers(model: PreTrainedModel) -> None:
         torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
 
 
-def test_completions_end_where_they_should(model: PreTrainedModel) -> None:
+def test_completions_end_at_a_stop_token_or_the_token_limit(model: PreTrainedModel) -> None:
     completions = list(itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, PARAMS, seed=2)))
     for completion in completions:
         *before, last = completion.token_ids
@@ -43,18 +43,18 @@ def test_completions_end_where_they_should(model: PreTrainedModel) -> None:
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
-def test_a_seed_fixes_the_draw_and_batching_does_not(model: PreTrainedModel) -> None:
-    whole = TransformersSampler(model, 0)
-    assert whole.sample(PROMPTS, PARAMS, 7) == whole.sample(PROMPTS, PARAMS, 7)
-    assert whole.sample(PROMPTS, PARAMS, 7) != whole.sample(PROMPTS, PARAMS, 8)
+def test_samples_depend_on_the_seed(model: PreTrainedModel) -> None:
+    sampler = TransformersSampler(model, 0)
+    assert sampler.sample(PROMPTS, PARAMS, 7) == sampler.sample(PROMPTS, PARAMS, 7)
+    assert sampler.sample(PROMPTS, PARAMS, 7) != sampler.sample(PROMPTS, PARAMS, 8)
 
 
-def test_more_sequences_than_fit_are_drawn_in_turn() -> None:
+def test_more_sequences_than_the_limit_are_sampled_in_several_batches() -> None:
     groups = TransformersSampler(random_model(), 0, max_sequences=5).sample(PROMPTS, PARAMS, 7)
     assert [len(group) for group in groups] == [5, 5, 5]
 
 
-def test_the_version_travels_with_the_completion() -> None:
+def test_completions_carry_the_policy_version() -> None:
     model = random_model()
     sampler = TransformersSampler(model, 0)
     sampler.sync(model, version=12)
@@ -62,8 +62,8 @@ def test_the_version_travels_with_the_completion() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_draws_follow_the_distribution(temperature: float) -> None:
-    """Chi-squared against the exact probabilities; 0.9999 quantile for 7 degrees of freedom is 29.9."""
+def test_sampled_tokens_follow_the_distribution(temperature: float) -> None:
+    """Chi-squared test against the exact probabilities; the 0.9999 quantile for 7 degrees of freedom is 29.9."""
     logits = torch.tensor([1.0, -2.0, 0.3, 0.0, 2.0, -30.0, 1.5, 0.7, -0.5])
     n = 40_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -71,22 +71,22 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     probabilities = torch.softmax(logits.double() / temperature, 0)
     counts = torch.bincount(tokens, minlength=9)
     assert counts[5] == 0
-    kept = [i for i in range(9) if i != 5]
-    expected = probabilities[kept] * n
-    assert ((counts[kept] - expected) ** 2 / expected).sum() < 29.9
+    cells = [i for i in range(9) if i != 5]
+    expected = probabilities[cells] * n
+    assert ((counts[cells] - expected) ** 2 / expected).sum() < 29.9
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-5, rtol=1e-5)
 
 
-def test_the_extreme_draws_stay_inside() -> None:
-    """A uniform of 0 must not pick a token of probability 0, one just below 1 must not run off the end."""
+def test_extreme_random_numbers_select_valid_tokens() -> None:
+    """0 must not select a token of probability 0, and the number just below 1 must not exceed the last token."""
     logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]])
     for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
-        drawn, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
-        assert drawn.item() == token
+        sampled, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
+        assert sampled.item() == token
 
 
-def test_no_more_completions_are_sampled_side_by_side_than_max_sequences() -> None:
-    """Eleven completions at most: two prompts of five each, then the third."""
+def test_max_sequences_limits_the_batch_size() -> None:
+    """At most eleven completions: two prompts with five each, then the third prompt."""
     model = random_model()
     sizes: list[int] = []
     model.register_forward_pre_hook(
@@ -98,13 +98,13 @@ def test_no_more_completions_are_sampled_side_by_side_than_max_sequences() -> No
     assert max(sizes) == 10
 
 
-def test_prompts_that_are_sampled_in_turn_have_random_numbers_of_their_own() -> None:
+def test_batches_of_prompts_use_different_random_numbers() -> None:
     first, second = TransformersSampler(random_model(), 0, max_sequences=5).sample([(4,), (4,)], PARAMS, 7)
     assert first != second
 
 
-def test_what_a_completion_samples_does_not_depend_on_when_others_end() -> None:
-    """Without end-of-sequence tokens the same numbers give the same completions, and more behind them."""
+def test_tokens_of_a_completion_do_not_depend_on_when_others_end() -> None:
+    """Without stop tokens the same seed gives the same completions with further tokens after them."""
     sampler = TransformersSampler(random_model(), 0)
     endless = sampler.sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
     for group, longer in zip(sampler.sample(PROMPTS, PARAMS, seed=7), endless, strict=True):

@@ -1,4 +1,4 @@
-"""The order of things around a sleeping engine, with vLLM's own calls written down: no GPU is needed for that."""
+"""Order of vLLM's calls around sleep and sync, recorded with a fake engine, and the choice of the engine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.sampling import vllm_sampler
 from bandpo_cli.sampling.base import StaleEngineError
-from bandpo_cli.sampling.engines import build_sampler, vllm_sampler
+from bandpo_cli.sampling.engines import build_sampler
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from tests.conftest import random_model
 
 
 class FakeEngine:
-    """Writes down what it is asked for; its worker loads everything and says so."""
+    """Records its calls; its worker reports that it loaded all weights."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -45,10 +46,10 @@ class FakeEngine:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    written: list[str] = []
-    monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(written), 1))
-    monkeypatch.setattr(VllmSampler, "_compare_logprobs", lambda *_: written.append("probe"))
-    return written
+    recorded: list[str] = []
+    monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(recorded), 1))
+    monkeypatch.setattr(VllmSampler, "_compare_logprobs", lambda *_: recorded.append("probe"))
+    return recorded
 
 
 def engine(device: str, **settings: Any) -> VllmSampler:
@@ -56,8 +57,8 @@ def engine(device: str, **settings: Any) -> VllmSampler:
     return VllmSampler(RunConfig.model_validate({"sampling": {"vllm": settings}}).sampling, policy)
 
 
-def test_a_sleeping_engine_wakes_in_two_parts(calls: list[str]) -> None:
-    """Weights first, then the reload, then the cache: and nothing samples before the check."""
+def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
+    """Memory of the weights, the reload, memory of the cache; and no sampling before the check."""
     sampler = engine("cuda")
     calls.clear()
     sampler.sleep()
@@ -66,19 +67,22 @@ def test_a_sleeping_engine_wakes_in_two_parts(calls: list[str]) -> None:
         sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
     sampler.sync(random_model(), 1)
     sampler.sync(random_model(), 2)
-    awake = ["policy_load", "reset", "policy_state", "probe"]
-    assert calls == ["sleep 2", "wake weights", "policy_load", "wake kv_cache", *awake[1:], *awake]
+    sync_when_awake = ["policy_load", "reset", "policy_state", "probe"]
+    first_sync = ["wake weights", "policy_load", "wake kv_cache", *sync_when_awake[1:]]
+    assert calls == ["sleep 2", *first_sync, *sync_when_awake]
 
 
 @pytest.mark.parametrize(("device", "sleep"), [("cpu", True), ("cuda", False)])
-def test_no_sleep_on_a_cpu_or_when_not_wanted(calls: list[str], device: str, sleep: bool) -> None:
+def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep: bool) -> None:
     sampler = engine(device, sleep=sleep)
     calls.clear()
     sampler.sleep()
     assert calls == []
 
 
-def test_a_version_that_never_arrived(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_version_after_a_sync_raises_stale_engine_error(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = engine("cpu")
     monkeypatch.setattr(
         FakeEngine, "collective_rpc", lambda self, method, args: [[] if "load" in method else (4, {})]
@@ -87,8 +91,8 @@ def test_a_version_that_never_arrived(calls: list[str], monkeypatch: pytest.Monk
         sampler.sync(random_model(), 5)
 
 
-def test_which_engine_is_built(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` means vllm with a GPU and the package, transformers without either."""
+def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is vllm if a GPU and the package are there, else transformers."""
 
     def built(choice: str, device: str, installed: bool) -> type:
         monkeypatch.setattr("bandpo_cli.config.sampling.vllm_installed", lambda: installed)

@@ -1,4 +1,4 @@
-"""Engines that are started once a module: each takes seconds, and a process holds one at a time."""
+"""Engines that start once per module: each start takes seconds, and a process can have one engine at a time."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ SHAPE = {
 
 @dataclass
 class Running:
-    """An engine with the policy that it samples from, and the version that the next sync gives it."""
+    """An engine, the policy that it samples from, and the version of the last sync."""
 
     policy: Policy
     sampler: VllmSampler
     version: int = 0
 
     def sync(self) -> None:
+        """Sync the policy's weights as the next version."""
         self.version += 1
         self.sampler.sync(self.policy.model, self.version)
 
 
 def random_policy(kind: str) -> Policy:
-    """A float32 model of random weights, far from uniform; Qwen2 ties its embeddings, Llama does not."""
+    """Return a float32 policy with random weights, far from uniform; Qwen2 ties its embeddings, Llama does not."""
     torch.manual_seed(3)
     model: PreTrainedModel = (
         LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -61,7 +62,7 @@ def random_policy(kind: str) -> Policy:
 
 
 def perturb(model: PreTrainedModel) -> None:
-    """Move every weight, norms and biases too, as far as many updates would."""
+    """Change all weights, including norms and biases, as much as many updates would."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -1,4 +1,4 @@
-"""An engine leaves the trainer's process as it found it, ends when it is closed, and can be started again."""
+"""An engine does not change the trainer's process, shuts down when it is closed, and can be started again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.vllm
 PARAMS = SamplingParams(samples=4, temperature=1.0, max_tokens=12, stop_ids=(2, 3))
 
 
-def test_an_engine_comes_and_goes(capfd: pytest.CaptureFixture[str]) -> None:
-    """Threads, cores, signals, torch's dice and the children's environment are as before; nothing is printed."""
+def test_engine_starts_twice_and_restores_the_process_state(capfd: pytest.CaptureFixture[str]) -> None:
+    """Threads, cores, signals, torch's random state and the environment are unchanged; nothing is printed."""
     policy = random_policy("qwen2")
 
     def state() -> tuple[object, ...]:
@@ -46,26 +46,26 @@ def test_an_engine_comes_and_goes(capfd: pytest.CaptureFixture[str]) -> None:
     again.close()
 
 
-def test_more_sequences_than_fit_are_drawn_in_turn() -> None:
+def test_more_sequences_than_the_limit_are_all_sampled() -> None:
     sampler = start(random_policy("llama"), max_sequences=3)
     groups = sampler.sample([(5, 6), (7, 8, 9)], PARAMS, 1)
     assert [len(group) for group in groups] == [4, 4]
     sampler.close()
 
 
-def test_a_model_that_vllm_cannot_run_is_a_line() -> None:
-    """A head of 6: no attention kernel has that size."""
+def test_model_that_vllm_cannot_run_raises_a_one_line_error() -> None:
+    """No attention kernel supports a head dimension of 6."""
     policy = random_policy("llama")
     policy.model.config.head_dim = 6
     with pytest.raises(
-        UserError, match=r"sampling.engine = 'vllm': it cannot run this model.+head_dim=6"
+        UserError, match=r"sampling.engine = 'vllm': vLLM cannot run this model.+head_dim=6"
     ) as caught:
         start(policy)
     assert "\n" not in str(caught.value)
 
 
 def test_bfloat16_weights_pass_the_check() -> None:
-    """The engine's kernels and the trainer's round apart; the version, the norms and the embedding do not."""
+    """The log-probs differ by rounding in the kernels; the version, the norms and the embedding are identical."""
     policy = random_policy("qwen2")
     policy.model.to(torch.bfloat16)
     sampler = start(policy)
@@ -75,13 +75,12 @@ def test_bfloat16_weights_pass_the_check() -> None:
     sampler.close()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers want two cores")
-def test_an_engine_spread_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of two GPUs: weights reach both workers, each is asked what it runs, and the log-probs are right."""
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
+def test_engine_with_two_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with two GPUs: weights reach both workers, each reports its version, and the log-probs are correct."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv(
-        "VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}"
-    )  # a CPU's workers are one a NUMA node
+    # By default vLLM runs one CPU worker per NUMA node.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
     policy = random_policy("qwen2")
     sampler = start(policy, vllm={"kv_cache_gb": 0.5, "eager": True, "tensor_parallel": 2})
     perturb(policy.model)
@@ -92,6 +91,6 @@ def test_an_engine_spread_over_two_processes(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert [version for version, _ in answers] == [1, 1]
     assert answers[0][1] == answers[1][1]
-    assert len(answers[0][1]) == 5  # two norms a layer and the last
+    assert len(answers[0][1]) == 5  # two norms per layer and the final norm
     assert sampler.sample([(5, 6, 7)], PARAMS, 1)[0][0].policy_version == 1
     sampler.close()

@@ -1,6 +1,6 @@
-"""vLLM draws from the policy's distribution, reports the trainer's log-probs and follows every change of weights.
+"""vLLM samples from the policy's distribution and reports the trainer's log-probs after every change of weights.
 
-The log-probs are compared with a plain forward pass of transformers, one sequence at a time.
+The log-probs are compared with a forward pass of transformers, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def trainer_logprobs(
 
 
 def gap(running: Running, groups: list[list[Completion]], temperature: float) -> float:
-    """Largest difference in nats over all tokens."""
+    """Return the largest difference in nats between the reported and the trainer's log-probs over all tokens."""
     return max(
         (
             torch.tensor(completion.logprobs).double()
@@ -50,22 +50,24 @@ def gap(running: Running, groups: list[list[Completion]], temperature: float) ->
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_trainers_after_every_weight_changed(running: Running, temperature: float) -> None:
-    """Also through the prefix cache: the same prompts were computed, and cached, under the weights before."""
+def test_log_probs_equal_the_trainers_after_all_weights_changed(running: Running, temperature: float) -> None:
+    """This includes the prefix cache: the same prompts were computed and cached with the previous weights."""
     params = SamplingParams(6, temperature, 20, (2, 3))
     before = running.sampler.sample(PROMPTS, params, seed=1)
     assert gap(running, before, temperature) <= 1e-4
     old = [parameter.clone() for parameter in running.policy.model.parameters()]
     perturb(running.policy.model)
     assert all(not torch.equal(a, b) for a, b in zip(old, running.policy.model.parameters(), strict=True))
-    assert gap(running, before, temperature) > 0.05, "the change is one that a stale engine would show"
+    assert gap(running, before, temperature) > 0.05, (
+        "the change must be large enough to detect a stale engine"
+    )
     running.sync()
     assert gap(running, running.sampler.sample(PROMPTS, params, seed=1), temperature) <= 1e-4
     assert running.sampler.probe_gap <= 1e-4
 
 
-def test_completions_end_where_they_should(running: Running) -> None:
-    """The end token is part of the completion, with its log-prob, and nothing but a stop id ends one."""
+def test_completions_end_at_a_stop_token_or_the_token_limit(running: Running) -> None:
+    """The stop token is part of the completion, with its log-prob; no other token ends a completion."""
     model_end = running.policy.model.config.eos_token_id
     assert model_end != 7
     params = SamplingParams(samples=24, temperature=1.5, max_tokens=20, stop_ids=(7, 9, 11))
@@ -79,33 +81,33 @@ def test_completions_end_where_they_should(running: Running) -> None:
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
-def test_a_seed_fixes_the_draw(running: Running) -> None:
+def test_samples_depend_on_the_seed(running: Running) -> None:
     first = running.sampler.sample(PROMPTS, PARAMS, 7)
     assert [len(group) for group in first] == [6, 6, 6, 6]
     assert first == running.sampler.sample(PROMPTS, PARAMS, 7)
     assert first != running.sampler.sample(PROMPTS, PARAMS, 8)
 
 
-def test_completions_of_a_prompt_are_drawn_apart(running: Running) -> None:
-    """The same prompt twice, and the n completions of each: no two share their dice, nor do neighbouring seeds."""
+def test_completions_of_a_prompt_use_different_random_numbers(running: Running) -> None:
+    """All completions of two equal prompts and of two neighbouring seeds differ."""
     params = SamplingParams(samples=8, temperature=2.0, max_tokens=20, stop_ids=())
-    drawn = [
+    sampled = [
         completion.token_ids
         for seed in (1, 2)
         for group in running.sampler.sample([PROMPTS[0], PROMPTS[0]], params, seed)
         for completion in group
     ]
-    assert len(set(drawn)) == len(drawn) == 32
+    assert len(set(sampled)) == len(sampled) == 32
 
 
-def test_the_version_travels_with_the_completion(running: Running) -> None:
+def test_completions_carry_the_policy_version(running: Running) -> None:
     running.sync()
     group = running.sampler.sample(PROMPTS[:1], PARAMS, 0)[0]
     assert {completion.policy_version for completion in group} == {running.version}
 
 
-def test_draws_follow_the_distribution(running: Running) -> None:
-    """Chi-squared of first tokens against the trainer's exact probabilities, over tokens expected 5 times or more."""
+def test_sampled_tokens_follow_the_distribution(running: Running) -> None:
+    """Chi-squared test of first tokens against the trainer's exact probabilities, for expected counts of at least 5."""
     n = 4000
     params = SamplingParams(samples=n, temperature=0.8, max_tokens=1, stop_ids=())
     group = running.sampler.sample(PROMPTS[:1], params, seed=11)[0]
@@ -120,7 +122,7 @@ def test_draws_follow_the_distribution(running: Running) -> None:
     assert chi_squared < freedom + 4 * (2 * freedom) ** 0.5 + 8  # beyond the 0.9999 quantile for any freedom
 
 
-def test_what_the_engine_cannot_hold_is_refused_in_a_line(running: Running) -> None:
+def test_unsupported_lengths_and_temperatures_raise_user_errors(running: Running) -> None:
     with pytest.raises(UserError, match=r"101 tokens and sampling.max_tokens = 24 .* 124"):
         running.sampler.sample([(5,) * 101], SamplingParams(2, 1.0, 24, (2,)), 0)
     with pytest.raises(UserError, match="temperature = 3"):
@@ -133,5 +135,5 @@ def test_sleep_on_a_cpu_changes_nothing(running: Running) -> None:
     assert running.sampler.sample(PROMPTS, PARAMS, 3) == before
 
 
-def test_no_prompts_no_completions(running: Running) -> None:
+def test_no_prompts_give_no_completions(running: Running) -> None:
     assert running.sampler.sample([], PARAMS, 0) == []

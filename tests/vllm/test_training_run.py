@@ -1,4 +1,4 @@
-"""Whole runs with vLLM, from the command line: the gap of every step, a resume, and a run that goes on from another."""
+"""Complete training runs with vLLM from the command line: log-prob gaps, resume, and training from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def train(runs: Path, name: str, *arguments: str) -> list[dict[str, float]]:
 def record(command: list[str], run: Path) -> list[dict[str, float]]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stderr == "", "the engine's own words would break into the run's view"
+    assert result.stderr == "", "messages of the engine would disturb the run's live view"
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
+def test_run_resume_and_run_from_a_checkpoint(tmp_path: Path) -> None:
     first = train(tmp_path, "first")
     steps = [line for line in first if line["step"] > 0]
     assert len(steps) == 3
@@ -61,7 +61,7 @@ def test_a_run_and_one_from_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (DATA / "gsm8k_train.jsonl").is_file(), reason="needs the GSM8K files")
 def test_five_steps_on_gsm8k(tmp_path: Path) -> None:
-    """A model of random weights cannot be right; what is shown is that nothing between prompt and update is off."""
+    """A model with random weights cannot answer correctly; the test covers the path from prompt to update."""
     lines = (DATA / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:500]
     model = save_text_model(tmp_path / "model", (json.loads(line)["question"] for line in lines))
     settings = [

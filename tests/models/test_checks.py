@@ -1,4 +1,4 @@
-"""Folders of models from anyone: nothing re-initialised, no pickles, no code unasked, no size that was not there."""
+"""Untrusted model folders: no random weights, no pickles, no custom code by default, no huge declared sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ODD_SIZES = (None, True, -1, 0, 1.5, 10**9, 10**18, 10**30, "x", "a\nb", [], {},
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one layer, 119 kB, with a tokenizer and a chat template."""
+    """Return the folder of a model with one layer, 119 kB, with a tokenizer and a chat template."""
     return save_text_model(
         tmp_path_factory.mktemp("models") / "good",
         ["one and one is two"] * 5,
@@ -48,7 +48,8 @@ def load(folder: Path, **settings: Any) -> Any:
     return load_policy(ModelConfig(path=str(folder), device="cpu", **settings))
 
 
-def refusal(folder: Path, **settings: Any) -> str:
+def load_error(folder: Path, **settings: Any) -> str:
+    """Return the error message of loading the folder, which must be one line that names the folder."""
     with pytest.raises(UserError) as error:
         load(folder, **settings)
     line = str(error.value)
@@ -57,11 +58,11 @@ def refusal(folder: Path, **settings: Any) -> str:
     return line
 
 
-def edit(path: Path, **changes: Any) -> None:
+def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def reweigh(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -76,23 +77,26 @@ NORM = "model.layers.0.input_layernorm.weight"
         (lambda weights: weights.pop(NORM), f"missing: {NORM}"),
         (
             lambda weights: weights.update({NORM: torch.ones(63)}),
-            f"another shape than config.json says: {NORM}",
+            f"another shape than in config.json: {NORM}",
         ),
-        (lambda weights: weights.update({"model.layers.1.x.weight": torch.ones(3)}), "no part of the model"),
+        (
+            lambda weights: weights.update({"model.layers.1.x.weight": torch.ones(3)}),
+            "not in the model of config.json",
+        ),
         (lambda weights: weights[NORM].fill_(float("nan")), f"NaN or infinity in its weights: {NORM}"),
         (lambda weights: weights["model.norm.weight"][3:4].fill_(float("-inf")), "NaN or infinity"),
         (lambda weights: weights.clear(), "the weights are 0 tensors"),
     ],
     ids=["missing", "mismatched", "unexpected", "nan", "inf", "none"],
 )
-def test_weights_that_are_not_the_models(folder: Path, change: Any, part: str) -> None:
+def test_weights_that_do_not_match_the_model_are_refused(folder: Path, change: Any, part: str) -> None:
     load(folder)
-    reweigh(folder, change)
-    assert part in refusal(folder)
+    change_weights(folder, change)
+    assert part in load_error(folder)
 
 
-def test_a_head_beside_the_model_is_let_be(folder: Path) -> None:
-    reweigh(folder, lambda weights: weights.update({"v_head.weight": torch.ones(1, 64)}))
+def test_weights_of_another_head_are_ignored(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights.update({"v_head.weight": torch.ones(1, 64)}))
     load(folder)
 
 
@@ -108,23 +112,25 @@ def test_a_head_beside_the_model_is_let_be(folder: Path) -> None:
         ("hidden_size", 128),
     ],
 )
-def test_sizes_that_the_weights_have_not(folder: Path, setting: str, size: int) -> None:
-    """Nothing of such a size is made: the largest would take a petabyte."""
-    edit(folder / "config.json", **{setting: size})
+def test_declared_sizes_that_the_weights_do_not_have_are_refused(
+    folder: Path, setting: str, size: int
+) -> None:
+    """Nothing of such a size is allocated: the largest would take a petabyte."""
+    edit_json(folder / "config.json", **{setting: size})
     if setting == "num_hidden_layers" and size > 2:
-        edit(folder / "config.json", layer_types=None)
-    refusal(folder)
+        edit_json(folder / "config.json", layer_types=None)
+    load_error(folder)
 
 
-def test_an_estimate_of_memory_lays_no_million_layers_out(folder: Path) -> None:
-    edit(folder / "config.json", num_hidden_layers=10**6, layer_types=None)
+def test_memory_estimate_does_not_build_a_million_layers(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=10**6, layer_types=None)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="num_hidden_layers = 1000000: more than 10,000"):
         build_on_meta_device(ModelConfig(path=str(folder)))
 
 
-class Planted:
-    """Unpickling one of these writes a file."""
+class WritesFileWhenUnpickled:
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,19 +141,19 @@ class Planted:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.safetensors"])
 def test_a_pickle_is_never_read(folder: Path, tmp_path: Path, name: str) -> None:
-    planted = tmp_path / "planted"
+    written = tmp_path / "written"
     (folder / "model.safetensors").unlink()
-    torch.save(Planted(planted), folder / name)
-    line = refusal(folder)
-    assert not planted.exists()
+    torch.save(WritesFileWhenUnpickled(written), folder / name)
+    line = load_error(folder)
+    assert not written.exists()
     assert name.endswith(".safetensors") or f"{name}, a pickle" in line
     (folder / name).rename(folder / "x.pt")
     torch.load(folder / "x.pt", weights_only=False)
-    assert planted.exists(), "or else the test shows nothing"
+    assert written.exists(), "unpickling must write the file, or the test proves nothing"
 
 
 @pytest.mark.parametrize("shard", ["a.bin", "../a.safetensors", "/etc/a.safetensors", 5, None])
-def test_an_index_names_safetensors_beside_it_alone(folder: Path, shard: Any) -> None:
+def test_index_may_only_name_safetensors_in_its_folder(folder: Path, shard: Any) -> None:
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     index = folder / "model.safetensors.index.json"
     names = load_file(folder / "a.safetensors")
@@ -156,10 +162,10 @@ def test_an_index_names_safetensors_beside_it_alone(folder: Path, shard: Any) ->
     index.write_text(
         json.dumps({"metadata": {}, "weight_map": {**dict.fromkeys(names, "a.safetensors"), NORM: shard}})
     )
-    assert "for its weights" in refusal(folder)
+    assert "for its weights" in load_error(folder)
     index.unlink()
-    edit(folder / "config.json", transformers_weights="adapter_model.bin")
-    assert "for its weights" in refusal(folder)
+    edit_json(folder / "config.json", transformers_weights="adapter_model.bin")
+    assert "for its weights" in load_error(folder)
 
 
 CODE = """
@@ -169,68 +175,68 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 Path({mark!r}).touch()
 
 
-class OwnConfig(Qwen2Config):
-    model_type = "own-kind"
+class CustomConfig(Qwen2Config):
+    model_type = "custom-type"
 
 
-class OwnModel(Qwen2ForCausalLM):
-    config_class = OwnConfig
+class CustomModel(Qwen2ForCausalLM):
+    config_class = CustomConfig
 """
 
 
 @pytest.fixture
-def own_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose architecture is a Python file of its own, which leaves a mark when it is run."""
+def custom_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder whose architecture is a Python file in it, which writes a marker file when it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    (folder / "own.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
-    edit(
+    (folder / "custom.py").write_text(CODE.format(mark=str(tmp_path / "mark")))
+    edit_json(
         folder / "config.json",
-        model_type="own-kind",
-        architectures=["OwnModel"],
-        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+        model_type="custom-type",
+        architectures=["CustomModel"],
+        auto_map={"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"},
     )
     return folder
 
 
-def test_code_that_a_folder_brings_is_not_run_unasked(
-    own_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_custom_code_does_not_run_by_default(
+    custom_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))  # the loader would ask, and take a yes
-    assert "--set model.trust_remote_code=true" in refusal(own_code)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))  # the loader would prompt, and accept a yes
+    assert "--set model.trust_remote_code=true" in load_error(custom_code)
     with pytest.raises(UserError, match=r"model\.trust_remote_code=true"):
-        build_on_meta_device(ModelConfig(path=str(own_code)))
-    edit(own_code / "config.json", model_type="qwen2")  # transformers has one of its own
-    load(own_code)
+        build_on_meta_device(ModelConfig(path=str(custom_code)))
+    edit_json(custom_code / "config.json", model_type="qwen2")  # transformers has this architecture itself
+    load(custom_code)
     assert not (tmp_path / "mark").exists()
-    assert sys.stdin.read(), "nobody asked"
+    assert sys.stdin.read(), "the loader must not prompt"
 
 
-def test_code_that_a_folder_brings_runs_when_trusted(own_code: Path, tmp_path: Path) -> None:
-    policy = load(own_code, trust_remote_code=True)
+def test_custom_code_runs_when_trusted(custom_code: Path, tmp_path: Path) -> None:
+    policy = load(custom_code, trust_remote_code=True)
     assert (tmp_path / "mark").exists()
-    assert type(policy.model).__name__ == "OwnModel"
+    assert type(policy.model).__name__ == "CustomModel"
     save_policy(policy, tmp_path / "again")
-    assert type(load(tmp_path / "again", trust_remote_code=True).model).__name__ == "OwnModel"
+    assert type(load(tmp_path / "again", trust_remote_code=True).model).__name__ == "CustomModel"
 
 
 @pytest.mark.parametrize("eos", [10**6, -1, "x", [[1]], True, 1.5])
-def test_an_end_that_is_no_token(folder: Path, eos: Any) -> None:
-    edit(folder / "generation_config.json", eos_token_id=eos)
-    refusal(folder)
+def test_end_of_sequence_id_that_is_not_a_token_is_refused(folder: Path, eos: Any) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    load_error(folder)
 
 
-def test_a_tokenizer_of_a_larger_model(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_a_larger_model_is_refused(folder: Path, tmp_path: Path) -> None:
     larger = save_text_model(
         tmp_path / "larger", ["a text of many other words " * 9], vocabulary=290, layers=1, hidden=64
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(larger / name, folder / name)
-    assert "tokenizer has" in refusal(folder)
+    assert "tokenizer has" in load_error(folder)
 
 
-def test_nothing_but_the_error_is_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reweigh(folder, lambda weights: weights.pop(NORM))
-    refusal(folder)
+def test_loader_prints_nothing_besides_the_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change_weights(folder, lambda weights: weights.pop(NORM))
+    load_error(folder)
     assert capfd.readouterr() == ("", "")
 
 
@@ -238,22 +244,22 @@ def test_nothing_but_the_error_is_said(folder: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
 )
-def test_damaged_descriptions(folder: Path, name: str, count: int) -> None:
+def test_damaged_json_files_raise_user_errors(folder: Path, name: str, count: int) -> None:
     content = (folder / name).read_bytes()
     value = json.loads(content)
     inputs = [*damaged(content, JSON_TEXTS[:: 1 if count > 50 else 6], 1, count)]
     inputs += map(as_json, changed_values(value, 2, count))
     if count > 50 and name != "tokenizer.json":
         inputs += map(as_json, every_value(value, ODD_SIZES))
-    found = []
+    accepted = []
     for each in inputs:
         (folder / name).write_bytes(each)
-        found.append(taken(lambda: load(folder), each[:2000]))
-    assert 0 < sum(found) < len(found)
+        accepted.append(taken(lambda: load(folder), each[:2000]))
+    assert 0 < sum(accepted) < len(accepted)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1500, marks=pytest.mark.slow)])
-def test_damaged_weights(folder: Path, count: int) -> None:
+def test_damaged_weights_raise_user_errors(folder: Path, count: int) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
@@ -271,15 +277,15 @@ def test_damaged_weights(folder: Path, count: int) -> None:
         content[:-1],
         content + b"x",
     ]
-    found = []
+    accepted = []
     for each in inputs:
         path.write_bytes(each)
-        found.append(taken(lambda: load(folder), each[:500]))
-    assert sum(found) < len(found)
+        accepted.append(taken(lambda: load(folder), each[:500]))
+    assert sum(accepted) < len(accepted)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory"])
-def test_what_is_no_file(folder: Path, name: str, kind: str) -> None:
+def test_names_that_are_not_regular_files_raise_user_errors(folder: Path, name: str, kind: str) -> None:
     with no_file(folder / name, kind):
         assert not taken(lambda: load(folder), (name, kind))

@@ -1,0 +1,202 @@
+"""vLLM worker module, without vLLM: restored process state, fingerprints of weights, and the worker's report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from bandpo_cli.sampling.vllm_worker import (
+    PolicyWorker,
+    Weights,
+    compared_shapes,
+    engine_threads,
+    fingerprint,
+    policy_weights,
+    prepare_environment,
+    preserve_process_state,
+    stderr_on_failure,
+)
+from tests.conftest import random_model
+
+
+def test_process_state_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    set_threads, threads, rng_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
+
+    @preserve_process_state()
+    def start() -> None:
+        torch.set_num_threads(threads + 1)
+        torch.set_num_threads = lambda count: None  # type: ignore[assignment]
+        torch.manual_seed(5)
+        os.environ["LD_PRELOAD"] = "libgomp.so"
+        os.environ["LD_LIBRARY_PATH"] = "/after"
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        start()
+    assert torch.set_num_threads is set_threads
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert "LD_PRELOAD" not in os.environ
+    assert os.environ["LD_LIBRARY_PATH"] == "/before"
+
+
+def test_engine_threads_restores_threads_and_random_state() -> None:
+    threads, rng_state = torch.get_num_threads(), torch.get_rng_state()
+    with engine_threads(threads + 1):
+        assert torch.get_num_threads() == threads + 1
+        torch.rand(3)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), rng_state)
+
+
+def test_stderr_is_printed_only_after_a_failure(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+
+    @stderr_on_failure()
+    def start(message: bytes, fails: bool = False) -> None:
+        os.write(2, message)
+        if fails:
+            raise ValueError("no engine")
+
+    start(b"Warning: NUMA binding\n")
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ValueError, match="no engine"):
+        start(b"the cause\n", fails=True)
+    assert capfd.readouterr().err == "the cause\n"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    start(b"requested\n")
+    assert capfd.readouterr().err == "requested\n"
+
+
+def test_logging_level_of_the_user_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    prepare_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_single_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    original = fingerprint(tensor, (6, 5))
+    assert original == fingerprint(tensor.clone(), (6, 5))
+    for index in range(30):
+        other = tensor.clone()
+        bits = other.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[other.element_size()]).flatten()
+        bits[index] ^= 1
+        assert fingerprint(other, (6, 5)) != original
+
+
+def test_fingerprint_equals_its_formula() -> None:
+    """Computed by hand: the bits as integers, times 1, 3, 5, ..., modulo 2^64, as a signed number."""
+    tensor = torch.tensor([[1.0, -2.0], [0.5, 3.0], [9.0, 9.0]])
+    expected = sum(
+        factor * int.from_bytes(torch.tensor(value).numpy().tobytes(), "little", signed=True)
+        for factor, value in zip((1, 3, 5, 7), (1.0, -2.0, 0.5, 3.0), strict=True)
+    )
+    assert fingerprint(tensor, (2, 2)) == (expected + 2**63) % 2**64 - 2**63
+
+
+def test_swapped_values_change_the_fingerprint() -> None:
+    assert fingerprint(torch.tensor([1.0, 2.0]), (2,)) != fingerprint(torch.tensor([2.0, 1.0]), (2,))
+
+
+def test_norms_and_embedding_rows_are_compared_and_tied_weights_appear_once() -> None:
+    weights = policy_weights(random_model("qwen2"))
+    names = [name for name, _ in weights]
+    assert len(names) == len(set(names))
+    assert "lm_head.weight" not in names  # tied in this model
+    shapes = compared_shapes(weights, tensor_parallel=1)
+    assert shapes["model.norm.weight"] == (32,)
+    assert shapes["model.embed_tokens.weight"] == (23, 32)
+    assert not any("proj.weight" in name for name in shapes)
+    assert "model.embed_tokens.weight" not in compared_shapes(weights, tensor_parallel=2)
+
+
+class Engine(nn.Module):
+    """A model as vLLM stores it: padded rows, two projections fused into one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.embed = nn.Embedding(8, 4)
+        self.fused = nn.Linear(4, 6, bias=False)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            parameter, first = {"q.weight": ("fused.weight", 0), "k.weight": ("fused.weight", 3)}.get(
+                name, (name, 0)
+            )
+            self.get_parameter(parameter)[first : first + len(tensor)] = tensor
+            loaded.add(parameter)
+        return loaded
+
+
+class Worker(PolicyWorker):
+    """The extension on top of a worker that reloads weights as vLLM's does.
+
+    It reads the first `max_read` tensors, and passes all but `dropped` to the model's loader.
+    """
+
+    def __init__(self) -> None:
+        self.model = Engine()
+        self.model_runner = self
+        self.dropped: str | None = None
+        self.max_read = 9
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
+        read = (pair for _, pair in zip(range(self.max_read), weights_iterator, strict=False))
+        self.model.load_weights(pair for pair in read if pair[0] != self.dropped)
+
+
+def random_weights() -> Weights:
+    return [
+        ("norm.weight", torch.randn(4)),
+        ("embed.weight", torch.randn(5, 4)),
+        ("q.weight", torch.randn(3, 4)),
+        ("k.weight", torch.randn(3, 4)),
+    ]
+
+
+def test_complete_load_sets_the_version_and_matches_the_fingerprints() -> None:
+    worker, weights = Worker(), random_weights()
+    shapes = compared_shapes(weights, 1)
+    assert worker.policy_state(shapes)[0] is None
+    assert worker.policy_load(weights, 7) == []
+    version, found = worker.policy_state(shapes)
+    assert version == 7
+    assert found == {name: fingerprint(dict(weights)[name], shape) for name, shape in shapes.items()}
+    assert set(found) == {"norm.weight", "embed.weight"}
+    assert "load_weights" not in vars(worker.model), "the model's own loader must be restored"
+
+
+def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
+    worker = Worker()
+    worker.policy_load(random_weights(), 1)
+    worker.dropped = "norm.weight"
+    assert worker.policy_load(random_weights(), 2) == ["norm.weight was not filled"]
+    assert worker.policy_version is None
+    worker.dropped, worker.max_read = None, 3
+    assert worker.policy_load(random_weights(), 3) == ["k.weight was not read"]
+    assert worker.policy_version is None
+
+
+def test_tensor_of_another_shape_is_not_compared() -> None:
+    """A shard of a bias or of an embedding cannot be compared with the complete tensor."""
+    found = Worker().policy_state({"norm.weight": (2,), "embed.weight": (9, 4), "gone.weight": (4,)})[1]
+    assert found == {}
