@@ -159,7 +159,7 @@ def test_other_problems_are_refused(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
     run_until(config, folder, build_components(config, build_task(config.task)), 0, 1)
     parts = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
-    with pytest.raises(UserError, match="learnt from other problems"):
+    with pytest.raises(UserError, match="trained on other problems"):
         parts.resume_from(folder.checkpoint_dir(1))
     parts.close()
 
