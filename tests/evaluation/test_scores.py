@@ -142,7 +142,7 @@ def test_names_in_metrics() -> None:
     assert found["eval/aime-2024/mean_at_4_low"] == interval.low < found["eval/aime-2024/mean_at_4"]
     assert found["eval/aime-2024/mean_at_4_high"] == interval.high > found["eval/aime-2024/mean_at_4"]
     assert math.isnan(found["eval/b/mean_at_4_low"])  # a single problem
-    plain = metrics(scores)
+    plain = metric_record(scores)
     assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
     assert {name for name in plain if name.startswith("eval/aime-2024/")} == {
         f"eval/aime-2024/{name}"
@@ -155,7 +155,7 @@ def test_names_in_metrics() -> None:
 
 def test_sixteen_completions_are_mean_at_16() -> None:
     rows = [row("p", "1", "wrong")] * 12 + [row("p", "18", "correct")] * 4
-    assert metrics({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
+    assert metric_record({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
 
 
 def test_the_record_holds_the_figures_and_what_they_are_made_of() -> None:
