@@ -1,4 +1,4 @@
-"""Two evaluations side by side: what both hold is paired problem by problem, and damaged records are said in a line."""
+"""Comparison of two evaluations: metrics are paired by problem, and damaged records give one error line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ B = record(
 )
 
 
-def test_by_hand() -> None:
-    """n = 4 against n = 8: the means compare, pass@8 has no partner, and timeouts are no figure of the model."""
+def test_a_comparison_by_hand() -> None:
+    """n = 4 against n = 8: the means are compared, pass@8 is only in one, and timeouts are not compared."""
     comparison = compare(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
     assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
@@ -53,7 +53,7 @@ def test_by_hand() -> None:
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
-def test_swapped_it_is_the_opposite() -> None:
+def test_a_swapped_comparison_has_the_opposite_signs() -> None:
     there, back = compare(A, B)["math"], compare(B, A)["math"]
     assert set(back.metrics) == set(there.metrics)
     for name, each in there.metrics.items():
@@ -64,7 +64,7 @@ def test_swapped_it_is_the_opposite() -> None:
     assert back.changed_problems == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
 
 
-def test_with_itself_nothing_moved() -> None:
+def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
     assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.metrics.values())
@@ -73,8 +73,8 @@ def test_with_itself_nothing_moved() -> None:
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 
 
-def test_pairing_takes_out_what_is_common_to_both() -> None:
-    """The same problems, hard ones hard for both: the paired interval is far narrower than the unpaired one."""
+def test_pairing_removes_the_difficulty_of_problems() -> None:
+    """With problems that are hard for both, the paired interval is far narrower than the unpaired one."""
     rng = np.random.default_rng(1)
     p = rng.beta(0.5, 0.5, 200)
     before, after = rng.binomial(64, p) / 64, rng.binomial(64, np.clip(p + 0.03, 0, 1)) / 64
@@ -97,7 +97,7 @@ def test_only_shared_sets_are_compared_and_read() -> None:
     assert list(compare(damaged, B)) == ["math"]
 
 
-def test_figures_of_one_alone_and_null_ones_that_are_not_compared_do_no_harm() -> None:
+def test_metrics_of_one_record_alone_and_uncompared_nulls_are_ignored() -> None:
     a = record(s={"p": {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}})
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
     assert list(compare(a, b)["s"].metrics) == ["mean"]
@@ -130,7 +130,10 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
         ({"sets": {"s": {"by_problem": None}}}, "A contains no metrics by problem for 's'"),
         ({"sets": {"s": {"by_problem": [1, 2]}}}, "A contains no metrics by problem for 's'"),
         (record(s={"p": 0.5, "q": 0.5}), "A contains no metrics by problem for 's'"),  # type: ignore[arg-type]
-        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "A contains no number as 'mean' of problem 'p'"),
+        (
+            record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}),
+            "A contains no number as 'mean' of problem 'p'",
+        ),
         (
             record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}),
             "no number as 'pass_at_2' of problem 'q' of 's'",
@@ -149,8 +152,8 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
         (record(s={"p\n": {"mean_at_2": None}, "p": GOOD["p"]}), None),
     ],
 )
-def test_damaged_records_are_said_in_a_line(damaged: dict[str, Any], words: str | None) -> None:
-    """Whichever of the two it is; a problem that the other lacks is not looked at."""
+def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str | None) -> None:
+    """For A and for B; a problem that the other record lacks is not read."""
     if words is None:
         assert compare(damaged, record(s=GOOD))["s"].shared == 1
         return
@@ -162,7 +165,7 @@ def test_damaged_records_are_said_in_a_line(damaged: dict[str, Any], words: str 
         assert expected is None or expected in str(error.value)
 
 
-def test_names_that_break_lines_do_not_break_the_message() -> None:
+def test_names_with_line_breaks_do_not_break_the_message() -> None:
     damaged = record(s={"p\nq": {"mean_at_2": None}})
     with pytest.raises(UserError) as error:
         compare(damaged, damaged)

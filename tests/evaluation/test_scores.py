@@ -1,4 +1,4 @@
-"""Every figure of an evaluation, by hand; and what cannot be scored is refused in a line."""
+"""Every metric of an evaluation by hand, and one error line for completions that cannot be scored."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LEGACY = {
 }
 
 
-def test_every_figure() -> None:
+def test_every_metric() -> None:
     scores = score("set", ROWS, (1, 2), legacy=True)
     expected = BY_HAND | LEGACY
     assert set(scores.metrics) == set(expected)
@@ -74,7 +74,7 @@ def test_every_figure() -> None:
     assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
 
 
-def test_best_at_k_of_resampling_is_given_only_where_it_is_asked_for() -> None:
+def test_legacy_best_at_k_is_computed_only_on_request() -> None:
     assert set(score("set", ROWS, (1, 2)).metrics) == set(BY_HAND)
 
 
@@ -86,7 +86,7 @@ def test_rows_may_come_in_any_order() -> None:
 
 
 def test_uneven_numbers_of_completions() -> None:
-    """Every problem counts alike, however many completions it has; the name says that n differs."""
+    """Problems have equal weight for any number of completions; the name mean_at_n shows that n differs."""
     scores = score("set", [*ROWS, row("q", "18", "correct", length=60)], (2,))
     assert scores.metrics["mean_at_n"].value == pytest.approx((2 / 4 + 2 / 5) / 2)
     assert scores.metrics["pass_at_2"].value == pytest.approx((1 - 1 / 6 + 1 - 3 / 10) / 2)
@@ -96,7 +96,7 @@ def test_uneven_numbers_of_completions() -> None:
     assert scores.completions == 9
 
 
-def test_an_answer_that_was_judged_in_two_ways_counts_by_its_mean() -> None:
+def test_an_answer_with_different_grades_counts_by_their_mean() -> None:
     rows = [row("p", "18", "correct"), row("p", "18", "timeout"), row("p", "5", "wrong")]
     assert score("set", rows, (3,)).metrics["maj_at_3"].value == pytest.approx(1 / 2)
 
@@ -109,15 +109,15 @@ def test_an_answer_that_was_judged_in_two_ways_counts_by_its_mean() -> None:
         ({"finish_reason": None}, {"truncation_rate"}),
     ],
 )
-def test_figures_of_what_is_unknown_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
-    """Even if it is unknown of a single completion: a mean over the others would be of something else."""
+def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
+    """Even if a single completion lacks the value: the mean over the others would be another quantity."""
     rows = [*ROWS[:-1], row("q", "4", "grader-error", **unknown)]
     scores = score("set", rows, (1, 2))
     assert set(scores.metrics) == set(BY_HAND) - left_out
     assert all(set(values) == set(scores.metrics) for values in scores.by_problem.values())
 
 
-def test_no_k_at_all() -> None:
+def test_scores_without_any_k() -> None:
     assert next(iter(score("set", ROWS, ()).metrics)) == "mean_at_4"
 
 
@@ -134,7 +134,7 @@ def test_nothing_to_score_is_refused() -> None:
         score("gsm8k", [], (1,))
 
 
-def test_names_in_metrics() -> None:
+def test_names_in_metrics_jsonl() -> None:
     scores = {"aime-2024": score("aime-2024", ROWS, (2,)), "b": score("b", ROWS[:4], ())}
     found = metric_record(scores, with_intervals=True)
     assert found["eval/aime-2024/mean_at_4"] == pytest.approx(3 / 8)
@@ -158,7 +158,7 @@ def test_sixteen_completions_are_mean_at_16() -> None:
     assert metric_record({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
 
 
-def test_the_record_holds_the_figures_and_what_they_are_made_of() -> None:
+def test_the_record_holds_metrics_and_the_values_of_each_problem() -> None:
     record = score("set", ROWS, (2,)).as_json()
     assert record["problems"] == 2
     assert record["completions"] == 8

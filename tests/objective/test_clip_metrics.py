@@ -1,4 +1,4 @@
-"""Clip metrics by hand: which tokens count, in which bin of the old probability, and what a share is taken of."""
+"""Clip metrics by hand: which tokens count as clipped, their bin of the old probability, and the denominators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
     return clip_counts(ratios, lower, upper, advantages, probabilities.log())
 
 
-def test_the_share_of_a_bin_is_taken_of_the_tokens_in_that_bin() -> None:
+def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
     figures = clip_metrics(
         counts_of(
@@ -33,7 +33,7 @@ def test_the_share_of_a_bin_is_taken_of_the_tokens_in_that_bin() -> None:
     assert figures["clip/outside_fraction"] == pytest.approx(4 / 6)
 
 
-def test_counts_of_updates_add_up_whatever_bins_they_have_tokens_in() -> None:
+def test_counts_of_updates_with_different_bins_add_up() -> None:
     rare, likely = counts_of((0.0005, 2.0, 1.0)), counts_of((0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
     together = counts_of((0.0005, 2.0, 1.0), (0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
     for name, count in together.items():
