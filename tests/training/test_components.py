@@ -217,7 +217,7 @@ def test_damage_that_keeps_file_sizes_is_one_error_line(
     update(trained, 1)
     save_checkpoint(*trained, STEP, tmp_path / "step-000010")
     damage(tmp_path / "step-000010")
-    with pytest.raises(UserError, match="to go on from the one before") as error:
+    with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*trained, tmp_path / "step-000010")
     assert "\n" not in str(error.value)
 
@@ -227,7 +227,7 @@ def test_the_state_of_another_model_is_refused(embedded: Policy) -> None:
     update(one, 1)
     update(other, 1)
     for here, there in ((one, other), (other, one)):
-        with pytest.raises(ValueError, match="of other parameters or types"):
+        with pytest.raises(ValueError, match="to other parameters or types"):
             here.optimizer.load_state(there.optimizer.state(), 1, 0)
     with pytest.raises(ValueError, match=r"model\.none among them"):
         one.optimizer.load_state({**one.optimizer.state(), "model.none.step": torch.ones(())}, 1, 0)
