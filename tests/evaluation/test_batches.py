@@ -43,7 +43,7 @@ class Recorder:
         self.graded.append(len(texts_N))
         return [Grade(0.0, correct=False, verdict="wrong") for _ in texts_N]
 
-    def drawn(
+    def sampled_batches(
         self, sets: dict[str, list[Problem]], seed: int = 0, done: Sequence[PartKey] = ()
     ) -> list[Batch]:
         """Sample batches of two problems."""
@@ -57,14 +57,14 @@ SETS = {"a": problems("a", 5), "b": problems("b", 4)}
 
 def test_seeds_differ_by_batch_set_and_run_seed() -> None:
     recorder = Recorder()
-    recorder.drawn(SETS, seed=0)
-    recorder.drawn(SETS, seed=1)
+    recorder.sampled_batches(SETS, seed=0)
+    recorder.sampled_batches(SETS, seed=1)
     assert len(recorder.seeds) == len(set(recorder.seeds)) == 2 * 5
 
 
 def test_sampled_batches_cover_each_problem_once_with_unique_keys() -> None:
     recorder = Recorder()
-    batches = recorder.drawn(SETS)
+    batches = recorder.sampled_batches(SETS)
     assert [batch.key for batch in batches] == [(0, 0), (0, 2), (0, 4), (1, 0), (1, 2)]
     assert [batch.label for batch in batches] == ["a", "a", "a", "b", "b"]
     assert recorder.graded == [8, 8, 4, 8, 8]
@@ -73,9 +73,11 @@ def test_sampled_batches_cover_each_problem_once_with_unique_keys() -> None:
 
 
 def test_a_resume_samples_only_the_missing_batches_unchanged() -> None:
-    all_of_them = Recorder().drawn(SETS)
+    all_of_them = Recorder().sampled_batches(SETS)
     done = [PartKey(0, 2), PartKey(1, 0)]
-    assert Recorder().drawn(SETS, done=done) == [batch for batch in all_of_them if batch.key not in done]
+    assert Recorder().sampled_batches(SETS, done=done) == [
+        batch for batch in all_of_them if batch.key not in done
+    ]
 
 
 def test_the_batch_size_limits_batches_of_stored_completions() -> None:

@@ -26,14 +26,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n: int) -> None:
 
 
 @st.composite
-def draws(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
+def counts(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
     n = draw(st.integers(1, most))
     return n, draw(st.integers(0, n)), draw(st.integers(1, n))
 
 
-@given(draws(most=400))
-def test_pass_at_k_equals_the_fraction_and_the_product_form(drawn: tuple[int, int, int]) -> None:
-    n, correct, k = drawn
+@given(counts(most=400))
+def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k: tuple[int, int, int]) -> None:
+    n, correct, k = n_correct_k
     exact = 1 - Fraction(comb(n - correct, k), comb(n, k))
     product = 1.0 if n - correct < k else 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1))
     assert pass_at_k(n, correct, k) == pytest.approx(float(exact), abs=1e-15)
@@ -51,8 +51,8 @@ def test_best_at_k_is_the_expectation_of_resampling_with_replacement() -> None:
     for n, correct, k in ((16, 3, 4), (32, 1, 32), (8, 7, 2), (5, 0, 3)):
         outcomes = np.arange(n) < correct
         value = legacy_best_at_k(n, correct, k)
-        drawn = outcomes[rng.integers(0, n, (rounds, k))].any(axis=1).mean()
-        assert abs(drawn - value) <= 4 * np.sqrt(value * (1 - value) / rounds)
+        simulated = outcomes[rng.integers(0, n, (rounds, k))].any(axis=1).mean()
+        assert abs(simulated - value) <= 4 * np.sqrt(value * (1 - value) / rounds)
 
 
 def test_pass_at_32_of_one_correct_in_32_is_1() -> None:

@@ -53,8 +53,8 @@ def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
 
 @given(elections(most=8))
 @settings(max_examples=150, deadline=None)
-def test_maj_at_k_is_the_mean_over_all_subsets(drawn: tuple[Votes, list[float]]) -> None:
-    votes, correct = drawn
+def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float]]) -> None:
+    votes, correct = election
     for k in range(1, len(votes) + 1):
         assert maj_at_k(votes, correct, k) == pytest.approx(by_enumeration(votes, correct, k), abs=1e-12)
 
@@ -96,9 +96,9 @@ def test_maj_at_k_equals_a_simulation(shape: str) -> None:
 @given(elections(most=40))
 @settings(max_examples=60, deadline=None)
 def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(
-    drawn: tuple[Votes, list[float]],
+    election: tuple[Votes, list[float]],
 ) -> None:
-    votes, correct = drawn
+    votes, correct = election
     voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
     assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
     assert maj_at_k(votes, correct, len(votes)) == pytest.approx(by_enumeration(votes, correct, len(votes)))
@@ -106,9 +106,9 @@ def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(
 
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_order_and_the_names_of_answers_do_not_matter(drawn, random, data) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data) -> None:  # type: ignore[no-untyped-def]
     """Bit for bit: evaluations with the same counts must not differ by rounding."""
-    votes, correct = drawn
+    votes, correct = election
     k = data.draw(st.integers(1, len(votes)))
     value = maj_at_k(votes, correct, k)
     pairs = list(zip(votes, correct, strict=True))
@@ -119,8 +119,8 @@ def test_the_order_and_the_names_of_answers_do_not_matter(drawn, random, data) -
 
 @given(elections(most=24), st.data())
 @settings(max_examples=80, deadline=None)
-def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(drawn, data) -> None:  # type: ignore[no-untyped-def]
-    votes, _ = drawn
+def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data) -> None:  # type: ignore[no-untyped-def]
+    votes, _ = election
     k = data.draw(st.integers(1, len(votes)))
     correct = [float(vote == "a") for vote in votes]
     value = maj_at_k(votes, correct, k)

@@ -247,12 +247,12 @@ def test_clip_metrics_by_probability() -> None:
         advantages=torch.tensor([1.0, 1.0, 1.0]),
         old_logprobs=old,
     )
-    figures = clip_metrics(counts)
-    assert figures["clip/active_fraction"] == pytest.approx(1 / 3)
-    assert figures["clip/upper_fraction"] == pytest.approx(1 / 3)
-    assert figures["clip/lower_fraction"] == 0.0
-    assert figures["clip/outside_fraction"] == pytest.approx(2 / 3)
-    assert figures["clip/active_fraction/p_0_0.001"] == 1.0
-    assert figures["clip/active_fraction/p_0.01_0.1"] == 0.0
-    assert figures["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
-    assert "clip/active_fraction/p_0.1_0.5" not in figures
+    metrics = clip_metrics(counts)
+    assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/lower_fraction"] == 0.0
+    assert metrics["clip/outside_fraction"] == pytest.approx(2 / 3)
+    assert metrics["clip/active_fraction/p_0_0.001"] == 1.0
+    assert metrics["clip/active_fraction/p_0.01_0.1"] == 0.0
+    assert metrics["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
+    assert "clip/active_fraction/p_0.1_0.5" not in metrics

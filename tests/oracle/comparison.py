@@ -238,7 +238,7 @@ def compare(
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
 
     Args:
-        exact_sampler: the sampler says that it runs the trainer's own model; else its log-probs are off by noise
+        exact_sampler: the sampler reports that it runs the trainer's own model; else its log-probs have noise
             of 0.3 nats.
         given_gradients: the reference's AdamW takes the package's gradients, for types in which they are coarse.
         seed: of the completions.

@@ -67,7 +67,7 @@ def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
         evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
         scores = evaluation["sets"]["countdown"]
         assert len(scores["by_problem"]) == 4
-        assert scores["figures"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
+        assert scores["reference_kl"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
     assert "eval/countdown/mean_at_4" not in records[1]
 
     samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
@@ -150,8 +150,8 @@ def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
 def test_the_reference_stays_the_initial_policy(tmp_path: Path) -> None:
     gentle = {"objective": {"reference_kl": 1e-3}, "evaluation": {"every": 0}, "optim": {"lr": 1e-5}}
     _, folder, _ = run(tmp_path, "a", gentle)
-    figures = [record["kl/ref"] for record in folder.read_metrics()]
-    assert 0 <= figures[0] < figures[-1] < 0.1
+    reference_kl = [record["kl/ref"] for record in folder.read_metrics()]
+    assert 0 <= reference_kl[0] < reference_kl[-1] < 0.1
 
 
 def test_held_out_and_training_problems_are_disjoint(tmp_path: Path) -> None:

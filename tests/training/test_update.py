@@ -44,13 +44,13 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: st
             objective={"aggregation": aggregation}, optim={"micro_batch_tokens": micro, "max_grad_norm": None}
         )
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
-        figures = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
+        metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
-        gradients.append((figures.metrics(), gradient))
-    (whole_figures, whole), (split_figures, split) = gradients
-    assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-4)
-    assert split_figures == pytest.approx(whole_figures, rel=1e-4, abs=1e-6)
+        gradients.append((metrics.metrics(), gradient))
+    (one_pass_metrics, one_pass), (split_metrics, split) = gradients
+    assert one_pass.abs().max() > 1e-3
+    torch.testing.assert_close(split, one_pass, atol=1e-5, rtol=1e-4)
+    assert split_metrics == pytest.approx(one_pass_metrics, rel=1e-4, abs=1e-6)
 
 
 def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
@@ -73,8 +73,8 @@ def test_bounds_limit_the_change_of_the_policy() -> None:
         optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 2e-3}), total_updates=8)
         experience = experiences_of(policy, updates=1, bounds=bounds)
         for _ in range(8):
-            figures = update_policy(policy, optimizer, experience, CONFIG).metrics()
-        moved.append(figures["kl/old_new"])
+            metrics = update_policy(policy, optimizer, experience, CONFIG).metrics()
+        moved.append(metrics["kl/old_new"])
     assert moved[0] < 0.5 * moved[1]
 
 
@@ -120,9 +120,9 @@ def test_a_batch_without_reward_spread_changes_nothing() -> None:
     flat = group_advantages(torch.ones(4, 4))
     experience = prepare_experience(policy, None, groups, flat, ratio_bounds(BandSettings()), CONFIG)
     before = weights_of(policy)
-    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
+    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
     assert torch.equal(weights_of(policy), before)
-    assert figures["optim/grad_norm"] == 0.0
+    assert metrics["optim/grad_norm"] == 0.0
 
 
 def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[Group]:
@@ -156,8 +156,8 @@ def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tupl
     advantages = group_advantages(torch.tensor([[rollout.grade.reward for rollout in groups[0].rollouts_G]]))
     config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
     before = prepare_experience(policy, policy, groups, advantages, ratio_bounds(BandSettings()), config)
-    figures = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
-    assert all(math.isfinite(value) for value in figures.metrics().values())
+    metrics = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
+    assert all(math.isfinite(value) for value in metrics.metrics().values())
     after = prepare_experience(policy, None, groups, advantages, ratio_bounds(BandSettings()), config)
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
@@ -199,8 +199,8 @@ def test_the_ratio_can_use_the_samplers_log_probs() -> None:
     )
     assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
     assert experience.correction is None
-    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
-    assert figures["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
+    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
+    assert metrics["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
 
 
 def test_bfloat16_accumulates_steps_below_its_precision() -> None:
