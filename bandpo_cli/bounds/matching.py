@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.bounds.arrays import TokenProbs
 from bandpo_cli.bounds.divergences import divergence_at, find_divergence
-from bandpo_cli.bounds.methods import ratio_bounds
+from bandpo_cli.bounds.methods import clip_state, ratio_bounds
 from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.errors import ConfigError
 
@@ -66,9 +66,7 @@ class Match(NamedTuple):
 def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
     """Return the share of tokens whose clamp binds: above `upper` with a > 0, or below `lower` with a < 0."""
     bounds = ratio_bounds(config)(tokens.old_logprobs)
-    above = (tokens.ratios > bounds.upper) & (tokens.advantages > 0)
-    below = (tokens.ratios < bounds.lower) & (tokens.advantages < 0)
-    return float(np.mean(above | below))
+    return float(np.mean(clip_state(tokens.ratios, *bounds, tokens.advantages).active))
 
 
 def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:

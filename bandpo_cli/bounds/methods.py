@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandpo_cli.bounds.arrays import (
     Array,
@@ -37,6 +37,33 @@ BoundsFunction = Callable[[Array], RatioBounds]
 def ratio_bounds(config: MethodSettings) -> BoundsFunction:
     """The method that `config` describes."""
     return _BUILDERS[type(config)](config)
+
+
+class ClipState(NamedTuple):
+    """The effect of the ratio bounds on each token: boolean arrays of the shape of the ratios.
+
+    Attributes:
+        at_upper: the upper bound clips the token: ratio above `upper` and advantage > 0, so the gradient is zero.
+        at_lower: the lower bound clips the token: ratio below `lower` and advantage < 0, so the gradient is zero.
+        outside: the ratio is outside the bounds, for any sign of the advantage.
+    """
+
+    at_upper: Array
+    at_lower: Array
+    outside: Array
+
+    @property
+    def active(self) -> Array:
+        """Whether one of the bounds clips the token."""
+        return self.at_upper | self.at_lower
+
+
+def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> ClipState:
+    """Return which tokens the bounds clip; all arguments are numpy arrays, or all are tensors, of one shape."""
+    above, below = ratios > upper, ratios < lower
+    return ClipState(
+        at_upper=above & (advantages > 0), at_lower=below & (advantages < 0), outside=above | below
+    )
 
 
 def band(config: BandSettings) -> BoundsFunction:

@@ -80,7 +80,7 @@ def _print_set(console: Console, label: str, comparison: Comparison, show: int) 
     table.add_column("")
     for heading in ("A", "B", "B − A", "95% interval"):
         table.add_column(heading, justify="right")
-    for name, each in comparison.figures.items():
+    for name, each in comparison.metrics.items():
         table.add_row(
             metric_label(name),
             metric_text(name, each.a),
@@ -94,7 +94,7 @@ def _print_set(console: Console, label: str, comparison: Comparison, show: int) 
         f"a higher share right in B on {plural(comparison.wins, 'problem')}, lower on {comparison.losses:,}, the same "
         f"on {comparison.ties:,}",
     )
-    for id_, before, after in comparison.moved[:show]:
+    for id_, before, after in comparison.changed_problems[:show]:
         print_line(console, f"  {before:.2f} → {after:.2f}  {id_}")
 
 

@@ -180,7 +180,7 @@ def _table(scores: Scores) -> Table:
     table.add_column("")
     table.add_column("mean", justify="right")
     table.add_column("95% interval", justify="right")
-    for name, figure in scores.figures.items():
+    for name, figure in scores.metrics.items():
         if name.endswith(("timeout_rate", "error_rate")) and figure.value == 0:
             continue
         table.add_row(metric_label(name), metric_text(name, figure.value), interval_text(name, figure))

@@ -149,7 +149,7 @@ def _score(
         }
         record = {
             **_record_head(request, folder, "finished"),
-            "metrics": metric_record(scores, ends=True),
+            "metrics": metric_record(scores, with_intervals=True),
             "sets": {label: each.as_json() for label, each in scores.items()},
         }
         folder.write_record(record)

@@ -66,7 +66,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
     for arm, members in by_arm(runs).items():
         own = [states[run.name] for run in members]
         running = [state for state in own if state.status == "running"]
-        whole = sum(state.status == "whole" for state in own)
+        whole = sum(state.status == "finished" for state in own)
         ended = [
             (f" {count} {status}", style)
             for status, style in (("failed", "red"), ("stopped", "yellow"))
@@ -109,7 +109,7 @@ def _max_duration(values: Sequence[float | None]) -> str:
 
 
 def _progress(states: States, jobs: int) -> str:
-    whole = sum(state.status == "whole" for state in states.values())
+    whole = sum(state.status == "finished" for state in states.values())
     failed = sum(state.status == "failed" for state in states.values())
     left = seconds_left(states, jobs)
     parts = [f"{whole}/{len(states)} runs whole"]
@@ -152,7 +152,7 @@ class _PlainLines:
         return None
 
     def show(self, states: States) -> None:
-        ended = sum(state.status in ("whole", "failed", "stopped") for state in states.values())
+        ended = sum(state.status in ("finished", "failed", "stopped") for state in states.values())
         if ended == self._ended and time.monotonic() < self._next:
             return
         self._ended, self._next = ended, time.monotonic() + LINES_EVERY_S

@@ -1,0 +1,1 @@
+"""Evaluation: metrics of sampled or stored completions, their intervals and paired comparisons."""

@@ -1,4 +1,4 @@
-"""Graded completions in batches, and the judging of stored ones. No torch here: scoring a file needs no model."""
+"""Batches of graded completions, and grading of stored completions. Imports no torch: scoring a file needs no model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Batch:
-    """The graded completions of some problems of one set; `key` says which."""
+    """The graded completions of consecutive problems of one evaluation set.
+
+    Attributes:
+        key: index of the set and of the batch's first problem in it.
+        label: name of the set.
+    """
 
     key: PartKey
     label: str
@@ -30,14 +35,21 @@ def regrade_batches(
     batch_size: int,
     done: Container[PartKey] = (),
 ) -> Iterator[Batch]:
-    """Judge stored completions anew, about `batch_size` at a time, a problem's never split."""
+    """Grade stored completions again and yield them in batches.
+
+    Args:
+        grade: grades texts [N], each as an answer to its problem [N].
+        sets: stored problems with their completions, by label of the set.
+        batch_size: approximate number of completions per batch; the completions of a problem are never split.
+        done: keys of batches to skip.
+    """
     for index, (label, stored_P) in enumerate(sets.items()):
         widest = max(len(stored.completions_G) for stored in stored_P)
-        for start, part in chunks(stored_P, batch_size // widest):
+        for start, chunk in chunks(stored_P, batch_size // widest):
             key = PartKey(index, start)
             if key in done:
                 continue
-            pairs = [(stored.problem, each) for stored in part for each in stored.completions_G]
+            pairs = [(stored.problem, each) for stored in chunk for each in stored.completions_G]
             grades = grade([problem for problem, _ in pairs], [each.text for _, each in pairs])
             rows = [
                 eval_row(
@@ -56,7 +68,7 @@ def regrade_batches(
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_Item]]]:
-    """Yield `items` in parts of `size`, 1 at least, each with the index of its first."""
+    """Yield `items` in chunks of `size` (at least 1), each with the index of its first item."""
     size = max(1, size)
     for start in range(0, len(items), size):
         yield start, items[start : start + size]
@@ -72,7 +84,13 @@ def eval_row(
     finish_reason: str | None,
     logprob_sum: float | None,
 ) -> EvalRow:
-    """Return what is stored of a completion."""
+    """Return the stored row of a completion.
+
+    Args:
+        prompt: the prompt as text.
+        length: number of sampled tokens; None if unknown.
+        logprob_sum: log-probability of the completion in nats; None if unknown.
+    """
     return EvalRow(
         task=label,
         problem_id=problem.id,

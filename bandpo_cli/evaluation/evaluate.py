@@ -1,4 +1,4 @@
-"""Evaluation of a policy: completions drawn and judged batch by batch, in training and by `bandpo eval` alike."""
+"""Evaluation of a policy: sample and grade completions batch by batch, for training and for `bandpo eval` alike."""
 
 from __future__ import annotations
 
@@ -24,10 +24,17 @@ def sample_batches(
     version: int,
     done: Container[PartKey] = (),
 ) -> Iterator[Batch]:
-    """Sample `params.samples` completions of each problem and judge them.
+    """Sample and grade `params.samples` completions per problem and yield them in batches.
 
-    A batch has about `batch_size` completions, a problem's never split, and a seed of its own: what is drawn does not
-    depend on which batches were `done` before. Rewards are the plain 1 and 0, whatever training shapes them to.
+    Each batch has its own seed, so its completions do not depend on which batches were `done` before. Rewards are not
+    scaled or shaped as in training.
+
+    Args:
+        sets: problems by label of the evaluation set.
+        batch_size: approximate number of completions per batch; the completions of a problem are never split.
+        seed: the run's seed, from which the seeds of the batches are derived.
+        version: version of the policy's weights that the sampler must run.
+        done: keys of batches to skip.
 
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
@@ -62,5 +69,5 @@ def sample_batches(
 
 
 def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:
-    """Tell whether `step` ends with an evaluation: step 0 (before training), every `every` steps, and the last."""
+    """Return whether `step` ends with an evaluation: step 0 (before training), every `every` steps, and the last."""
     return config.every > 0 and (step % config.every == 0 or step == last_step)

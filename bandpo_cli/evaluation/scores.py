@@ -1,6 +1,5 @@
-"""How many problems were solved how often."""
+"""Scores of an evaluation set: the definition of each metric, for `bandpo eval` and for training alike."""
 
-# MERGED: From graded completions to figures: the one definition of each, for `bandpo eval` and for training alike.
 from __future__ import annotations
 
 from collections import Counter
@@ -13,67 +12,56 @@ from bandpo_cli.evaluation.metrics import Interval, legacy_best_at_k, maj_at_k, 
 from bandpo_cli.storage.tables import EvalRow
 
 BINS = 10
-
-
-def success_histogram(shares: Iterable[float]) -> list[tuple[str, int]]:
-    """Count problems by the share of their completions that is right, each bin under its name.
-
-    Those that were never and always solved stand apart at the two ends: they are what pass@k turns on. Between them lie
-    ten bins of a tenth each, with their lower ends (3 of 10 is in 0.3 – 0.4).
-    """
-    counts = [0] * (BINS + 2)
-    for share in shares:
-        if share in (0, 1):
-            counts[0 if share == 0 else -1] += 1
-        else:
-            counts[1 + min(int(share * BINS), BINS - 1)] += 1
-    between = [f"{bin_ / BINS:.1f} – {(bin_ + 1) / BINS:.1f}" for bin_ in range(BINS)]
-    return list(zip(["never", *between, "always"], counts, strict=True))
+"""Bins of `success_histogram` between never and always."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation set came to.
+    """The scores of one evaluation set.
 
     Attributes:
-        fewest, most: completions a problem; the same number but for completions from elsewhere.
-        figures: mean over problems with its interval, by name (`mean_at_16`, `pass_at_4`, ...).
-        by_problem: the values behind them, by problem id, then by name.
-        verdicts: how often each verdict was given.
+        fewest, most: smallest and largest number of completions per problem; they can differ for stored completions.
+        metrics: mean over problems with its interval, by name (`mean_at_16`, `pass_at_4`, ...).
+        by_problem: the value of each problem, by problem id and metric name.
+        verdicts: number of completions per verdict, most frequent first.
     """
 
     fewest: int
     most: int
-    figures: dict[str, Interval]
+    metrics: dict[str, Interval]
     by_problem: dict[str, dict[str, float]]
     verdicts: dict[str, int]
 
     @property
     def completions(self) -> int:
-        """All completions of all problems."""
+        """Return the number of completions of all problems."""
         return sum(self.verdicts.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `eval.json` holds of it."""
+        """Return the scores as stored in `eval.json`."""
         return {
             "problems": len(self.by_problem),
             "completions": self.completions,
             "completions_per_problem": [self.fewest, self.most],
-            "figures": {name: figure._asdict() for name, figure in self.figures.items()},
+            "figures": {name: interval._asdict() for name, interval in self.metrics.items()},
             "verdicts": self.verdicts,
             "by_problem": self.by_problem,
         }
 
 
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = False) -> Scores:
-    """Score the completions of one evaluation set.
+    """Return the scores of the graded completions of one evaluation set.
+
+    A metric that needs a column (length, finish reason) is left out if any completion lacks it.
 
     Args:
-        k: of pass@k and maj@k.
-        legacy: add best@k as resampling with replacement gives it.
+        label: name of the set, for error messages.
+        rows: graded completions in any order; they are grouped by problem id.
+        k: values of k for pass@k and maj@k.
+        legacy: also compute best@k as estimated by resampling with replacement.
 
     Raises:
-        ConfigError: there is no completion, or a problem has fewer of them than a k.
+        ConfigError: there are no completions, or a problem has fewer completions than the largest k.
     """
     problems: dict[str, list[EvalRow]] = {}
     for row in rows:
@@ -85,8 +73,8 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     if max(k, default=1) > fewest:
         short = next(id_ for id_, completions in problems.items() if len(completions) == fewest)
         raise ConfigError(
-            f"--k {max(k)}: needs as many completions of every problem, and {short} of '{label}' has {fewest}; "
-            f"ask for k of at most {fewest}"
+            f"--k {max(k)}: every problem needs at least as many completions, and {short} of '{label}' has {fewest}; "
+            f"use k of at most {fewest}"
         )
     n = str(fewest) if fewest == most else "n"
     known = {
@@ -100,7 +88,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     return Scores(
         fewest=fewest,
         most=most,
-        figures=dict(zip(names, intervals, strict=True)),
+        metrics=dict(zip(names, intervals, strict=True)),
         by_problem=by_problem,
         verdicts=dict(
             Counter(row["verdict"] for rows_G in problems.values() for row in rows_G).most_common()
@@ -108,21 +96,48 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     )
 
 
-def metric_record(scores: Mapping[str, Scores], ends: bool = False) -> dict[str, float]:
-    """Return the figures under their names in metrics.jsonl (`eval/<set>/mean_at_16`); `ends` adds `_low`, `_high`."""
-    found = {}
+def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) -> dict[str, float]:
+    """Return the metrics under their names in metrics.jsonl (`eval/<set>/mean_at_16`).
+
+    Args:
+        with_intervals: add the ends of each interval as `<name>_low` and `<name>_high`.
+    """
+    record = {}
     for label, each in scores.items():
-        for name, figure in each.figures.items():
-            found[f"eval/{label}/{name}"] = figure.value
-            if ends:
-                found |= {f"eval/{label}/{name}_low": figure.low, f"eval/{label}/{name}_high": figure.high}
-    return found
+        for name, (value, low, high) in each.metrics.items():
+            key = f"eval/{label}/{name}"
+            record[key] = value
+            if with_intervals:
+                record |= {f"{key}_low": low, f"{key}_high": high}
+    return record
+
+
+def success_histogram(shares: Iterable[float]) -> list[tuple[str, int]]:
+    """Return the number of problems per bin of the share of correct completions, with the name of each bin.
+
+    The first and the last bin are the problems that were never and always solved, on which pass@k depends most. Between
+    them are ten bins of width 0.1, which include their lower edge (3 of 10 is in 0.3 – 0.4).
+    """
+    counts = [0] * (BINS + 2)
+    for share in shares:
+        if share in (0, 1):
+            counts[0 if share == 0 else -1] += 1
+        else:
+            counts[1 + min(int(share * BINS), BINS - 1)] += 1
+    between = [f"{bin_ / BINS:.1f} – {(bin_ + 1) / BINS:.1f}" for bin_ in range(BINS)]
+    return list(zip(["never", *between, "always"], counts, strict=True))
 
 
 def _problem_metrics(
     rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
 ) -> dict[str, float]:
-    """Return one problem's figures, less those of columns not `known`; see docs/evaluation.md for what each means."""
+    """Return the metrics of one problem; docs/evaluation.md defines each.
+
+    Args:
+        rows_G: the graded completions of the problem.
+        n: number of completions for the name of mean@n; "n" where it differs between problems.
+        known: optional columns that every completion has; metrics of others are left out.
+    """
     size = len(rows_G)
     rights = [row["accuracy"] for row in rows_G]
     correct = sum(right == 1 for right in rights)
@@ -131,16 +146,16 @@ def _problem_metrics(
     def share(count: int) -> float:
         return count / size
 
-    figures = {f"mean_at_{n}": share(correct)}
-    figures |= {f"pass_at_{each}": pass_at_k(size, correct, each) for each in k}
-    figures |= {f"maj_at_{each}": maj_at_k(votes, rights, each) for each in k}
+    metrics = {f"mean_at_{n}": share(correct)}
+    metrics |= {f"pass_at_{each}": pass_at_k(size, correct, each) for each in k}
+    metrics |= {f"maj_at_{each}": maj_at_k(votes, rights, each) for each in k}
     if legacy:
-        figures |= {f"legacy_best_at_{each}": legacy_best_at_k(size, correct, each) for each in k}
-    figures["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))
+        metrics |= {f"legacy_best_at_{each}": legacy_best_at_k(size, correct, each) for each in k}
+    metrics["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))
     if "finish_reason" in known:
-        figures["truncation_rate"] = share(sum(row["finish_reason"] == "length" for row in rows_G))
+        metrics["truncation_rate"] = share(sum(row["finish_reason"] == "length" for row in rows_G))
     if "length" in known:
-        figures["response_length"] = sum(row["length"] or 0 for row in rows_G) / size
-    figures["timeout_rate"] = share(sum(row["verdict"] == "timeout" for row in rows_G))
-    figures["grader_error_rate"] = share(sum(row["verdict"] == "grader-error" for row in rows_G))
-    return figures
+        metrics["response_length"] = sum(row["length"] or 0 for row in rows_G) / size
+    metrics["timeout_rate"] = share(sum(row["verdict"] == "timeout" for row in rows_G))
+    metrics["grader_error_rate"] = share(sum(row["verdict"] == "grader-error" for row in rows_G))
+    return metrics

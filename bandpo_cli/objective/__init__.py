@@ -1,1 +1,1 @@
-"""Advantages, the clipped loss and its figures: pure functions of tensors."""
+"""Rewards, advantages, the clipped loss and the clip metrics: pure functions of tensors."""

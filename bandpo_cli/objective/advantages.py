@@ -1,6 +1,5 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300)."""
+"""Rewards and group-relative advantages (GRPO, arXiv 2402.03300)."""
 
-# MERGED: From a grader's verdict to the reward that advantages are computed from.
 from __future__ import annotations
 
 import torch
@@ -9,35 +8,37 @@ from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.types import Grade, Group
 
 STD_EPS = 1e-6
-"""Bounds the advantages of a group whose rewards hardly differ."""
+"""Added to the standard deviation, so that the advantages of a group whose rewards hardly differ stay bounded."""
 
 
 def group_advantages(rewards_PG: torch.Tensor, normalize_std: bool = True) -> torch.Tensor:
-    """Return how much better each completion did than its group.
+    """Return the advantage of each completion: its reward less the mean of its group, in standard deviations.
 
     Args:
-        rewards_PG: [P, G] float, one row a problem.
-        normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; without, rewards are only centred.
+        rewards_PG: [P, G] float, one row per problem.
+        normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
 
     Returns:
-        [P, G] of the same dtype; exactly 0 throughout a group whose rewards are all alike.
+        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal.
     """
     centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    # The mean of 0.1, 0.1, 0.1, ... is not 0.1 in floating point, and over STD_EPS the difference would be a signal.
-    alike = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)
+    # In floating point the mean of 0.1, 0.1, 0.1, ... is not 0.1; divided by STD_EPS the difference would be a signal.
+    equal = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)
     scale = rewards_PG.std(dim=1, keepdim=True) + STD_EPS if normalize_std else 1.0
-    return (centred / scale).masked_fill(alike, 0.0)
+    return (centred / scale).masked_fill(equal, 0.0)
 
 
 def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConfig) -> float:
-    """Scale the grader's credit (0 to 1) to the wanted range, less the soft over-long penalty.
+    """Return the reward that advantages are computed from.
 
-    The penalty (DAPO, arXiv 2503.14476, eq. 13) is 0 up to max_tokens − overlong_buffer tokens and falls from there
-    in a line to −overlong_penalty at max_tokens.
+    The grader's reward (0 to 1) is scaled to the range from `reward.wrong` to `reward.correct`, less the soft
+    over-long penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens − overlong_buffer tokens, then linear in the
+    length up to overlong_penalty at max_tokens.
 
     Args:
-        grade: with `reward` as the grader gave it.
-        length: sampled tokens, the end token included.
+        grade: the grader's verdict, with its unscaled `reward`.
+        length: number of sampled tokens, including the end token.
+        max_tokens: `sampling.max_tokens`.
     """
     reward = config.wrong + (config.correct - config.wrong) * grade.reward
     if not config.overlong_buffer:
@@ -47,5 +48,5 @@ def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConf
 
 
 def has_reward_spread(group: Group) -> bool:
-    """Tell whether the group's rewards differ: where they do not, every advantage is 0 and nothing is learnt."""
+    """Return whether the group's rewards differ; if they are all equal, every advantage is 0 and so is the gradient."""
     return len({rollout.grade.reward for rollout in group.rollouts_G}) > 1

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
+from bandpo_cli.bounds.methods import clip_state
 from bandpo_cli.reports import style
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
@@ -41,13 +42,14 @@ class ClipMapTokens:
     @property
     def active(self) -> NDArray[np.bool_]:
         """Clipped: the clamp binds and the gradient is zero."""
-        up = (self.advantage > 0) & (self.ratio > self.upper)
-        return up | ((self.advantage < 0) & (self.ratio < self.lower))
+        active: NDArray[np.bool_] = clip_state(self.ratio, self.lower, self.upper, self.advantage).active
+        return active
 
     @property
     def outside(self) -> NDArray[np.bool_]:
         """Outside the interval, whatever the sign of the advantage."""
-        return (self.ratio > self.upper) | (self.ratio < self.lower)
+        outside: NDArray[np.bool_] = clip_state(self.ratio, self.lower, self.upper, self.advantage).outside
+        return outside
 
 
 def plot_clip_map(folder: Path, subtitle: str) -> Path | None:

@@ -1,1 +1,1 @@
-"""Many runs: what they are, and how they are run side by side."""
+"""Sweeps: the plan, the folder, the scheduler and the job pools of many runs."""

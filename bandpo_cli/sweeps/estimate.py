@@ -1,4 +1,4 @@
-"""How long a sweep will take, told by runs of the same shape that are there already, or else by a short trial."""
+"""Estimate of the time that a sweep takes, from finished runs of the same shape or from a short trial."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bandpo_cli.storage.run_folder import read_metrics
 
 TRIAL_STEPS = 3
 START_S = 8.0
-"""Seconds of a run that its record does not tell: imports and loading before it, plots and MLflow after it."""
-_LATEST = 5  # finished runs that an estimate is the median of
+"""Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
+_LATEST = 5  # number of finished runs of which the median is taken
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
 
 
 def total_seconds(seconds: Sequence[float], jobs: int) -> float:
-    """Return how long runs of these lengths take when each free one of `jobs` slots takes the next."""
+    """Return the total time of runs of these lengths in `jobs` slots, where each free slot starts the next run."""
     slots = [0.0] * max(1, jobs)
     for each in seconds:
         slots[slots.index(min(slots))] += each
@@ -37,16 +37,17 @@ def total_seconds(seconds: Sequence[float], jobs: int) -> float:
 _READ_ERRORS = (
     UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""What the files of a run raise that is not whole, or not of this version."""
+"""Errors raised by the files of a run that is incomplete, damaged or from another version."""
 
 
 def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
-    """Return the seconds of a run, by the latest finished runs of its shape in `runs_dir`; None where there is none.
+    """Return the median seconds of the latest finished runs in `runs_dir` with the shape of `config`.
 
-    On a CPU a run with another number of threads says nothing of one with `threads`.
+    Training time is scaled to the number of steps. None if there is no such run. On a CPU only runs with the same
+    number of `threads` count.
     """
     shape = _shape(config.model_dump(mode="json"))
-    found = []
+    seconds_by_time = []
     for path in (
         [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
         if path_exists(runs_dir)
@@ -54,23 +55,26 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
     ):
         try:
             summary = json.loads(read_text(path, "summary"))
-            there = read_yaml(path.parent / "config.yaml", "config")
+            earlier = read_yaml(path.parent / "config.yaml", "config")
             hardware = json.loads(read_text(path.parent / "env.json", "env"))["hardware"]
-            alike = hardware["gpus"] or hardware["torch_threads"] == threads
-            if alike and summary["status"] == "FINISHED" and _shape(there) == shape:
+            same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
+            if same_speed and summary["status"] == "FINISHED" and _shape(earlier) == shape:
                 trained = summary["time/train_s"] / summary["steps"] * config.steps
-                found.append((path.stat().st_mtime, START_S + trained))
-        except _READ_ERRORS:  # an estimate needs no damaged run
+                seconds_by_time.append((path.stat().st_mtime, START_S + trained))
+        except _READ_ERRORS:  # damaged runs are skipped
             continue
-    latest = [seconds for _, seconds in sorted(found)[-_LATEST:]]
+    latest = [seconds for _, seconds in sorted(seconds_by_time)[-_LATEST:]]
     return statistics.median(latest) if latest else None
 
 
 def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float:
-    """Return the seconds of a run, by a trial of a few steps in a folder of its own.
+    """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
+
+    Args:
+        variables: the environment of the trial.
 
     Raises:
-        UserError: the trial failed, and so would the run; the line says why.
+        UserError: the trial failed; the message contains its last line of output.
     """
     steps = min(TRIAL_STEPS, config.steps)
     short = config.model_copy(
@@ -103,9 +107,11 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
             raise UserError(f"a trial of {steps} steps failed, {line}")
         records = read_metrics(Path(scratch) / "t" / "metrics.jsonl")
     evaluations = [record["time/eval"] for record in records if "time/eval" in record]
-    parts = [record["time/step"] - record.get("time/eval", 0.0) for record in records if record["step"] > 0]
-    # The first step warms caches up; where there are others it says nothing of them.
-    step = statistics.median(parts[1:] or parts)
+    training = [
+        record["time/step"] - record.get("time/eval", 0.0) for record in records if record["step"] > 0
+    ]
+    # The first step includes the warm-up of caches; leave it out where there are others.
+    step = statistics.median(training[1:] or training)
     evaluation = statistics.mean(evaluations) if evaluations else 0.0
     every = config.evaluation.every
     count = 1 + -(-config.steps // every) if every else 0
@@ -114,4 +120,5 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
 
 
 def _shape(config: Mapping[str, Any]) -> Any:
+    """Return the settings that the time of a run depends on."""
     return [*(config[section] for section in _SHAPE), config["optim"]["updates"]]

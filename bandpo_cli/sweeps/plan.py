@@ -1,4 +1,4 @@
-"""From a sweep's axes to its runs, each with a checked config, a name and an arm."""
+"""Plan of a sweep: the runs of its arms, axes and seeds, each with a validated config and a name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 MATCH_PREFIX = "match:"
-"""`match:clip` in place of a radius asks for the one at which the Band clips as many recorded tokens as clip does."""
+"""`match:clip` as a radius stands for the δ at which the Band clips as many recorded tokens as the method clip."""
 
 DeltaMatcher = Callable[[BandSettings, str], float]
-"""Returns the δ at which a Band matches the method of that name."""
+"""(settings of the Band, name of a method) -> the δ at which the Band clips as many tokens as that method."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: `name` is its folder, `arm` what it is averaged with over the seeds."""
+    """One run of a sweep: `name` is its folder; the runs of an `arm` differ in the seed alone."""
 
     name: str
     arm: str
@@ -36,14 +36,16 @@ class PlannedRun:
 def plan_runs(
     sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
 ) -> list[PlannedRun]:
-    """Return the runs, all arms with the first seed, then all with the second: a sweep cut short still compares.
+    """Return the runs: all arms with the first seed, then all with the second, and so on.
+
+    In this order an interrupted sweep can still compare its arms.
 
     Args:
-        layers: settings below those of the sweep, as `resolve` takes them.
-        match: turns `match:METHOD` into a radius.
+        layers: settings that the sweep's settings override, as for `resolve`.
+        match: returns the radius for `match:METHOD`.
 
     Raises:
-        ConfigError: a setting is unknown or refused, two arms are the same, or none is left; one line.
+        ConfigError: a setting is unknown or invalid, two arms are equal, or no arm is left.
     """
     arms = _arm_layers(sweep, [*layers, sweep.fixed], match)
     if sweep.baseline is not None and sweep.baseline not in arms:
@@ -53,22 +55,80 @@ def plan_runs(
         )
     return [
         PlannedRun(
-            f"{_plain(arm)}-s{seed}", arm, seed, resolve([*layers, sweep.fixed, *settings, {"seed": seed}])
+            f"{_slug(arm)}-s{seed}", arm, seed, resolve([*layers, sweep.fixed, *settings, {"seed": seed}])
         )
         for seed in sweep.seeds
         for arm, settings in arms.items()
     ]
 
 
+def check_names(runs: Sequence[PlannedRun]) -> None:
+    """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        if not is_valid_name(run.name):
+            raise ConfigError(
+                f"the arm '{run.arm:.100}' gives no valid folder name ({len(run.name)} characters, 200 at most); "
+                "give it a shorter name in arms:"
+            )
+        if run.name in seen:
+            raise ConfigError(
+                f"the arms '{seen[run.name]}' and '{run.arm}' have the same folder name; rename one of them"
+            )
+        seen[run.name] = run.arm
+
+
+def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
+    """Return the values of comma-separated lists by dotted setting; each value is parsed as YAML, as for `--set`.
+
+    Args:
+        flags: text of each flag by dotted setting; None where the flag was not given.
+
+    Raises:
+        ConfigError: a list is empty or has an empty item.
+    """
+    axes = {}
+    for key, text in flags.items():
+        if text is None:
+            continue
+        items = [item.strip() for item in text.split(",")]
+        if not all(items):
+            raise ConfigError(
+                f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
+            )
+        axes[key] = [read_value(item, f"{key}={item}") for item in items]
+    return axes
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Return dotted settings as nested sections.
+
+    Raises:
+        ConfigError: a name has an empty part, or two settings contradict each other.
+    """
+    layer: dict[str, Any] = {}
+    for key, value in settings.items():
+        parts = key.split(".")
+        if not all(parts):
+            raise ConfigError(f"'{key}': not a setting; write it as section.key")
+        section = layer
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"'{key}': '{part}' already has a value and cannot be a section")
+        section[parts[-1]] = value
+    return layer
+
+
 def _arm_layers(
     sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
 ) -> dict[str, list[Layer]]:
-    """Return the layers of settings of each arm, by its name."""
+    """Return the settings layers of each arm, by its name."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     arms: dict[str, list[Layer]] = {}
     seen: dict[RunConfig, str] = {}
     unused = set(sweep.axes)
-    for named, settings in _combinations(sweep):
+    for arm_name, settings in _combinations(sweep):
         method = _config_with_method(base, settings)
         kept = {
             key: value
@@ -82,53 +142,53 @@ def _arm_layers(
             continue
         layers: list[Layer] = [*map(nested, _method_before_rest(_resolve_match(kept, base, match)))]
         config = resolve([*base, *layers])
-        name = _arm_name(named, kept, varying, config)
+        name = _describe_arm(arm_name, kept, varying, config)
         if config in seen and seen[config] == name:
-            continue  # an axis that this arm's method has no setting for
+            continue  # differs only in an axis that does not apply to this arm's method
         if config in seen or name in arms:
             other = seen.get(config, name)
-            raise ConfigError(f"the arms '{other}' and '{name}' are the same runs; leave one of them out")
+            raise ConfigError(f"the arms '{other}' and '{name}' are the same runs; remove one of them")
         seen[config] = name
         arms[name] = layers
     if unused:
         axis = sorted(unused)[0]
-        raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has such a setting")
+        raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has this setting")
     if not arms:
         raise ConfigError("no runs are left: every combination is excluded")
     return arms
 
 
 def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:
-    """Return the settings with a radius in place of `match:METHOD`."""
-    asked = settings.get(_DELTA)
-    if not isinstance(asked, str) or not asked.startswith(MATCH_PREFIX):
+    """Return the settings with `match:METHOD` replaced by a radius."""
+    delta = settings.get(_DELTA)
+    if not isinstance(delta, str) or not delta.startswith(MATCH_PREFIX):
         return settings
     if match is None:
         raise ConfigError(
-            f"bounds.delta = {asked!r}: needs the tokens of a run to match on: --recorded RUN (recorded: in a file)"
+            f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
     band = resolve([*base, *map(nested, _method_before_rest(others))]).bounds
     if not isinstance(band, BandSettings):
-        raise ConfigError(f"bounds.delta = {asked!r}: only a Band has a radius, not '{band.method}'")
-    return {**settings, _DELTA: match(band, asked.removeprefix(MATCH_PREFIX))}
+        raise ConfigError(f"bounds.delta = {delta!r}: only a Band has a radius, not '{band.method}'")
+    return {**settings, _DELTA: match(band, delta.removeprefix(MATCH_PREFIX))}
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
-    """Yield each named arm ('' where there are none) with each combination of the axes' values."""
-    for named, settings in (sweep.arms or {"": {}}).items():
+    """Yield the name of each arm ('' without named arms) with its settings, for each combination of the axes."""
+    for arm_name, settings in (sweep.arms or {"": {}}).items():
         for values in product(*sweep.axes.values()):
-            yield named, {**settings, **dict(zip(sweep.axes, values, strict=True))}
+            yield arm_name, {**settings, **dict(zip(sweep.axes, values, strict=True))}
 
 
 def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
-    """Return the config with the method alone chosen: what tells which settings there are."""
+    """Return the config with only the method selected; it determines which settings exist."""
     chosen = {key: value for key, value in settings.items() if key == _METHOD}
     return resolve([*base, *map(nested, [chosen] if chosen else [])])
 
 
 def _method_has_setting(config: RunConfig, key: str) -> bool:
-    """Tell whether a setting applies; an unknown one does, and `resolve` then names it."""
+    """Return whether a setting applies to the config's method; True for an unknown one, which `resolve` reports."""
     section, _, name = key.rpartition(".")
     return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
 
@@ -136,39 +196,19 @@ def _method_has_setting(config: RunConfig, key: str) -> bool:
 _BOUNDS_FIELDS = frozenset(
     name for kind in get_args(get_args(MethodSettings)[0]) for name in kind.model_fields
 )
-"""The settings that some method has."""
+"""The names of the settings of all methods."""
 
 
 def _method_before_rest(settings: Settings) -> list[Settings]:
-    """Split settings so that the method is chosen before what belongs to it."""
+    """Split settings into layers so that the method is selected before its own settings."""
     method = {key: value for key, value in settings.items() if key == _METHOD}
     rest = {key: value for key, value in settings.items() if key != _METHOD}
-    return [part for part in (method, rest) if part]
+    return [layer for layer in (method, rest) if layer]
 
 
-def nested(settings: Settings) -> dict[str, Any]:
-    """Turn dotted settings into sections.
-
-    Raises:
-        ConfigError: one of them is no dotted name, or contradicts another.
-    """
-    layer: dict[str, Any] = {}
-    for key, value in settings.items():
-        parts = key.split(".")
-        if not all(parts):
-            raise ConfigError(f"'{key}': a setting is written as section.key")
-        section = layer
-        for part in parts[:-1]:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"'{key}': '{part}' has a plain value already")
-        section[parts[-1]] = value
-    return layer
-
-
-def _arm_name(named: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
-    """Name an arm by what makes it one: `clip`, `kl 0.05`, `kl 0.05 updates=16`."""
-    words = [named] if named else []
+def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
+    """Return the name of an arm from the settings that vary: `clip`, `kl 0.05`, `kl 0.05 updates=16`."""
+    words = [arm_name] if arm_name else []
     shown = {key: value for key, value in settings.items() if key in varying}
     band = config.bounds.method == "band"
     if _METHOD in shown and not (band and _DIVERGENCE in settings):
@@ -186,47 +226,10 @@ def _arm_name(named: str, settings: Settings, varying: set[str], config: RunConf
 
 
 def _short(value: Any) -> str:
+    """Return a value as text for an arm's name."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _plain(arm: str) -> str:
+def _slug(arm: str) -> str:
+    """Return an arm's name with the characters that a folder name can have."""
     return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", arm).strip("-.=+") or "run"
-
-
-def check_names(runs: Sequence[PlannedRun]) -> None:
-    """Refuse arms whose names come to one folder.
-
-    Raises:
-        ConfigError: two runs would be written to the same place, or one has a name that no folder can have.
-    """
-    seen: dict[str, str] = {}
-    for run in runs:
-        if not is_valid_name(run.name):
-            raise ConfigError(
-                f"the arm '{run.arm:.100}' cannot be a folder's name ({len(run.name)} characters, 200 at most); give "
-                "it a shorter one in arms:"
-            )
-        if run.name in seen:
-            raise ConfigError(
-                f"the arms '{seen[run.name]}' and '{run.arm}' come to one folder name; rename one of them"
-            )
-        seen[run.name] = run.arm
-
-
-def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
-    """Read comma lists by dotted setting; values are read as YAML, as `--set` reads them.
-
-    Raises:
-        ConfigError: a list is empty or has an empty place.
-    """
-    axes = {}
-    for key, text in flags.items():
-        if text is None:
-            continue
-        parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise ConfigError(
-                f"--{key.rpartition('.')[2]} {text!r}: an empty place; values are apart by commas: 0.01,0.05"
-            )
-        axes[key] = [read_value(part, f"{key}={part}") for part in parts]
-    return axes

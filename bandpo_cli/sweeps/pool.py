@@ -1,6 +1,8 @@
-"""Where the runs of a sweep are executed: child processes of this machine, one a slot."""
+"""Job pool of a sweep: the `Pool` protocol, and a pool of child processes on this machine, one per slot.
 
-# MERGED: The side of a run that a sweep started: it must not outlive the sweep.
+`exit_with_parent` is the child's side: it ends a run whose sweep has died.
+"""
+
 from __future__ import annotations
 
 import os
@@ -15,16 +17,19 @@ from pathlib import Path
 from typing import IO, Protocol
 
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
-"""The variable that tells a run which process it must not outlive."""
-
+"""Environment variable with the process id of the sweep; a run exits when that process ends."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
-"""What ends a run: the first lets its step end and a checkpoint be written, the second drops the step."""
+"""Signals that end a run, in order: after the first it completes its step and saves a checkpoint, after the second it
+aborts the step."""
+
+POLL_INTERVAL_S = 0.5
+"""Seconds between two checks of `exit_with_parent`."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command that makes one run; `log` gets what it prints."""
+    """A command that executes one run; its output is appended to the file `log`."""
 
     name: str
     command: Sequence[str]
@@ -33,38 +38,44 @@ class Job:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """A job that has ended, with its exit code; negative for a signal."""
+    """A job that has ended, with its exit code; a negative code is the signal that killed it."""
 
     name: str
     code: int
 
 
 class Pool(Protocol):
-    """Executes jobs, as many at a time as it has slots."""
+    """Executes jobs, as many at a time as it has slots.
+
+    Attributes:
+        slots: number of jobs at a time.
+        threads: CPU threads per job.
+    """
 
     slots: int
     threads: int
-    """Of each job, on a CPU."""
 
     @property
-    def free(self) -> int:
-        """How many jobs may be started now."""
+    def free_slots(self) -> int:
+        """Return the number of jobs that can be started now."""
 
     def start(self, job: Job) -> None:
         """Start a job in a free slot."""
 
-    def ended(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call; never waits."""
+    def poll_finished(self) -> list[FinishedJob]:
+        """Return the jobs that have ended since the last call, without waiting."""
 
     def stop(self, name: str | None = None) -> None:
-        """End one job, or all: ask first, and then make sure."""
+        """Stop one job, or all if `name` is None: interrupt first, then kill."""
 
     def close(self) -> None:
-        """Give back what the pool holds, when no job is left."""
+        """Release the resources of the pool after all jobs have ended."""
 
 
 @dataclass
 class _Child:
+    """A running job with its process and its open log file."""
+
     job: Job
     slot: int
     process: subprocess.Popen[bytes]
@@ -72,14 +83,14 @@ class _Child:
 
 
 class LocalPool:
-    """Child processes, each in a process group of its own, with the environment of its slot on top of ours."""
+    """Child processes, each in its own process group, with the variables of its slot added to the environment."""
 
     def __init__(self, slots: Sequence[Mapping[str, str]], grace_s: float = 20.0) -> None:
-        """Start nothing yet.
+        """Create the pool without starting a process.
 
         Args:
-            slots: variables for the child in each slot: its GPU, its threads.
-            grace_s: how long a child may take to close its run after it was asked to end, seconds.
+            slots: environment variables of each slot: its GPU and its number of threads.
+            grace_s: seconds that a child has to end its run after each signal.
         """
         self.slots = len(slots)
         self.threads = int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1
@@ -88,12 +99,12 @@ class LocalPool:
         self._children: dict[str, _Child] = {}
 
     @property
-    def free(self) -> int:
-        """How many jobs may be started now."""
+    def free_slots(self) -> int:
+        """Return the number of jobs that can be started now."""
         return self.slots - len(self._children)
 
     def start(self, job: Job) -> None:
-        """Start a job in a free slot. Raises OSError when the system refuses."""
+        """Start a job in a free slot. Raise OSError if the process cannot be created."""
         taken = {child.slot for child in self._children.values()}
         slot = next(index for index in range(self.slots) if index not in taken)
         job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,26 +116,26 @@ class LocalPool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C at the terminal reaches us alone, and we end them in order
+                start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the jobs
             )
         except OSError:
             log.close()
             raise
         self._children[job.name] = _Child(job, slot, process, log)
 
-    def ended(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call; never waits."""
-        found = []
+    def poll_finished(self) -> list[FinishedJob]:
+        """Return the jobs that have ended since the last call, without waiting."""
+        finished = []
         for name, child in list(self._children.items()):
             code = child.process.poll()
             if code is not None:
                 child.log.close()
                 del self._children[name]
-                found.append(FinishedJob(name, code))
-        return found
+                finished.append(FinishedJob(name, code))
+        return finished
 
     def stop(self, name: str | None = None) -> None:
-        """Interrupt one job, or all, so that runs are closed in order; kill what takes twice the grace and longer."""
+        """Stop one job, or all: interrupt so that runs save their state, and kill after twice the grace period."""
         alive = [child for each, child in self._children.items() if name in (None, each)]
         for number in STOP_SIGNALS:
             for child in alive:
@@ -136,15 +147,21 @@ class LocalPool:
             alive = [child for child in alive if child.process.poll() is None]
 
     def close(self) -> None:
-        """Nothing is held once the children have ended."""
+        """Do nothing: no resources are left once the children have ended."""
 
 
 def slot_environments(
     jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Return the variables of each slot: a GPU of its own where there are GPUs, and its share of the cores.
+    """Return the environment variables of each slot: its GPU, where there are GPUs, and its share of the cores.
 
-    Threads that outnumber the cores cost a multiple of what they bring. A number that the user has set stays.
+    More threads than cores make runs several times slower. A value of OMP_NUM_THREADS set by the user is kept.
+
+    Args:
+        jobs: number of slots.
+        cores: usable CPU cores.
+        gpus: GPUs as CUDA_VISIBLE_DEVICES names them.
+        environ: the environment of this process.
     """
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // jobs))
     slots = []
@@ -157,12 +174,12 @@ def slot_environments(
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them, asked of the driver's own tool: torch is slow to import."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them; from nvidia-smi, because torch is slow to import."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [each.strip() for each in named.split(",") if each.strip() not in ("", "-1")]
@@ -179,28 +196,28 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [line.strip() for line in listed.stdout.splitlines() if line.strip().isdecimal()]
 
 
+def exit_with_parent() -> None:
+    """Start a thread that kills this process when the sweep that started it ends; does nothing without a sweep.
+
+    A resumed sweep starts its unfinished runs again, and two processes must not write to one run.
+    """
+    parent = os.environ.pop(
+        PARENT_PID_VARIABLE, ""
+    )  # not inherited: children of this process have another parent
+    if parent.isdecimal():
+        threading.Thread(target=_kill_after, args=(int(parent),), name="sweep-watch", daemon=True).start()
+
+
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the child and whatever it started."""
+    """Send a signal to the process group of a child."""
     try:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
         return
 
 
-POLL_INTERVAL_S = 0.5
-
-
-def exit_with_parent() -> None:
-    """Watch the sweep that started this process, if one did, and end at once when it is no more.
-
-    A resumed sweep runs again what was not whole; two processes must not write one run.
-    """
-    parent = os.environ.pop(PARENT_PID_VARIABLE, "")  # what this process starts has another parent
-    if parent.isdecimal():
-        threading.Thread(target=_watch, args=(int(parent),), name="sweep-watch", daemon=True).start()
-
-
-def _watch(parent: int) -> None:
+def _kill_after(parent: int) -> None:
+    """Kill this process when it is no longer a child of `parent`."""
     while os.getppid() == parent:
         time.sleep(POLL_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Runs as tasks of a Ray cluster: an existing one by its address, or one that lives as long as the sweep.
+"""Job pool on a Ray cluster: a running cluster, or a local one that is started and stopped with the sweep.
 
-Every machine of the cluster needs this package, and the sweep's folder under the same path. What runs there is the
-very command that a local slot runs.
+Every machine of the cluster needs this package, and the sweep folder under the same path. The tasks execute the same
+commands as a local slot.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE, STOP_SIGNALS, FinishedJob, Job
 
 GRACE_S = 20.0
-"""Seconds that a run may take to close after it was asked to end."""
+"""Seconds that a run has to end after each signal."""
 
 
 def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], log: str) -> int:
-    """Run one command on whatever machine Ray chose and return its exit code; a cancelled task ends its child."""
+    """Run a command on the machine that Ray selected and return its exit code; if cancelled, stop the child process."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     with open(log, "ab") as file:
         child = subprocess.Popen(
@@ -38,7 +38,9 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
             preexec_fn=_unblock_sigint,
         )
         try:
-            while child.poll() is None:  # in steps: an interrupt of Ray's waits for the next line of Python
+            while (
+                child.poll() is None
+            ):  # no blocking wait: Ray's interrupt arrives between Python instructions
                 time.sleep(0.2)
             return child.returncode
         except BaseException:
@@ -51,7 +53,7 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
 
 
 def _unblock_sigint() -> None:
-    """Ray's workers block SIGINT, and what they start would inherit it."""
+    """Unblock SIGINT: Ray's workers block it, and child processes inherit that."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -59,18 +61,18 @@ _TASK = ray.remote(max_retries=0)(_execute)
 
 
 class RayPool:
-    """A `Pool` on a Ray cluster; Ray gives every run its cores and GPUs."""
+    """A `Pool` on a Ray cluster; Ray assigns cores and GPUs to each run."""
 
     def __init__(self, address: str | None, jobs: int | None, variables: Mapping[str, str]) -> None:
-        """Connect, or start a cluster of this machine.
+        """Connect to a cluster, or start one on this machine.
 
         Args:
-            address: of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts one here.
-            jobs: runs at a time; None for one a GPU of the cluster, else one a core.
-            variables: for every run.
+            address: address of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts a local one.
+            jobs: number of runs at a time; None for one per GPU of the cluster, without GPUs one per core.
+            variables: environment variables of every run.
 
         Raises:
-            UserError: no cluster answers at that address.
+            UserError: there is no cluster at the address.
         """
         try:
             ray.init(
@@ -91,38 +93,38 @@ class RayPool:
         self._tasks: dict[Any, str] = {}
 
     @property
-    def free(self) -> int:
-        """How many jobs may be started now."""
+    def free_slots(self) -> int:
+        """Return the number of jobs that can be started now."""
         return self.slots - len(self._tasks)
 
     def start(self, job: Job) -> None:
-        """Hand a job to the cluster."""
+        """Submit a job to the cluster."""
         task = _TASK.options(name=job.name, **self._share).remote(
             list(job.command), os.getcwd(), self._variables, str(job.log.absolute())
         )
         self._tasks[task] = job.name
 
-    def ended(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call; a task that Ray lost ends with code 1."""
+    def poll_finished(self) -> list[FinishedJob]:
+        """Return the jobs that have ended since the last call; a task that Ray lost has exit code 1."""
         if not self._tasks:
             return []
         done, _ = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)
-        found = []
+        finished = []
         for task in done:
             try:
                 code = int(ray.get(task))
             except ray.exceptions.RayError:
                 code = 1
-            found.append(FinishedJob(self._tasks.pop(task), code))
-        return found
+            finished.append(FinishedJob(self._tasks.pop(task), code))
+        return finished
 
     def stop(self, name: str | None = None) -> None:
-        """Cancel one job, or all, and wait until their runs are closed."""
+        """Cancel one job, or all, and wait until they have ended."""
         chosen = [task for task, each in self._tasks.items() if name in (None, each)]
         for task in chosen:
             ray.cancel(task, force=False)
         ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10) if chosen else None
 
     def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Disconnect from the cluster; a cluster started by this pool ends."""
         ray.shutdown()

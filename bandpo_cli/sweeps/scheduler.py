@@ -1,7 +1,5 @@
-"""How far each run of a sweep has come, read from the run folders alone."""
+"""Scheduler of a sweep: start, observe, resume and stop its runs, as many at a time as the pool has slots."""
 
-# MERGED: Which runs of a sweep are not worth their time any more.
-# MERGED: Running a sweep: every run that is not whole, as many at a time as the pool has slots.
 from __future__ import annotations
 
 import json
@@ -20,17 +18,27 @@ from bandpo_cli.storage.run_folder import RunFolder, read_metrics
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import Job, Pool
 
-Status = Literal["waiting", "running", "whole", "failed", "stopped"]
+Status = Literal["waiting", "running", "finished", "failed", "stopped"]
+
+EXIT_USER_ERROR = 2
+"""Exit code of a command that refused its input and did nothing."""
+
+POLL_S = 0.5
+"""Seconds between two polls of the running jobs; the longest time that a free slot waits."""
+
+MIN_PROGRESS = 0.5
+"""Share of its steps that a run must have done before it can be stopped early: early learning curves cross."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at a glance.
+    """The state of a run, for display and for stopping early.
 
     Attributes:
-        step, steps: the last that is whole, and how many there will be.
-        accuracy, entropy: of that step; accuracy held-out where there was an evaluation, else in training.
-        seconds_left: by the mean of its steps so far; None before the first.
+        step, steps: the last complete step, and the total number of steps.
+        accuracy: held-out accuracy of the latest evaluation; without one, the training accuracy of the last step.
+        entropy: entropy of the last step in nats per token.
+        seconds_left: estimate from the mean time of the steps so far; None before the first step.
         evaluations: held-out accuracy by step, the mean over evaluation sets.
     """
 
@@ -43,11 +51,105 @@ class RunState:
     evaluations: Mapping[int, float] = field(default_factory=dict)
 
 
+def run_sweep(
+    folder: SweepFolder,
+    pool: Pool,
+    steps: Mapping[str, int],
+    on_states: Callable[[Mapping[str, RunState]], None],
+    flags: Sequence[str] = (),
+    margin: float | None = None,
+) -> dict[str, str]:
+    """Execute the unfinished runs of a sweep and return the error message of each failed run, by name.
+
+    A failed run does not stop the others. A run that was terminated from outside is resumed from its last checkpoint;
+    the files of any other earlier attempt are moved to `attempts/`, not deleted.
+
+    Args:
+        steps: number of steps of each run, by name.
+        on_states: called with the state of every run, by name, every `POLL_S` seconds.
+        flags: additional flags for the command of every run.
+        margin: stop runs whose held-out accuracy is this far below another arm's (`runs_to_stop`); None stops none.
+    """
+    stopped = folder.stopped()
+    waiting = deque(
+        run.name for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped
+    )
+    states = {
+        run.name: RunState("waiting", 0, steps[run.name])
+        if run.name in waiting
+        else read_run_state(
+            folder, run.name, steps[run.name], "stopped" if run.name in stopped else "finished"
+        )
+        for run in folder.runs
+    }
+    running: set[str] = set()
+    failures: dict[str, str] = {}
+    try:
+        while waiting or running:
+            while waiting and pool.free_slots:
+                name = waiting.popleft()
+                pool.start(Job(name, [*_command(folder, name), *flags], folder.log_path(name)))
+                running.add(name)
+            for job in pool.poll_finished():
+                running.discard(job.name)
+                status: Status = "finished" if job.code == 0 and folder.is_finished(job.name) else "failed"
+                if status == "failed" and job.name in stopped:
+                    status = "stopped"
+                if status == "failed":
+                    failures[job.name] = _failure_message(folder, job.name, job.code)
+                    if job.code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
+                        folder.archive_attempt(job.name)
+                states[job.name] = read_run_state(folder, job.name, steps[job.name], status)
+            for name in running:
+                states[name] = read_run_state(folder, name, steps[name], "running")
+            reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
+            for name, reason in reasons.items():
+                stopped[name] = reason
+                folder.record_stopped(name, reason)
+                pool.stop(name)
+            on_states(states)
+            if running:
+                time.sleep(POLL_S)
+    except BaseException:  # Ctrl-C included: no child process outlives the sweep
+        pool.stop()
+        raise
+    return failures
+
+
+def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margin: float) -> dict[str, str]:
+    """Return the running runs to stop early, each with the reason in one line.
+
+    A run is stopped if at its latest evaluation, after at least half of its steps, its held-out accuracy is more than
+    `margin` below that of another arm at the same step (the mean over the runs of that arm evaluated there). Stopped
+    runs are missing from the report, and the remaining arms are those that did well: use this to find good settings,
+    not for a fair comparison.
+    """
+    accuracies: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for step, accuracy in states[run.name].evaluations.items():
+            accuracies[step][run.arm].append(accuracy)
+    reasons = {}
+    for run in runs:
+        state = states[run.name]
+        if state.status != "running" or not state.evaluations:
+            continue
+        step = max(state.evaluations)
+        others = {arm: fmean(values) for arm, values in accuracies[step].items() if arm != run.arm}
+        if step < MIN_PROGRESS * state.steps or not others:
+            continue
+        best = max(others, key=lambda arm: others[arm])
+        if others[best] - state.evaluations[step] > margin:
+            reasons[run.name] = (
+                f"held-out accuracy {state.evaluations[step]:.3f} at step {step}, {best} had {others[best]:.3f}"
+            )
+    return reasons
+
+
 def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -> RunState:
-    """Read the state of a run whose status the caller knows."""
+    """Return the state of a run, read from its metrics.jsonl; the caller provides the status."""
     try:
         records = read_metrics(folder.run_path(name) / "metrics.jsonl")
-    except UserError:  # a damaged record: what the run is like now cannot be told
+    except UserError:  # damaged metrics.jsonl: the progress is unknown
         records = []
     if not records:
         return RunState(status, 0, steps)
@@ -68,140 +170,20 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
     )
 
 
-def _heldout_means(record: Mapping[str, Any]) -> list[float]:
-    return [
-        value
-        for key, value in record.items()
-        if key.startswith("eval/") and "/mean_at_" in key and isinstance(value, float)
-    ]
-
-
-MIN_PROGRESS = 0.5
-"""The share of its steps that a run may take before it is judged: early curves cross."""
-
-
-def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margin: float) -> dict[str, str]:
-    """Return the running runs to stop, with the reason in a line.
-
-    A run is hopeless when at its latest evaluation, half-way or later, its held-out accuracy is more than `margin`
-    below that of another arm at the same step (the mean over that arm's runs that have been there). What is stopped is
-    missing from the report, and the arms that are left are those that did well: for finding a good setting, not for a
-    comparison.
-    """
-    at: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        for step, accuracy in states[run.name].evaluations.items():
-            at[step][run.arm].append(accuracy)
-    found = {}
-    for run in runs:
-        state = states[run.name]
-        if state.status != "running" or not state.evaluations:
-            continue
-        step = max(state.evaluations)
-        others = {arm: fmean(values) for arm, values in at[step].items() if arm != run.arm}
-        if step < MIN_PROGRESS * state.steps or not others:
-            continue
-        best = max(others, key=lambda arm: others[arm])
-        if others[best] - state.evaluations[step] > margin:
-            found[run.name] = (
-                f"held-out accuracy {state.evaluations[step]:.3f} at step {step}, {best} had {others[best]:.3f}"
-            )
-    return found
-
-
-EXIT_USER_ERROR = 2
-"""Exit code of a command that found fault with what it was given, and did nothing."""
-
-POLL_S = 0.5
-"""Seconds between looks at the children: the most that a free slot waits."""
-
-
-def run_sweep(
-    folder: SweepFolder,
-    pool: Pool,
-    steps: Mapping[str, int],
-    watch: Callable[[Mapping[str, RunState]], None],
-    flags: Sequence[str] = (),
-    margin: float | None = None,
-) -> dict[str, str]:
-    """Execute the runs that are not whole, and return why each failed one did, by name.
-
-    A failed run stops no other. A run that was ended from outside goes on from its last checkpoint; what any other
-    attempt left is set aside, not deleted.
-
-    Args:
-        steps: of each run, by name.
-        watch: hears how far all runs are, every `POLL_S`.
-        flags: further flags of every run's command.
-        margin: stop runs that lie this far behind another arm; None stops none. See `hopeless`.
-    """
-    stopped = folder.stopped()
-    waiting = deque(
-        run.name for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped
-    )
-    states = {
-        run.name: RunState("waiting", 0, steps[run.name])
-        if run.name in waiting
-        else read_run_state(folder, run.name, steps[run.name], "stopped" if run.name in stopped else "whole")
-        for run in folder.runs
-    }
-    running: set[str] = set()
-    failures: dict[str, str] = {}
-    try:
-        while waiting or running:
-            while waiting and pool.free:
-                name = waiting.popleft()
-                pool.start(Job(name, [*_command(folder, name), *flags], folder.log_path(name)))
-                running.add(name)
-            for ended in pool.ended():
-                running.discard(ended.name)
-                status: Status = "whole" if ended.code == 0 and folder.is_finished(ended.name) else "failed"
-                if status == "failed" and ended.name in stopped:
-                    status = "stopped"
-                if status == "failed":
-                    failures[ended.name] = _failure_message(folder, ended.name, ended.code)
-                    if ended.code == EXIT_USER_ERROR:  # what is there is no use to the next attempt
-                        folder.archive_attempt(ended.name)
-                states[ended.name] = read_run_state(folder, ended.name, steps[ended.name], status)
-            for name in running:
-                states[name] = read_run_state(folder, name, steps[name], "running")
-            for name, why in (
-                runs_to_stop(folder.runs, states, margin) if margin is not None else {}
-            ).items():
-                stopped[name] = why
-                folder.record_stopped(name, why)
-                pool.stop(name)
-            watch(states)
-            if running:
-                time.sleep(POLL_S)
-    except BaseException:  # Ctrl-C among them: no child outlives the sweep
-        pool.stop()
-        raise
-    return failures
-
-
-def _command(folder: SweepFolder, name: str) -> list[str]:
-    """Return what brings a run to its end, from its last checkpoint if it can go on from one."""
-    if is_resumable(folder.run_path(name)):
-        return resume_train_command(folder, name)
-    folder.archive_attempt(name)
-    return train_command(folder, name)
-
-
 def is_resumable(path: Path) -> bool:
-    """Tell whether a run has a whole checkpoint and was ended from outside: one that failed would fail again."""
+    """Return whether a run was terminated from outside and has a complete checkpoint; a failed run would fail again."""
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:  # killed outright
+    except FileNotFoundError:  # killed before it could write a summary
         summary = {"status": "KILLED"}
     except (OSError, ValueError):
         return False
-    ended = isinstance(summary, dict) and summary.get("status") == "KILLED"
-    return ended and bool(complete_checkpoints(RunFolder(path))[0])
+    killed = isinstance(summary, dict) and summary.get("status") == "KILLED"
+    return killed and bool(complete_checkpoints(RunFolder(path))[0])
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that makes one run, an ordinary run folder in the sweep's."""
+    """Return the command that starts a run, as an ordinary run folder inside the sweep folder."""
     plan: Path = folder.plan_path(name).absolute()
     return [
         sys.executable, "-m", "bandpo_cli", "train", "--config", str(plan), "--name", name,
@@ -210,11 +192,29 @@ def train_command(folder: SweepFolder, name: str) -> list[str]:
 
 
 def resume_train_command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that goes on with one run."""
+    """Return the command that resumes a run."""
     path = str(folder.run_path(name).absolute())
     return [sys.executable, "-m", "bandpo_cli", "train", "--resume", path]
 
 
+def _command(folder: SweepFolder, name: str) -> list[str]:
+    """Return the command that completes a run: resume where possible, else a new attempt."""
+    if is_resumable(folder.run_path(name)):
+        return resume_train_command(folder, name)
+    folder.archive_attempt(name)
+    return train_command(folder, name)
+
+
 def _failure_message(folder: SweepFolder, name: str, code: int) -> str:
+    """Return how a failed run ended, with its error message."""
     end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{end}: {folder.error_message(name)}"
+
+
+def _heldout_means(record: Mapping[str, Any]) -> list[float]:
+    """Return mean@n of each evaluation set in a line of metrics.jsonl."""
+    return [
+        value
+        for key, value in record.items()
+        if key.startswith("eval/") and "/mean_at_" in key and isinstance(value, float)
+    ]

@@ -1,0 +1,1 @@
+"""Training: the loop, experiences, policy updates, the optimizer and checkpoints."""

@@ -1,13 +1,18 @@
-"""What one update learns from: graded groups, with everything that π_old fixes already computed."""
+"""Experience: the tokens that one update trains on, with every quantity that π_old fixes.
+
+Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
+padding, and in the order of the completions. Log-probs and entropies are in nats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bandpo_cli.bounds import RatioBounds
+from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
@@ -16,24 +21,24 @@ from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, rows
 from bandpo_cli.objective.loss import LossInputs, truncated_importance
 from bandpo_cli.types import Group
 
-BoundsOf = Callable[[torch.Tensor], RatioBounds]
-
 
 @dataclass(frozen=True)
 class Experience:
     """The N tokens of an update's S completions, flat and in the order of `rows`.
 
     Attributes:
-        groups: where the completions come from.
-        rows: what the model is run on.
-        lengths: [S] int64, tokens of each completion.
-        old_logprobs: [N] float32, nats: what ratios are taken to, the trainer's or the sampler's.
-        trainer_logprobs, sampler_logprobs: [N] float32, nats: the same policy as each of the two computes it.
-        entropy: [N] float32, nats, at T=1.
-        correction: [N], π_old/π_sampler truncated at a cap, where the sampler is another engine; else None.
+        groups: the P groups that the completions belong to.
+        rows: the model's input: prompts and completions as rows of tokens.
+        lengths: [S] int64, tokens per completion.
+        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's.
+        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them.
+        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
+        entropy: [N] float32, entropy of π_old at T=1 at each token's position.
+        correction: [N] float32, π_old/π_sampler truncated at `objective.importance_cap`; None where the sampler runs
+            the trainer's own model, or where no correction is configured.
         bounds: lower and upper ratio bounds, [N] each.
-        advantages: [N], the completion's advantage at each of its tokens.
-        ref_logprobs: [N] under the reference model, or None.
+        advantages: [N] float32, the advantage of the token's completion.
+        ref_logprobs: [N] float32, log-probs under the reference model; None without one.
     """
 
     groups: Sequence[Group]
@@ -49,7 +54,13 @@ class Experience:
     ref_logprobs: torch.Tensor | None
 
     def loss_inputs(self, span: slice, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
-        """Return the loss's inputs for the tokens in `span`; `logprobs` are theirs, `weights` are all N."""
+        """Return the inputs of the loss for a micro-batch of n tokens.
+
+        Args:
+            span: the micro-batch's tokens among the N.
+            logprobs: [n], log-probs under the policy being updated, with gradient.
+            weights: [N], the aggregation weight of every token of the update.
+        """
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=self.old_logprobs[span],
@@ -63,7 +74,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Forward:
-    """An experience under the weights that its update starts from: the loss, log-probs and ratios [N] (detached)."""
+    """The loss of an update at the weights before it, with the log-probs [N] and ratios [N] (detached)."""
 
     loss: float
     logprobs: torch.Tensor
@@ -71,10 +82,10 @@ class Forward:
 
 
 def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
-    """Yield the rows in batches of at most `max_tokens` tokens, each with the span of its tokens among N."""
+    """Yield the rows in batches of at most `max_tokens` tokens, each with the slice of its tokens among the N."""
     start = 0
-    for part in batch_rows(rows, max_tokens):
-        batch = collate(part, policy.device)
+    for batch_of_rows in batch_rows(rows, max_tokens):
+        batch = collate(batch_of_rows, policy.device)
         yield slice(start, start + len(batch.targets)), batch
         start += len(batch.targets)
 
@@ -85,50 +96,62 @@ def prepare_experience(
     reference: Policy | None,
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
-    bounds_of: BoundsOf,
+    bounds_of: BoundsFunction,
     config: RunConfig,
     sampler_shares_weights: bool = True,
 ) -> Experience:
-    """Compute old log-probs, entropy, bounds and reference log-probs for an update's groups, finite or not.
+    """Compute old log-probs, entropy, bounds and reference log-probs of an update's groups.
+
+    The values are not checked for NaN and infinity; `update_policy` does that.
 
     Args:
-        sampler_shares_weights: the sampler ran the trainer's own model, so that there is nothing to correct.
+        policy: π_old, the policy before the step's first update.
+        reference: the reference model, or None without a KL penalty.
+        groups: the P graded groups.
+        advantages_PG: [P, G] float32.
+        bounds_of: from old log-probs [N] to ratio bounds.
+        sampler_shares_weights: the sampler ran the trainer's own model, so that no correction is needed.
 
     Raises:
-        RunError: a completion has no token, so that there is nothing to learn from it.
+        RunError: a completion has no tokens.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
-        raise RunError("the sampler returned a completion without a token; not even one that ends it")
-    rows, device = rows_from_groups(groups), policy.device
-    temperature, max_tokens = config.sampling.temperature, config.optim.micro_batch_tokens
-    parts = [
+        raise RunError("the sampler returned a completion without a token, not even an end token")
+    objective, temperature, device = config.objective, config.sampling.temperature, policy.device
+    max_tokens = config.optim.micro_batch_tokens
+    # token batches
+    rows = rows_from_groups(groups)
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
+    # old log-probs
+    outputs = [
         token_logprobs(policy.model, batch, temperature, with_entropy=True)
         for _, batch in micro_batches(policy, rows, max_tokens)
     ]
-    own = torch.cat([part.logprobs for part in parts])
-    ref = None
+    trainer_logprobs = torch.cat([output.logprobs for output in outputs])
+    ref_logprobs = None
     if reference is not None:
         batches = micro_batches(reference, rows, max_tokens)
-        ref = torch.cat(
+        ref_logprobs = torch.cat(
             [token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches]
         )
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
-    sampled = torch.tensor([lp for completion in completions for lp in completion.logprobs], device=device)
-    by_trainer = config.objective.old_logprobs == "trainer"
-    old = own if by_trainer else sampled
-    cap = config.objective.importance_cap
-    corrected = by_trainer and not sampler_shares_weights and cap is not None
+    reported = [logprob for completion in completions for logprob in completion.logprobs]
+    sampler_logprobs = torch.tensor(reported, device=device)
+    by_trainer = objective.old_logprobs == "trainer"
+    old_logprobs = trainer_logprobs if by_trainer else sampler_logprobs
+    correction, cap = None, objective.importance_cap
+    if by_trainer and not sampler_shares_weights and cap is not None:
+        correction = truncated_importance(trainer_logprobs, sampler_logprobs, cap)
     return Experience(
         groups=groups,
         rows=rows,
         lengths=lengths,
-        old_logprobs=old,
-        trainer_logprobs=own,
-        sampler_logprobs=sampled,
-        entropy=torch.cat([part.entropy for part in parts if part.entropy is not None]),
-        correction=truncated_importance(own, sampled, cap) if corrected and cap is not None else None,
-        bounds=bounds_of(old),
+        old_logprobs=old_logprobs,
+        trainer_logprobs=trainer_logprobs,
+        sampler_logprobs=sampler_logprobs,
+        entropy=torch.cat([output.entropy for output in outputs if output.entropy is not None]),
+        correction=correction,
+        bounds=bounds_of(old_logprobs),
         advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
-        ref_logprobs=ref,
+        ref_logprobs=ref_logprobs,
     )

@@ -1,6 +1,10 @@
-"""The training loop, top to bottom: problems → rollouts → advantages → old log-probs and bounds → updates → record.
+"""The training loop: each iteration of `train` is one step, and its body is the data flow of the step.
 
-It is a generator, so that the terminal, the tracker and a test can all look on without the loop knowing of them.
+problems → rollouts → graded groups → advantages → token batches → old log-probs → bounds → loss → optimizer step →
+weight sync → metrics → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
+the steps without the loop depending on them.
+
+Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
 from __future__ import annotations
@@ -28,7 +32,13 @@ from bandpo_cli.types import Group, Rollout
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step as its onlookers see it: its line in metrics.jsonl, and a completion to show (none at step 0)."""
+    """The result of one step for its observers.
+
+    Attributes:
+        step: number of the step; 0 is the evaluation before training.
+        record: the step's line in metrics.jsonl.
+        sample: a completion of the step for display; None at step 0.
+    """
 
     step: int
     record: dict[str, float]
@@ -37,123 +47,147 @@ class StepReport:
 
 @dataclass(frozen=True)
 class SampledGroups:
-    """The rollouts of a step.
+    """The graded rollouts of a step.
 
     Attributes:
-        groups: what is learnt from, `sampling.prompts` of them.
-        drawn: everything that was sampled for it; more than `groups` where dynamic sampling dropped some.
+        groups: the groups that the step trains on, `sampling.prompts` of them.
+        sampled: all groups sampled in the step; more than `groups` where dynamic sampling dropped some.
     """
 
     groups: list[Group]
-    drawn: list[Group]
+    sampled: list[Group]
 
 
-def _nobody(part: str) -> None:
-    """Hear nothing."""
+def _ignore_phase(phase: str) -> None:
+    """Do nothing; the default of `watch`."""
 
 
-def _never() -> bool:
-    """Train to the end."""
+def _never_stop() -> bool:
+    """Return False; the default of `stop`."""
     return False
 
 
 def train(
     config: RunConfig,
-    parts: Components,
+    components: Components,
     folder: RunFolder,
-    watch: Callable[[str], None] = _nobody,
+    watch: Callable[[str], None] = _ignore_phase,
     first: int = 0,
-    stop: Callable[[], bool] = _never,
+    stop: Callable[[], bool] = _never_stop,
 ) -> Iterator[StepReport]:
-    """Train up to step `config.steps`, writing the run folder as it goes; yields after each step is on disk.
+    """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
     Step 0 is the evaluation before training.
 
     Args:
-        watch: hears what a step is doing: `sample`, ...
-        first: the step to begin with; after a resume the one that follows the checkpoint that `parts` went on from.
-        stop: asked between steps; where it says yes, the state is written as a checkpoint and the loop ends.
+        watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
+        first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
+        stop: called between steps; where it returns True, the state is saved as a checkpoint and the loop ends.
 
     Raises:
-        NonFiniteError: a loss, gradient or log-prob is no number; the weights are still those of the last update.
+        NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
         StaleEngineError: the sampler does not run the policy's weights.
         RunError: a checkpoint cannot be written.
     """
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
-        yield _finish_step(config, parts, folder, 0, {}, StepTimer(watch), sample=None)
+        yield _finish_step(config, components, folder, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
         if stop():
-            _save_on_stop(config, parts, folder, step - 1)
+            _save_on_stop(config, components, folder, step - 1)
             return
-        clock = StepTimer(watch)
-        draw = _sample_groups(config, parts, step, clock)
-        parts.sampler.sleep()
-        with clock.part("logprobs"):
-            experiences = _prepare_updates(config, parts, draw.groups)
-        with clock.part("update"):
-            rule = BadUpdateHandler(config, parts.optimizer, folder.path, step)
-            figures = update_policy(parts.policy, parts.optimizer, experiences, config, rule)
-        with clock.part("sync"):
-            parts.sampler.sync(parts.policy.model, parts.optimizer.update)
-        with clock.part("record"):
-            tokens = token_metrics(figures.trained or experiences)
-            record = rollout_metrics(draw.drawn) | tokens | figures.metrics()
-            folder.write_samples(step, sample_rows(draw.drawn))
-            if figures.trained and is_evaluation_due(config.evaluation, step, config.steps):
-                folder.write_tokens(step, clip_map_columns(figures.trained, figures))
-        yield _finish_step(config, parts, folder, step, record, clock, sample=draw.groups[0].rollouts_G[0])
+        timer = StepTimer(watch)
+        # problems → rollouts → graded groups
+        rollouts = _sample_groups(config, components, step, timer)
+        components.sampler.sleep()
+        with timer.phase("logprobs"):
+            # → advantages
+            advantages_PG = _advantages(config, rollouts.groups)
+            # → token batches → old log-probs → bounds
+            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG)
+        with timer.phase("update"):
+            # → loss → optimizer step, once per experience
+            handler = BadUpdateHandler(config, components.optimizer, folder.path, step)
+            updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
+        with timer.phase("sync"):
+            # → weight sync
+            components.sampler.sync(components.policy.model, components.optimizer.update)
+        with timer.phase("record"):
+            # → metrics
+            trained = updates.trained or experiences
+            record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
+            folder.write_samples(step, sample_rows(rollouts.sampled))
+            if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
+                folder.write_tokens(step, clip_map_columns(updates))
+        # → evaluation and checkpoint where due → the step's line
+        sample = rollouts.groups[0].rollouts_G[0]
+        yield _finish_step(config, components, folder, step, record, timer, sample)
 
 
-def _sample_groups(config: RunConfig, parts: Components, step: int, clock: StepTimer) -> SampledGroups:
-    """Draw and grade batches of rollouts: one, or with dynamic sampling until enough groups can teach something."""
+def _sample_groups(config: RunConfig, components: Components, step: int, timer: StepTimer) -> SampledGroups:
+    """Sample and grade the rollouts of a step.
+
+    One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
+    have rewards that differ, at most `sampling.dynamic_batches`.
+    """
     wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
-    drawn: list[Group] = []
+    sampled: list[Group] = []
     kept: list[Group] = []
     for batch in range(config.sampling.dynamic_batches if dynamic else 1):
-        groups = _sample_batch(
-            config, parts, derive_seed(config.seed, "sample", step, *([batch] if batch else [])), clock
-        )
-        drawn += groups
+        seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
+        groups = _sample_batch(config, components, seed, timer)
+        sampled += groups
         kept += [group for group in groups if has_reward_spread(group)] if dynamic else groups
         if len(kept) >= wanted:
             break
-    # Where even the last batch left too few, groups without spread fill up: they have no gradient, and an update
-    # keeps its size.
-    fill = [group for group in drawn if not has_reward_spread(group)] if dynamic else []
-    return SampledGroups([*kept, *fill][:wanted], drawn)
+    # If too few groups are left after the last batch, groups without spread fill up: they have no gradient, and each
+    # update keeps its size.
+    fill = [group for group in sampled if not has_reward_spread(group)] if dynamic else []
+    return SampledGroups([*kept, *fill][:wanted], sampled)
 
 
-def _sample_batch(config: RunConfig, parts: Components, seed: int, clock: StepTimer) -> list[Group]:
-    problems = parts.stream.next(config.sampling.prompts)
-    with clock.part("sample"):
-        prompts = parts.encoder.encode(problems)
-        completions = sample_completions(parts.sampler, prompts, parts.params, seed, parts.optimizer.update)
-    with clock.part("grade"):
+def _sample_batch(config: RunConfig, components: Components, seed: int, timer: StepTimer) -> list[Group]:
+    """Return the graded groups of the next `sampling.prompts` problems."""
+    problems = components.stream.next(config.sampling.prompts)
+    with timer.phase("sample"):
+        prompts = components.encoder.encode(problems)
+        completions = sample_completions(
+            components.sampler, prompts, components.params, seed, components.optimizer.update
+        )
+    with timer.phase("grade"):
         return grade_groups(
-            parts.policy.tokenizer,
-            parts.grader.grade,
+            components.policy.tokenizer,
+            components.grader.grade,
             problems,
             prompts,
             completions,
             config.reward,
-            parts.params.max_tokens,
+            components.params.max_tokens,
         )
 
 
-def _prepare_updates(config: RunConfig, parts: Components, groups: Sequence[Group]) -> list[Experience]:
-    """Split the groups over the step's updates and fix what π_old decides, before the first update moves it."""
+def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
+    """Return the advantage of each completion, [P, G] float32."""
     rewards_PG = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
-    advantages_PG = group_advantages(rewards_PG, config.objective.advantage_std)
+    return group_advantages(rewards_PG, config.objective.advantage_std)
+
+
+def _prepare_updates(
+    config: RunConfig, components: Components, groups: Sequence[Group], advantages_PG: torch.Tensor
+) -> list[Experience]:
+    """Return one experience per update of the step, each from P/`optim.updates` groups.
+
+    All of them are computed before the first update, because π_old is the policy before the step.
+    """
     size = len(groups) // config.optim.updates
     return [
         prepare_experience(
-            parts.policy,
-            parts.reference,
+            components.policy,
+            components.reference,
             groups[start : start + size],
             advantages_PG[start : start + size],
-            parts.bounds_of,
+            components.bounds_of,
             config,
-            sampler_shares_weights=parts.sampler.shares_weights,
+            sampler_shares_weights=components.sampler.shares_weights,
         )
         for start in range(0, len(groups), size)
     ]
@@ -161,52 +195,61 @@ def _prepare_updates(config: RunConfig, parts: Components, groups: Sequence[Grou
 
 def _finish_step(
     config: RunConfig,
-    parts: Components,
+    components: Components,
     folder: RunFolder,
     step: int,
     record: dict[str, float],
-    clock: StepTimer,
+    timer: StepTimer,
     sample: Rollout | None,
 ) -> StepReport:
-    """Evaluate and checkpoint where they are due, then write the step's line: the line says that the step is whole."""
+    """Evaluate and save a checkpoint where due, then write the step's line, which marks the step as complete."""
     if is_evaluation_due(config.evaluation, step, config.steps):
-        with clock.part("eval"):
-            record = record | _evaluate(config, parts, folder, step)
-    write = step == config.steps or (
+        with timer.phase("eval"):
+            record = record | _evaluate(config, components, folder, step)
+    save = step == config.steps or (
         step > 0 and config.checkpoint.every > 0 and step % config.checkpoint.every == 0
     )
-    if write:
-        with clock.part("checkpoint"):
-            folder.sync_metrics()  # a checkpoint never gets ahead of the lines before it, not even in a power cut
-            save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
-    line = {"step": step, **record, **clock.metrics()}
+    if save:
+        with timer.phase("checkpoint"):
+            folder.sync_metrics()  # a checkpoint is never ahead of the lines before it, not even after a power cut
+            _save(components, folder, step)
+    line = {"step": step, **record, **timer.metrics()}
     folder.append_metrics(line)
-    if write:
+    if save:
         prune_checkpoints(folder, config.checkpoint)
     return StepReport(step, line, sample)
 
 
-def _save_on_stop(config: RunConfig, parts: Components, folder: RunFolder, step: int) -> None:
-    """Keep the state after `step`, unless there is nothing to keep or it is kept already."""
+def _save_on_stop(config: RunConfig, components: Components, folder: RunFolder, step: int) -> None:
+    """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
     if step > 0 and step not in folder.checkpoints():
-        save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
+        _save(components, folder, step)
         prune_checkpoints(folder, config.checkpoint)
 
 
-def _evaluate(config: RunConfig, parts: Components, folder: RunFolder, step: int) -> dict[str, float]:
-    """Score held-out problems; the same draws at every step, so that curves move by the policy and not by the dice."""
+def _save(components: Components, folder: RunFolder, step: int) -> None:
+    """Save the state after `step` as its checkpoint."""
+    progress = components.progress(step)
+    save_checkpoint(components.policy, components.optimizer, progress, folder.checkpoint_dir(step))
+
+
+def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step: int) -> dict[str, float]:
+    """Score the held-out problems, write `evals/` and return the metrics.
+
+    The sampling seeds are the same at every step, so that changes come from the policy and not from chance.
+    """
     settings = config.evaluation
     batches = sample_batches(
-        parts.sampler,
-        parts.encoder,
-        parts.grader.grade,
-        parts.heldout,
-        replace(parts.params, samples=settings.samples, temperature=settings.temperature),
+        components.sampler,
+        components.encoder,
+        components.grader.grade,
+        components.heldout,
+        replace(components.params, samples=settings.samples, temperature=settings.temperature),
         settings.batch,
         config.seed,
-        version=parts.optimizer.update,
+        version=components.optimizer.update,
     )
-    rows: dict[str, list[EvalRow]] = {label: [] for label in parts.heldout}
+    rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
     for batch in batches:
         rows[batch.label] += batch.rows
     scores = {label: score(label, each, settings.k) for label, each in rows.items()}

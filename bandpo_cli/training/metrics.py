@@ -1,4 +1,4 @@
-"""What a step leaves behind: its line in metrics.jsonl, its completions, the tokens of its clip map."""
+"""Metrics of a step: phase times, metrics of rollouts and tokens, and the columns of the clip map."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ from bandpo_cli.training.update import UpdateMetrics
 from bandpo_cli.types import Group, Rollout
 
 CLIP_MAP_TOKENS = 20_000
-"""Most tokens kept for a clip map: enough to see the band, small enough to draw."""
+"""Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
 
 
 class StepTimer:
-    """Seconds by part of a step, reported under `time/`; `watch` hears the name of each part as it begins."""
+    """Seconds per phase of a step, reported under `time/`.
+
+    Args:
+        watch: called with the name of each phase when it starts.
+    """
 
     def __init__(self, watch: Callable[[str], None]) -> None:
         self._watch = watch
         self._start = time.perf_counter()
-        self._parts: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time the body as `time/<name>`."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the body to `time/<name>`."""
         self._watch(name)
         start = time.perf_counter()
         yield
-        self._parts[f"time/{name}"] = self._parts.get(f"time/{name}", 0.0) + time.perf_counter() - start
+        self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Return the parts and `time/step`, the whole since the stopwatch was made; seconds."""
-        return {**self._parts, "time/step": time.perf_counter() - self._start}
+        """Return the seconds of each phase, and as `time/step` those since the timer was created."""
+        return {**self._seconds, "time/step": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the figures of everything that was sampled in a step, dropped groups included."""
+    """Return the metrics of all groups sampled in a step, including those that dynamic sampling dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
 
     def share(holds: Callable[[Rollout], bool]) -> float:
@@ -62,9 +66,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return the figures of π_old on the tokens that are learnt from, and of the engine that drew them."""
+    """Return the metrics of π_old on the tokens that are trained on: entropy, log-prob gap, importance weights."""
     gap = torch.cat([(each.sampler_logprobs - each.trainer_logprobs).abs() for each in experiences])
-    figures = {
+    metrics = {
         "train/entropy": torch.cat([experience.entropy for experience in experiences]).mean().item(),
         "sampler/logprob_gap_mean": gap.mean().item(),
         "sampler/logprob_gap_max": gap.max().item(),
@@ -72,18 +76,20 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     corrections = [each.correction for each in experiences if each.correction is not None]
     if corrections:
         weights = torch.cat(corrections)
-        figures["sampler/importance_mean"] = weights.mean().item()
-        figures["sampler/importance_max"] = weights.max().item()
-    return figures
+        metrics["sampler/importance_mean"] = weights.mean().item()
+        metrics["sampler/importance_max"] = weights.max().item()
+    return metrics
 
 
-def clip_map_columns(
-    experiences: Sequence[Experience], figures: UpdateMetrics
-) -> dict[str, NDArray[np.float32]]:
-    """Return the columns of the clip map: every token at its own update, evenly thinned to `CLIP_MAP_TOKENS`."""
+def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
+    """Return the columns of the clip map, [n] each: the tokens of a step's applied updates, each at its own update.
+
+    Every token, or where there are more than `CLIP_MAP_TOKENS` every second, third, ... one.
+    """
+    experiences = updates.trained
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),
-        "ratio": torch.cat(figures.ratios),
+        "ratio": torch.cat(updates.ratios),
         "lower": torch.cat([experience.bounds.lower for experience in experiences]),
         "upper": torch.cat([experience.bounds.upper for experience in experiences]),
         "advantage": torch.cat([experience.advantages for experience in experiences]),

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and a schedule over updates."""
+"""AdamW with float32 master weights, warm-up and a learning-rate schedule over updates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 
 
+class NonFiniteError(RunError):
+    """A loss, gradient, log-prob or weight is NaN or infinite; raised before the weights change."""
+
+
 def constant(progress: float) -> float:
-    """Keep the rate."""
+    """Return 1: the learning rate stays constant."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """Fall in a line to 0."""
+    """Return the factor of a linear decay to 0; `progress` runs from 0 to 1."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """Fall along half a cosine to 0."""
+    """Return the factor of a half-cosine decay to 0; `progress` runs from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -31,7 +35,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear"
 
 
 def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
-    """Return the factor on `lr` for the update with this index (from 0): linear warm-up, then the schedule."""
+    """Return the factor on `optim.lr` for update number `update` (from 0): linear warm-up, then the schedule."""
     if update < config.warmup_steps:
         return (update + 1) / config.warmup_steps
     left = max(1, total_updates - config.warmup_steps)
@@ -41,15 +45,22 @@ def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
 class Optimizer:
     """AdamW over a model's parameters.
 
-    A parameter in a narrower type than float32 has a float32 master: its gradient is accumulated there and AdamW
-    works on it, so that no small step and no small gradient is rounded away; the model gets the rounded result.
+    A parameter of a narrower type than float32 has a float32 master copy: the gradient is accumulated in the master
+    and AdamW updates it, so that small gradients and steps are not lost to rounding. The model receives the rounded
+    result.
 
     Attributes:
-        update: updates tried so far, skipped ones too: the schedule's place, and the version of the weights.
-        skipped_in_a_row: how many of the latest updates were skipped.
+        update: number of updates so far, including skipped ones: the position in the schedule, and the version of
+            the weights.
+        skipped_in_a_row: number of consecutive skipped updates up to now; 0 after an applied one.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
+        """Create the optimizer over the parameters of `model` that require a gradient.
+
+        Args:
+            total_updates: length of the learning-rate schedule, in updates.
+        """
         self._config = config
         self._total = total_updates
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -68,56 +79,58 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return self._config.lr * lr_factor(self.update, self._total, self._config)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint keeps beside the weights: AdamW's moments and masters of narrower parameters.
+        """Return the optimizer state of a checkpoint: AdamW's moments and the masters of narrower parameters.
 
         The keys are `<parameter>.<moment>` and `<parameter>.master`; a parameter that never had a gradient has no
-        moments. The tensors are the optimizer's own, not copies.
+        moments. The tensors are not copied.
         """
-        found: dict[str, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
         for name, (parameter, master) in zip(self._names, self._pairs, strict=True):
-            found |= {f"{name}.{moment}": each for moment, each in self._adamw.state[master].items()}
+            state |= {f"{name}.{moment}": each for moment, each in self._adamw.state[master].items()}
             if parameter is not master:
-                found[f"{name}.master"] = master.detach()
-        return found
+                state[f"{name}.master"] = master.detach()
+        return state
 
     def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
-        """Go on from the `state` after `update` updates; the model has the weights of then already.
+        """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state belongs to a model with other parameters or types.
         """
         masters = dict(zip(self._names, self._parameters, strict=True))
         narrow = {
             name for name, (each, master) in zip(self._names, self._pairs, strict=True) if each is not master
         }
         keys = [(key, *key.rpartition(".")[::2]) for key in state]
-        strange = {name for _, name, _ in keys} - set(masters)
-        strange |= narrow ^ {name for _, name, kind in keys if kind == "master"}
-        if strange:
-            raise ValueError(f"it is the state of other parameters or types ({min(strange)} among them)")
+        unknown = {name for _, name, _ in keys} - set(masters)
+        unknown |= narrow ^ {name for _, name, kind in keys if kind == "master"}
+        if unknown:
+            raise ValueError(
+                f"the optimizer state belongs to other parameters or types ({min(unknown)} among them)"
+            )
         for key, name, kind in keys:
             master, tensor = masters[name], state[key]
             if kind == "master":
                 with torch.no_grad():
                     master.copy_(tensor)
             else:
-                # AdamW counts its steps in a scalar that stays on the CPU, as in a run that was never stopped.
+                # AdamW keeps its step count in a scalar on the CPU, so it stays there in a resumed run too.
                 self._adamw.state[master][kind] = tensor.to(master.device) if tensor.ndim else tensor
         self.update, self.skipped_in_a_row = update, skipped_in_a_row
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Set all gradients to None."""
         self._adamw.zero_grad(set_to_none=True)
 
     def step(self) -> float:
-        """Clip the gradient, apply one update and return the gradient's norm before clipping.
+        """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
         Raises:
-            NonFiniteError: the norm is NaN or infinite; the weights are left as they were.
+            NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
         limit = self._config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit).item()
@@ -135,26 +148,22 @@ class Optimizer:
         return norm
 
     def skip(self) -> None:
-        """Pass over an update: weights, masters and moments stay, the schedule goes on."""
+        """Skip an update: weights, masters and moments stay, the learning-rate schedule advances."""
         self.update += 1
         self.skipped_in_a_row += 1
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter itself, or for a narrower type its float32 copy, which takes over each gradient."""
+    """Return the parameter itself, or for a type narrower than float32 a float32 copy that accumulates its gradient."""
     if parameter.dtype in (torch.float32, torch.float64):
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
-    def take_over(narrow: torch.Tensor) -> None:
+    def accumulate_in_master(narrow: torch.Tensor) -> None:
         assert narrow.grad is not None
         wide = narrow.grad.float()
         master.grad = wide if master.grad is None else master.grad.add_(wide)
         narrow.grad = None
 
-    parameter.register_post_accumulate_grad_hook(take_over)  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(accumulate_in_master)  # type: ignore[no-untyped-call]
     return master
-
-
-class NonFiniteError(RunError):
-    """A loss, gradient or log-prob stopped being a number; raised before the weights are touched."""

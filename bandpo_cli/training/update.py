@@ -1,9 +1,10 @@
-"""What becomes of an update whose numbers are not finite: its batch is kept, and the run stops or goes on without it.
+"""Policy updates: the loss and optimizer step of each experience, and the handling of updates with non-finite values.
 
-Weights are only ever moved by finite gradients. What was not finite, and at how many tokens, is said in the error.
+Only finite gradients move the weights. An update in which a log-prob, an advantage, the loss or the gradient norm is
+NaN or infinite raises NonFiniteError before the optimizer step; its batch is stored, and the run stops or skips the
+update (`BadUpdateHandler`).
 """
 
-# MERGED: One batch of rollouts, several optimizer updates.
 from __future__ import annotations
 
 import math
@@ -25,12 +26,12 @@ from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 
 @dataclass(frozen=True)
 class BadUpdate:
-    """An update that cannot be applied.
+    """An update with non-finite values, which cannot be applied.
 
     Attributes:
-        number: which of its step's updates, from 1.
-        forward: None where the experience itself was not finite, so that nothing was computed from it.
-        error: says what was not finite.
+        number: number of the update within its step, from 1.
+        forward: None where the experience itself has non-finite values, so that no loss was computed.
+        error: names the non-finite quantity.
     """
 
     number: int
@@ -40,16 +41,171 @@ class BadUpdate:
 
 
 BadUpdateCallback = Callable[[BadUpdate], None]
-"""Raises where the run is to stop; returns where the update is to be skipped."""
+"""Raises to stop the run; returns to skip the update."""
 
 
 def raise_bad_update(bad: BadUpdate) -> None:
-    """Stop at the first."""
+    """Raise the error of the update: stop at the first bad update."""
     raise bad.error
 
 
+@dataclass
+class UpdateMetrics:
+    """Per-token values of the applied updates of a step, each token at its own update; skipped updates are left out.
+
+    Attributes:
+        trained: the experiences of the applied updates, in the order of the other lists.
+        counts: sums of `clip_counts` over the updates.
+        ratios: [N] per update, π/π_old.
+        old_new: [N] per update, k3 estimate of KL(π_old‖π) in nats.
+        ref: [N] per update, k3 estimate of KL(π‖π_reference) in nats; empty without a reference model.
+        losses: loss per update.
+        grad_norms: gradient norm before clipping, per update.
+        lr: learning rate of the last update, applied or skipped.
+        skipped: number of skipped updates.
+    """
+
+    trained: list[Experience] = field(default_factory=list)
+    counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    ratios: list[torch.Tensor] = field(default_factory=list)
+    old_new: list[torch.Tensor] = field(default_factory=list)
+    ref: list[torch.Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    lr: float = 0.0
+    skipped: int = 0
+
+    def add(self, experience: Experience, forward: Forward, grad_norm: float) -> None:
+        """Add an applied update."""
+        old, bounds, ratios = experience.old_logprobs, experience.bounds, forward.ratios
+        counts = clip_counts(ratios, bounds.lower, bounds.upper, experience.advantages, old)
+        for name, count in counts.items():
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
+        self.trained.append(experience)
+        self.ratios.append(ratios)
+        self.old_new.append(k3(old, forward.logprobs))
+        if experience.ref_logprobs is not None:
+            self.ref.append(k3(forward.logprobs, experience.ref_logprobs))
+        self.losses.append(forward.loss)
+        self.grad_norms.append(grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step; if all updates were skipped, only the learning rate and the skips."""
+        metrics = {"optim/lr": self.lr, "optim/skipped_updates": float(self.skipped)}
+        if not self.trained:
+            return metrics
+        ratios = torch.cat(self.ratios)
+        metrics |= {
+            **clip_metrics(self.counts),
+            "ratio/mean": ratios.mean().item(),
+            "ratio/max": ratios.max().item(),
+            "kl/old_new": torch.cat(self.old_new).mean().item(),
+            "optim/loss": sum(self.losses) / len(self.losses),
+            "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
+        }
+        if self.ref:
+            metrics["kl/ref"] = torch.cat(self.ref).mean().item()
+        return metrics
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: Optimizer,
+    experiences: Sequence[Experience],
+    config: RunConfig,
+    on_bad_update: BadUpdateCallback = raise_bad_update,
+) -> UpdateMetrics:
+    """Apply one optimizer update per experience, in order: loss, gradient, AdamW step.
+
+    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
+
+    Args:
+        policy: the policy; its weights are changed in place.
+        on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
+            update is skipped: weights and moments stay, and the learning-rate schedule advances.
+
+    Raises:
+        NonFiniteError: raised by `on_bad_update`.
+    """
+    metrics = UpdateMetrics()
+    for number, experience in enumerate(experiences, start=1):
+        metrics.lr = optimizer.lr
+        optimizer.zero_grad()
+        forward: Forward | None = None
+        try:
+            check_finite_experience(experience)
+            forward = _accumulate_gradient(policy, experience, config)
+            check_finite_forward(forward)
+            metrics.add(experience, forward, optimizer.step())
+        except NonFiniteError as error:
+            on_bad_update(BadUpdate(number, experience, forward, error))
+            optimizer.skip()
+            metrics.skipped += 1
+    return metrics
+
+
+def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
+    """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
+
+    The aggregation weights are those of the complete update, so the sum over micro-batches of any size is its loss.
+    """
+    aggregate = AGGREGATIONS[config.objective.aggregation]
+    weights = aggregate(experience.lengths, config.sampling.max_tokens).repeat_interleave(experience.lengths)
+    losses: list[float] = []
+    logprobs: list[torch.Tensor] = []
+    ratios: list[torch.Tensor] = []
+    for span, batch in micro_batches(policy, experience.rows, config.optim.micro_batch_tokens):
+        new = token_logprobs(policy.model, batch, config.sampling.temperature)
+        inputs = experience.loss_inputs(span, new.logprobs, weights)
+        out = clipped_objective(inputs, config.objective.dual_clip, config.objective.reference_kl)
+        out.loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(out.loss.item())
+        logprobs.append(new.logprobs.detach())
+        ratios.append(out.ratios)
+    return Forward(sum(losses), torch.cat(logprobs), torch.cat(ratios))
+
+
+@dataclass(frozen=True)
+class BadUpdateHandler:
+    """Stores the batch of a bad update in the run folder, then skips the update or stops the run.
+
+    Attributes:
+        optimizer: its count of consecutive skipped updates is compared with `optim.max_skips`.
+        run: the run folder.
+        step: the current step.
+    """
+
+    config: RunConfig
+    optimizer: Optimizer
+    run: Path
+    step: int
+
+    def __call__(self, bad: BadUpdate) -> None:
+        """Store the batch and return if the update is to be skipped.
+
+        Raises:
+            NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
+        """
+        done, optim = self.optimizer.skipped_in_a_row, self.config.optim
+        skips = done < optim.max_skips
+        if skips and count_bad_batches(self.run) >= MAX_BAD_BATCHES:
+            return
+        try:
+            path = write_bad_batch(
+                self.run, self.step, bad.number, _bad_completions(bad), _token_columns(bad)
+            )
+            stored = f"its batch is in {path}"
+        except OSError as error:
+            stored = f"its batch could not be written ({error})"
+        if not skips:
+            what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
+            before = f", after {done} skipped in a row" if done else ""
+            advice = _suggestions(optim, self.config.model)
+            raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}; {advice}") from None
+
+
 def check_finite_experience(experience: Experience) -> None:
-    """Raise NonFiniteError where the log-probs or advantages that an update would learn from are not finite."""
+    """Raise NonFiniteError if the log-probs or advantages of an experience are not finite."""
     _check_tokens(
         {
             "the policy's log-probs": experience.trainer_logprobs,
@@ -61,78 +217,42 @@ def check_finite_experience(experience: Experience) -> None:
 
 
 def check_finite_forward(forward: Forward) -> None:
-    """Raise NonFiniteError where the log-probs or the loss of the policy under update are not finite."""
+    """Raise NonFiniteError if the loss or the log-probs of the policy being updated are not finite."""
     _check_tokens({"the policy's log-probs under update": forward.logprobs})
     if not math.isfinite(forward.loss):
         raise NonFiniteError(f"the loss is {forward.loss}")
 
 
 def check_finite_weights(model: nn.Module) -> None:
-    """Raise NonFiniteError where weights are not finite: they belong in no checkpoint."""
+    """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise NonFiniteError(
-                f"the weights are not finite (the first such tensor is {name}); none were written"
+                f"the weights are not finite (the first such tensor is {name}); no checkpoint was written"
             )
-
-
-@dataclass(frozen=True)
-class BadUpdateHandler:
-    """Keeps the batch of a bad update in the run's folder, then skips the update or stops the run.
-
-    Attributes:
-        optimizer: its count of updates skipped in a row decides, against `optim.max_skips`.
-        run: the folder of the run.
-    """
-
-    config: RunConfig
-    optimizer: Optimizer
-    run: Path
-    step: int
-
-    def __call__(self, bad: BadUpdate) -> None:
-        """Return where the update is to be skipped.
-
-        Raises:
-            NonFiniteError: the run is to stop; the line says where, where the batch is, and what to try.
-        """
-        done, optim = self.optimizer.skipped_in_a_row, self.config.optim
-        skips = done < optim.max_skips
-        if skips and count_bad_batches(self.run) >= MAX_BAD_BATCHES:
-            return
-        try:
-            path = write_bad_batch(
-                self.run, self.step, bad.number, _bad_completions(bad), _token_columns(bad)
-            )
-            kept = f"its batch is in {path}"
-        except OSError as error:
-            kept = f"its batch could not be written ({error})"
-        if not skips:
-            what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
-            before = f", after {done} skipped in a row" if done else ""
-            advice = _suggestions(optim, self.config.model)
-            raise NonFiniteError(f"{what}; the update was not applied{before}; {kept}; {advice}") from None
 
 
 def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise NonFiniteError for the first tensor with non-finite values; None is skipped."""
     for name, values in named.items():
         if values is not None and (bad := int((~torch.isfinite(values)).sum())):
             raise NonFiniteError(f"{name} are not finite at {bad:,} of {values.numel():,} tokens")
 
 
 def _suggestions(optim: OptimConfig, model: ModelConfig) -> str:
-    """Name the settings that may help, of those that can still be moved."""
+    """Return the settings that may help, without those that already have the suggested value."""
     tries = [f"a lower optim.lr than {optim.lr:g}"]
     if model.dtype != "float32":
         tries.append("model.dtype=float32")
     if optim.max_grad_norm is None or optim.max_grad_norm > 1:
         tries.append("optim.max_grad_norm=1")
     if not optim.max_skips:
-        tries.append("optim.max_skips=5, which goes on without such updates")
+        tries.append("optim.max_skips=5, which skips such updates")
     return f"try {' or '.join(tries)}"
 
 
 def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
+    """Return the completions of the update as rows of the bad-batch file."""
     return [
         BadCompletion(
             error=str(bad.error),
@@ -151,7 +271,7 @@ def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
 
 
 def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
-    """Cut what is known of each token into completions."""
+    """Return the token values per completion, by column; None for each completion where a value was not computed."""
     experience, forward = bad.experience, bad.forward
     lengths = experience.lengths.tolist()
     columns = {
@@ -170,109 +290,3 @@ def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
         name: [None] * len(lengths) if column is None else [each.tolist() for each in column.split(lengths)]
         for name, column in columns.items()
     }
-
-
-@dataclass
-class UpdateMetrics:
-    """Sums over the tokens of a batch, each token at the time of its own update; those of skipped updates left out.
-
-    Attributes:
-        learnt: the experiences that were learnt from, in the order of the other lists.
-        lr: of the last update, skipped or not.
-        skipped: updates that were skipped.
-    """
-
-    trained: list[Experience] = field(default_factory=list)
-    counts: dict[str, torch.Tensor] = field(default_factory=dict)
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    old_new: list[torch.Tensor] = field(default_factory=list)
-    ref: list[torch.Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    lr: float = 0.0
-    skipped: int = 0
-
-    def add(self, experience: Experience, forward: Forward, grad_norm: float) -> None:
-        """Count an applied update in."""
-        old, bounds, ratios = experience.old_logprobs, experience.bounds, forward.ratios
-        counts = clip_counts(ratios, bounds.lower, bounds.upper, experience.advantages, old)
-        for name, count in counts.items():
-            self.counts[name] = self.counts[name] + count if name in self.counts else count
-        self.trained.append(experience)
-        self.ratios.append(ratios)
-        self.old_new.append(k3(old, forward.logprobs))
-        if experience.ref_logprobs is not None:
-            self.ref.append(k3(forward.logprobs, experience.ref_logprobs))
-        self.losses.append(forward.loss)
-        self.grad_norms.append(grad_norm)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the step's figures under their names in metrics.jsonl; only those there are if all were skipped."""
-        figures = {"optim/lr": self.lr, "optim/skipped_updates": float(self.skipped)}
-        if not self.trained:
-            return figures
-        ratios = torch.cat(self.ratios)
-        figures |= {
-            **clip_metrics(self.counts),
-            "ratio/mean": ratios.mean().item(),
-            "ratio/max": ratios.max().item(),
-            "kl/old_new": torch.cat(self.old_new).mean().item(),
-            "optim/loss": sum(self.losses) / len(self.losses),
-            "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
-        }
-        if self.ref:
-            figures["kl/ref"] = torch.cat(self.ref).mean().item()
-        return figures
-
-
-def update_policy(
-    policy: Policy,
-    optimizer: Optimizer,
-    experiences: Sequence[Experience],
-    config: RunConfig,
-    on_bad_update: BadUpdateCallback = raise_bad_update,
-) -> UpdateMetrics:
-    """Apply one update for each experience, in order.
-
-    A batch without spread has a gradient of 0, and AdamW steps all the same: on its momentum.
-
-    Args:
-        on_bad_update: hears of each update whose numbers are not finite, before it could spoil the weights. If it returns,
-            the update is skipped: weights and moments stay, and the schedule goes on.
-
-    Raises:
-        NonFiniteError: `on_bad_update` raised it.
-    """
-    figures = UpdateMetrics()
-    for number, experience in enumerate(experiences, start=1):
-        figures.lr = optimizer.lr
-        optimizer.zero_grad()
-        forward: Forward | None = None
-        try:
-            check_finite_experience(experience)
-            forward = _accumulate_gradient(policy, experience, config)
-            check_finite_forward(forward)
-            figures.add(experience, forward, optimizer.step())
-        except NonFiniteError as error:
-            on_bad_update(BadUpdate(number, experience, forward, error))
-            optimizer.skip()
-            figures.skipped += 1
-    return figures
-
-
-def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
-    """Add up the gradient of one update over its micro-batches."""
-    aggregate = AGGREGATIONS[config.objective.aggregation]
-    weights = aggregate(experience.lengths, config.sampling.max_tokens).repeat_interleave(experience.lengths)
-    losses: list[float] = []
-    logprobs: list[torch.Tensor] = []
-    ratios: list[torch.Tensor] = []
-    for span, batch in micro_batches(policy, experience.rows, config.optim.micro_batch_tokens):
-        new = token_logprobs(policy.model, batch, config.sampling.temperature)
-        inputs = experience.loss_inputs(span, new.logprobs, weights)
-        out = clipped_objective(inputs, config.objective.dual_clip, config.objective.reference_kl)
-        out.loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(out.loss.item())
-        logprobs.append(new.logprobs.detach())
-        ratios.append(out.ratios)
-    return Forward(sum(losses), torch.cat(logprobs), torch.cat(ratios))

@@ -39,8 +39,8 @@ def records(run: Path) -> list[dict[str, Any]]:
     [
         (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
         (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
-        (["--delta", ""], ["--delta", "empty place"]),
-        (["--delta", "0.1,,0.2"], ["--delta", "empty place"]),
+        (["--delta", ""], ["--delta", "empty item"]),
+        (["--delta", "0.1,,0.2"], ["--delta", "empty item"]),
         (["--delta", "0.1,0.1"], ["bounds.delta", "twice"]),
         (["--delta", "0.1,-1"], ["bounds.delta = -1", "greater than 0"]),
         (["--method", "clip", "--delta", "0.1,0.2"], ["'bounds.delta'", "no arm"]),

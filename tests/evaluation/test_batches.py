@@ -1,4 +1,4 @@
-"""Batches of an evaluation: their sizes, their seeds, and that a resume makes the missing ones unchanged."""
+"""Batches of an evaluation: sizes, seeds, and equal batches after a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def problems(label: str, count: int) -> list[Problem]:
 
 
 class Recorder:
-    """Sampler, prompt encoder and grader in one; keeps the seeds of `sample` and the sizes of `grade`."""
+    """Sampler, prompt encoder and grader in one; records the seeds of `sample` and the sizes of `grade`."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -43,7 +43,7 @@ class Recorder:
         self.graded.append(len(texts_N))
         return [Grade(0.0, correct=False, verdict="wrong") for _ in texts_N]
 
-    def drawn(
+    def sampled_batches(
         self, sets: dict[str, list[Problem]], seed: int = 0, done: Sequence[PartKey] = ()
     ) -> list[Batch]:
         """Sample batches of two problems."""
@@ -55,16 +55,16 @@ class Recorder:
 SETS = {"a": problems("a", 5), "b": problems("b", 4)}
 
 
-def test_each_batch_of_each_set_and_each_run_seed_has_another_seed() -> None:
+def test_seeds_differ_by_batch_set_and_run_seed() -> None:
     recorder = Recorder()
-    recorder.drawn(SETS, seed=0)
-    recorder.drawn(SETS, seed=1)
+    recorder.sampled_batches(SETS, seed=0)
+    recorder.sampled_batches(SETS, seed=1)
     assert len(recorder.seeds) == len(set(recorder.seeds)) == 2 * 5
 
 
-def test_sampled_batches_cover_each_problem_once_and_have_a_key_each() -> None:
+def test_sampled_batches_cover_each_problem_once_with_unique_keys() -> None:
     recorder = Recorder()
-    batches = recorder.drawn(SETS)
+    batches = recorder.sampled_batches(SETS)
     assert [batch.key for batch in batches] == [(0, 0), (0, 2), (0, 4), (1, 0), (1, 2)]
     assert [batch.label for batch in batches] == ["a", "a", "a", "b", "b"]
     assert recorder.graded == [8, 8, 4, 8, 8]
@@ -72,14 +72,16 @@ def test_sampled_batches_cover_each_problem_once_and_have_a_key_each() -> None:
     assert ids == [problem.id for each in SETS.values() for problem in each for _ in range(SAMPLES)]
 
 
-def test_a_resume_samples_the_missing_batches_alone_and_as_they_would_have_been() -> None:
-    all_of_them = Recorder().drawn(SETS)
+def test_a_resume_samples_only_the_missing_batches_unchanged() -> None:
+    all_of_them = Recorder().sampled_batches(SETS)
     done = [PartKey(0, 2), PartKey(1, 0)]
-    assert Recorder().drawn(SETS, done=done) == [batch for batch in all_of_them if batch.key not in done]
+    assert Recorder().sampled_batches(SETS, done=done) == [
+        batch for batch in all_of_them if batch.key not in done
+    ]
 
 
-def test_the_number_of_completions_at_once_bounds_a_batch_of_stored_completions() -> None:
-    """A problem with more completions than the others sets the size: six at once are three problems of two."""
+def test_the_batch_size_limits_batches_of_stored_completions() -> None:
+    """The problem with the most completions sets the size: batches of six are three problems of two."""
     recorder = Recorder()
     sizes = [1, 2, 1, 2, 2, 1, 2]
     sets = {

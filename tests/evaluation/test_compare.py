@@ -1,4 +1,4 @@
-"""Two evaluations side by side: what both hold is paired problem by problem, and damaged records are said in a line."""
+"""Comparison of two evaluations: metrics are paired by problem, and damaged records give one error line."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ B = record(
 )
 
 
-def test_by_hand() -> None:
-    """n = 4 against n = 8: the means compare, pass@8 has no partner, and timeouts are no figure of the model."""
+def test_a_comparison_by_hand() -> None:
+    """n = 4 against n = 8: the means are compared, pass@8 is only in one, and timeouts are not compared."""
     comparison = compare(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
-    assert set(comparison.figures) == {"mean", "pass_at_4", "response_length"}
-    mean = comparison.figures["mean"]
+    assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
+    mean = comparison.metrics["mean"]
     assert (mean.a, mean.b) == pytest.approx((0.75 / 3, 1.375 / 3))
     assert mean.change == mean_intervals([[0.0, -0.125, 0.75]])[0]
-    length = comparison.figures["response_length"]
+    length = comparison.metrics["response_length"]
     assert (length.a, length.b, length.change.value) == pytest.approx((200, 150, -50))
-    assert comparison.figures["pass_at_4"].change.value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
+    assert comparison.metrics["pass_at_4"].change.value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
     assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
-    assert comparison.moved == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
+    assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
-def test_swapped_it_is_the_opposite() -> None:
+def test_a_swapped_comparison_has_the_opposite_signs() -> None:
     there, back = compare(A, B)["math"], compare(B, A)["math"]
-    assert set(back.figures) == set(there.figures)
-    for name, each in there.figures.items():
-        other = back.figures[name]
+    assert set(back.metrics) == set(there.metrics)
+    for name, each in there.metrics.items():
+        other = back.metrics[name]
         assert (other.a, other.b) == pytest.approx((each.b, each.a))
         assert other.change == pytest.approx([-each.change.value, -each.change.high, -each.change.low])
     assert (back.wins, back.losses, back.only_a, back.only_b) == (1, 1, 2, 1)
-    assert back.moved == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
+    assert back.changed_problems == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
 
 
-def test_with_itself_nothing_moved() -> None:
+def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare(A, A)["math"]
-    assert (comparison.wins, comparison.losses, comparison.ties, comparison.moved) == (0, 0, 4, [])
-    assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.figures.values())
+    assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
+    assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.metrics.values())
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 
 
-def test_pairing_takes_out_what_is_common_to_both() -> None:
-    """The same problems, hard ones hard for both: the paired interval is far narrower than the unpaired one."""
+def test_pairing_removes_the_difficulty_of_problems() -> None:
+    """With problems that are hard for both, the paired interval is far narrower than the unpaired one."""
     rng = np.random.default_rng(1)
     p = rng.beta(0.5, 0.5, 200)
     before, after = rng.binomial(64, p) / 64, rng.binomial(64, np.clip(p + 0.03, 0, 1)) / 64
@@ -82,7 +82,7 @@ def test_pairing_takes_out_what_is_common_to_both() -> None:
         record(s={str(i): {"mean_at_64": float(value)} for i, value in enumerate(before)}),
         record(s={str(i): {"mean_at_64": float(value)} for i, value in reversed([*enumerate(after)])}),
     )["s"]
-    change = found.figures["mean"].change
+    change = found.metrics["mean"].change
     assert change.value == pytest.approx((after - before).mean())
     a, b = mean_intervals([before, after])
     unpaired = math.hypot(a.high - a.low, b.high - b.low)
@@ -97,11 +97,11 @@ def test_only_shared_sets_are_compared_and_read() -> None:
     assert list(compare(damaged, B)) == ["math"]
 
 
-def test_figures_of_one_alone_and_null_ones_that_are_not_compared_do_no_harm() -> None:
+def test_metrics_of_one_record_alone_and_uncompared_nulls_are_ignored() -> None:
     a = record(s={"p": {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}})
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
-    assert list(compare(a, b)["s"].figures) == ["mean"]
-    assert compare(a, b)["s"].figures["mean"].b == 1.0
+    assert list(compare(a, b)["s"].metrics) == ["mean"]
+    assert compare(a, b)["s"].metrics["mean"].b == 1.0
 
 
 def test_equal_shares_of_different_n_are_ties() -> None:
@@ -117,20 +117,23 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
 @pytest.mark.parametrize(
     ("damaged", "words"),
     [
-        ({}, "A holds no evaluation sets"),
-        ({"sets": None}, "A holds no evaluation sets"),
-        ({"sets": ["s"]}, "A holds no evaluation sets"),
+        ({}, "A contains no evaluation sets"),
+        ({"sets": None}, "A contains no evaluation sets"),
+        ({"sets": ["s"]}, "A contains no evaluation sets"),
         ({"sets": {}}, "nothing to compare: A has no sets, B has s"),
         (record(other=GOOD), "nothing to compare: A has other, B has s"),
         (record(s={"x": GOOD["p"]}), "share no problem of 's'"),
         (record(s={}), "share no problem of 's'"),
-        ({"sets": {"s": {"problems": 2}}}, "A has no figures of 's' yet: its evaluation is not finished"),
-        ({"sets": {"s": None}}, "A holds no figures by problem for 's'"),
-        ({"sets": {"s": [1]}}, "A holds no figures by problem for 's'"),
-        ({"sets": {"s": {"by_problem": None}}}, "A holds no figures by problem for 's'"),
-        ({"sets": {"s": {"by_problem": [1, 2]}}}, "A holds no figures by problem for 's'"),
-        (record(s={"p": 0.5, "q": 0.5}), "A holds no figures by problem for 's'"),  # type: ignore[arg-type]
-        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "A holds no number as 'mean' of problem 'p'"),
+        ({"sets": {"s": {"problems": 2}}}, "A has no metrics of 's' yet: its evaluation is not finished"),
+        ({"sets": {"s": None}}, "A contains no metrics by problem for 's'"),
+        ({"sets": {"s": [1]}}, "A contains no metrics by problem for 's'"),
+        ({"sets": {"s": {"by_problem": None}}}, "A contains no metrics by problem for 's'"),
+        ({"sets": {"s": {"by_problem": [1, 2]}}}, "A contains no metrics by problem for 's'"),
+        (record(s={"p": 0.5, "q": 0.5}), "A contains no metrics by problem for 's'"),  # type: ignore[arg-type]
+        (
+            record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}),
+            "A contains no number as 'mean' of problem 'p'",
+        ),
         (
             record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}),
             "no number as 'pass_at_2' of problem 'q' of 's'",
@@ -140,17 +143,17 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
             record(s={"p": {**GOOD["p"], "mean_at_2": None}, "q": GOOD["q"]}),
             "no number as 'mean' of problem 'p'",
         ),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": math.nan}, "q": GOOD["q"]}), "holds nan as 'mean'"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": math.inf}, "q": GOOD["q"]}), "holds inf as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": math.nan}, "q": GOOD["q"]}), "contains nan as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": math.inf}, "q": GOOD["q"]}), "contains inf as 'mean'"),
         (record(s={"p": {**GOOD["p"], "mean_at_2": 10**400}, "q": GOOD["q"]}), "as 'mean' of problem 'p'"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": "0.5"}, "q": GOOD["q"]}), "holds '0.5' as 'mean'"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": True}, "q": GOOD["q"]}), "holds True as 'mean'"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": [0.5]}, "q": GOOD["q"]}), "holds [0.5] as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": "0.5"}, "q": GOOD["q"]}), "contains '0.5' as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": True}, "q": GOOD["q"]}), "contains True as 'mean'"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": [0.5]}, "q": GOOD["q"]}), "contains [0.5] as 'mean'"),
         (record(s={"p\n": {"mean_at_2": None}, "p": GOOD["p"]}), None),
     ],
 )
-def test_damaged_records_are_said_in_a_line(damaged: dict[str, Any], words: str | None) -> None:
-    """Whichever of the two it is; a problem that the other lacks is not looked at."""
+def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str | None) -> None:
+    """For A and for B; a problem that the other record lacks is not read."""
     if words is None:
         assert compare(damaged, record(s=GOOD))["s"].shared == 1
         return
@@ -162,7 +165,7 @@ def test_damaged_records_are_said_in_a_line(damaged: dict[str, Any], words: str 
         assert expected is None or expected in str(error.value)
 
 
-def test_names_that_break_lines_do_not_break_the_message() -> None:
+def test_names_with_line_breaks_do_not_break_the_message() -> None:
     damaged = record(s={"p\nq": {"mean_at_2": None}})
     with pytest.raises(UserError) as error:
         compare(damaged, damaged)

@@ -1,4 +1,4 @@
-"""Intervals are the bootstrap's, the same for the same completions, and hold the truth as often as they say."""
+"""Bootstrap intervals: reproducible, equal to known intervals in special cases, and with the stated coverage."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from bandpo_cli.storage.files import replace_nonfinite
 Array = NDArray[np.float64]
 
 
-def test_value_is_the_mean_and_the_ends_lie_around_it_within_what_was_seen() -> None:
+def test_the_value_is_the_mean_and_the_ends_are_within_the_values() -> None:
     values_FP = np.random.default_rng(1).beta(0.3, 1.5, (5, 40)) * np.array([[1], [1], [0.1], [5000], [-3]])
     for values, interval in zip(values_FP, mean_intervals(values_FP), strict=True):
         assert interval.value == pytest.approx(values.mean())
         assert values.min() <= interval.low < interval.value < interval.high <= values.max()
 
 
-def test_the_same_completions_give_the_same_interval_and_another_seed_another() -> None:
+def test_intervals_depend_only_on_values_and_seed() -> None:
     values_FP = np.random.default_rng(2).random((3, 25))
     assert mean_intervals(values_FP) == mean_intervals(values_FP)
     assert mean_intervals(values_FP, seed=1) != mean_intervals(values_FP)
-    assert mean_intervals(values_FP)[1] == mean_intervals(values_FP[1:2])[0]  # whatever it is computed with
+    assert (
+        mean_intervals(values_FP)[1] == mean_intervals(values_FP[1:2])[0]
+    )  # independent of the other metrics
 
 
 @pytest.mark.parametrize("problems", [24, 200])
-def test_of_symmetric_values_it_is_the_widened_percentile_interval_and_the_t_interval(problems: int) -> None:
-    """Neither bias nor acceleration has anything to correct there; the widening is the one of Student's t."""
+def test_symmetric_values_have_the_widened_percentile_and_the_t_interval(problems: int) -> None:
+    """There bias and acceleration are zero; the widening is that of Student's t."""
     half = np.abs(np.random.default_rng(3).standard_normal(problems // 2))
     values = np.concatenate([10 - half, 10 + half])
     interval = mean_intervals([values])[0]
@@ -52,15 +54,15 @@ def test_of_symmetric_values_it_is_the_widened_percentile_interval_and_the_t_int
     )
 
 
-def test_of_skewed_values_the_longer_end_is_on_the_side_of_the_tail() -> None:
+def test_skewed_values_have_the_longer_end_at_the_tail() -> None:
     value, low, high = mean_intervals([np.random.default_rng(4).exponential(size=60)])[0]
     assert high - value > 1.15 * (value - low)
 
 
 @pytest.mark.parametrize("unit", [0.1, 1 / 3, 0.7, 1 / 7, 512.3])
 @pytest.mark.parametrize("shift", [0.0, 0.3])
-def test_the_unit_does_not_show(unit: float, shift: float) -> None:
-    """Shares are multiples of 1/n, and many resamples have the sample's mean but for rounding; BCa counts those."""
+def test_intervals_scale_and_shift_with_the_values(unit: float, shift: float) -> None:
+    """With multiples of 1/n many resamples equal the sample's mean up to rounding, and BCa counts these."""
     rng = np.random.default_rng(5)
     for problems in (6, 18, 30, 31, 38):
         values = rng.permutation(np.arange(problems) % 5 < 2).astype(float)
@@ -68,15 +70,15 @@ def test_the_unit_does_not_show(unit: float, shift: float) -> None:
         assert scaled == pytest.approx([shift + unit * each for each in plain])
 
 
-def test_opposite_values_have_the_opposite_interval() -> None:
+def test_negated_values_have_the_negated_interval() -> None:
     values = np.random.default_rng(6).binomial(10, 0.3, 50) / 10
     value, low, high = mean_intervals([values])[0]
     assert mean_intervals([-values])[0] == pytest.approx([-value, -high, -low])
 
 
 @pytest.mark.parametrize("values", [[0.4], [0.0, 0.0, 0.0], [0.7] * 30, [1.0, 1 - 2**-53, 1.0]])
-def test_where_nothing_varies_there_is_no_interval(values: list[float]) -> None:
-    """Beside one that has an interval, and without a warning; values that differ by rounding alone do not vary."""
+def test_constant_values_have_no_interval(values: list[float]) -> None:
+    """Next to a metric with an interval, and without a warning; values that differ only by rounding are constant."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         interval = mean_intervals([values])[0]
@@ -98,7 +100,7 @@ def test_few_problems_and_a_single_success_have_finite_ends(values: list[float])
 
 
 def test_memory_is_bounded_for_a_large_set() -> None:
-    """The jackknife of 3,000 problems and 6 figures at once would take 432 MB, all resamples at once 576 MB."""
+    """The jackknife of 3,000 problems and 6 metrics at once would take 432 MB, all resamples at once 576 MB."""
     values_FP = np.random.default_rng(7).random((6, 3000))
     tracemalloc.start()
     mean_intervals(values_FP, resamples=4000)
@@ -113,7 +115,7 @@ def _pass_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
 
 
 def _maj_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
-    """Wrong completions all say the same."""
+    """Return maj@4 by number correct, and its mean over p ~ Beta(a, b); all wrong completions have one answer."""
     values = np.array(
         [
             maj_at_k(["r"] * right + ["w"] * (n - right), [1.0] * right + [0.0] * (n - right), 4)
@@ -124,27 +126,27 @@ def _maj_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
 
 
 def _simulated(
-    rng: np.random.Generator, a: float, b: float, problems: int, n: int, draws: int
+    rng: np.random.Generator, a: float, b: float, problems: int, n: int, simulations: int
 ) -> dict[str, float]:
-    """Return the share of draws in which the interval holds the truth, by figure."""
-    p = rng.beta(a, b, (draws, problems))
+    """Return the coverage by metric: the share of simulated evaluations whose interval contains the true value."""
+    p = rng.beta(a, b, (simulations, problems))
     correct = rng.binomial(n, p)
     pass_at, pass_truth = _pass_at_4(n)
     maj_at, maj_truth = _maj_at_4(n)
     # Lengths: log-normal, harder problems e times as long; E[exp(1−p)] by the series of E[(1−p)^i] / i!.
-    length = rng.lognormal(6 + (1 - p), 0.7, (n, draws, problems)).mean(axis=0)
+    length = rng.lognormal(6 + (1 - p), 0.7, (n, simulations, problems)).mean(axis=0)
     moments = sum(math.exp(betaln(a, b + i) - betaln(a, b)) / math.factorial(i) for i in range(20))
-    figures = {
+    metrics = {
         "mean": (correct / n, a / (a + b)),
         "pass@4": (pass_at[correct], pass_truth(a, b)),
         "maj@4": (maj_at[correct], maj_truth(a, b)),
         "length": (length, math.exp(6 + 0.7**2 / 2) * moments),
     }
     held = {}
-    for name, (values, truth) in figures.items():
-        # A draw is a figure here: the resamples are shared, which makes the simulation fast and changes no draw.
+    for name, (values, truth) in metrics.items():
+        # Each simulated evaluation is one metric: sharing resamples is fast and does not change any interval.
         intervals = mean_intervals(values, resamples=1000)
-        held[name] = sum(low <= truth <= high for _, low, high in intervals) / draws
+        held[name] = sum(low <= truth <= high for _, low, high in intervals) / simulations
     return held
 
 
@@ -152,20 +154,18 @@ def _simulated(
 @pytest.mark.parametrize("problems", [30, 128])
 @pytest.mark.parametrize("n", [8, 16])
 @pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (0.3, 1.5)], ids=["either-easy-or-hard", "hard"])
-def test_the_interval_holds_the_truth_in_95_percent_of_the_draws(
-    a: float, b: float, problems: int, n: int
-) -> None:
-    """2,000 evaluations drawn: 2 points either way, and a standard error of the simulation (half a point)."""
-    held = _simulated(np.random.default_rng(8), a, b, problems, n, draws=2000)
+def test_the_coverage_is_95_percent(a: float, b: float, problems: int, n: int) -> None:
+    """2,000 simulated evaluations: within 2 points, plus a standard error of the simulation (half a point)."""
+    held = _simulated(np.random.default_rng(8), a, b, problems, n, simulations=2000)
     print({name: f"{100 * share:.1f}%" for name, share in held.items()})
     assert all(abs(share - LEVEL) <= 0.02 + 0.005 for share in held.values()), held
 
 
 @pytest.mark.slow
-def test_where_few_of_few_problems_are_solved_the_interval_is_too_narrow() -> None:
-    """What the docstring admits: with 30 problems of which a few are ever solved; 128 are enough."""
-    few = _simulated(np.random.default_rng(9), 0.1, 2, 30, 8, draws=2000)
-    enough = _simulated(np.random.default_rng(9), 0.1, 2, 128, 8, draws=2000)
+def test_the_interval_is_too_narrow_for_few_rarely_solved_problems() -> None:
+    """The limitation in the docstring: 30 problems of which few are ever solved; 128 are enough."""
+    few = _simulated(np.random.default_rng(9), 0.1, 2, 30, 8, simulations=2000)
+    enough = _simulated(np.random.default_rng(9), 0.1, 2, 128, 8, simulations=2000)
     print(few, enough)
     assert 0.75 < few["maj@4"] < few["mean"] < 0.93
     assert all(abs(share - LEVEL) <= 0.03 for share in enough.values()), enough

@@ -1,4 +1,4 @@
-"""pass@k against an enumeration, exact fractions and the product form; best@k against the resampling it stands for."""
+"""pass@k against enumeration, exact fractions and the product form; best@k against resampling with replacement."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n: int) -> None:
 
 
 @st.composite
-def draws(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
+def counts(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
     n = draw(st.integers(1, most))
     return n, draw(st.integers(0, n)), draw(st.integers(1, n))
 
 
-@given(draws(most=400))
-def test_pass_at_k_is_the_fraction_and_the_product_form(drawn: tuple[int, int, int]) -> None:
-    n, correct, k = drawn
+@given(counts(most=400))
+def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k: tuple[int, int, int]) -> None:
+    n, correct, k = n_correct_k
     exact = 1 - Fraction(comb(n - correct, k), comb(n, k))
     product = 1.0 if n - correct < k else 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1))
     assert pass_at_k(n, correct, k) == pytest.approx(float(exact), abs=1e-15)
@@ -41,36 +41,36 @@ def test_pass_at_k_is_the_fraction_and_the_product_form(drawn: tuple[int, int, i
 
 
 def test_pass_at_k_of_thousands_does_not_overflow() -> None:
-    """C(5000, 2500) has 1,504 digits, more than a float holds."""
+    """C(5000, 2500) has 1,504 digits, beyond the range of a float."""
     assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5, abs=1e-15)
 
 
-def test_best_at_k_is_what_resampling_with_replacement_comes_to() -> None:
+def test_best_at_k_is_the_expectation_of_resampling_with_replacement() -> None:
     rng = np.random.default_rng(0)
     rounds = 200_000
     for n, correct, k in ((16, 3, 4), (32, 1, 32), (8, 7, 2), (5, 0, 3)):
         outcomes = np.arange(n) < correct
         value = legacy_best_at_k(n, correct, k)
-        drawn = outcomes[rng.integers(0, n, (rounds, k))].any(axis=1).mean()
-        assert abs(drawn - value) <= 4 * np.sqrt(value * (1 - value) / rounds)
+        simulated = outcomes[rng.integers(0, n, (rounds, k))].any(axis=1).mean()
+        assert abs(simulated - value) <= 4 * np.sqrt(value * (1 - value) / rounds)
 
 
-def test_one_right_of_32_is_no_0_64() -> None:
-    """Resampling with replacement would give 0.64 for pass@32; all 32 drawn hold the right one for certain."""
+def test_pass_at_32_of_one_correct_in_32_is_1() -> None:
+    """Resampling with replacement would give 0.64; the 32 completions contain the correct one."""
     assert pass_at_k(32, 1, 32) == 1.0
     assert pass_at_k(32, 1, 1) == pytest.approx(1 / 32)
     assert legacy_best_at_k(32, 1, 32) == pytest.approx(0.638, abs=1e-3)
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
-def test_impossible_questions_are_refused(n: int, correct: int, k: int) -> None:
+def test_invalid_counts_are_refused(n: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(n, correct, k)
     with pytest.raises(ValueError, match="best@"):
         legacy_best_at_k(n, correct, k)
 
 
-def test_evaluations_fall_at_the_start_the_cadence_and_the_end() -> None:
+def test_evaluations_are_due_at_the_start_at_every_nth_step_and_at_the_end() -> None:
     config = EvaluationConfig(every=20)
     assert [step for step in range(51) if is_evaluation_due(config, step, last_step=50)] == [0, 20, 40, 50]
     assert not any(is_evaluation_due(EvaluationConfig(every=0), step, last_step=50) for step in range(51))

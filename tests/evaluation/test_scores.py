@@ -1,4 +1,4 @@
-"""Every figure of an evaluation, by hand; and what cannot be scored is refused in a line."""
+"""Every metric of an evaluation by hand, and one error line for completions that cannot be scored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.evaluation.metrics import mean_intervals
-from bandpo_cli.evaluation.scores import Scores, metrics, score
+from bandpo_cli.evaluation.scores import Scores, metric_record, score
 from bandpo_cli.storage.tables import EvalRow
 
 
@@ -62,20 +62,20 @@ LEGACY = {
 }
 
 
-def test_every_figure() -> None:
+def test_every_metric() -> None:
     scores = score("set", ROWS, (1, 2), legacy=True)
     expected = BY_HAND | LEGACY
-    assert set(scores.figures) == set(expected)
+    assert set(scores.metrics) == set(expected)
     for name, (p, q) in expected.items():
         assert (scores.by_problem["p"][name], scores.by_problem["q"][name]) == pytest.approx((p, q)), name
-        assert scores.figures[name] == pytest.approx(mean_intervals([[p, q]])[0]), name
-        assert scores.figures[name].value == pytest.approx((p + q) / 2), name
+        assert scores.metrics[name] == pytest.approx(mean_intervals([[p, q]])[0]), name
+        assert scores.metrics[name].value == pytest.approx((p + q) / 2), name
     assert (scores.fewest, scores.most, scores.completions) == (4, 4, 8)
     assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
 
 
-def test_best_at_k_of_resampling_is_given_only_where_it_is_asked_for() -> None:
-    assert set(score("set", ROWS, (1, 2)).figures) == set(BY_HAND)
+def test_legacy_best_at_k_is_computed_only_on_request() -> None:
+    assert set(score("set", ROWS, (1, 2)).metrics) == set(BY_HAND)
 
 
 def test_rows_may_come_in_any_order() -> None:
@@ -86,19 +86,19 @@ def test_rows_may_come_in_any_order() -> None:
 
 
 def test_uneven_numbers_of_completions() -> None:
-    """Every problem counts alike, however many completions it has; the name says that n differs."""
+    """Problems have equal weight for any number of completions; the name mean_at_n shows that n differs."""
     scores = score("set", [*ROWS, row("q", "18", "correct", length=60)], (2,))
-    assert scores.figures["mean_at_n"].value == pytest.approx((2 / 4 + 2 / 5) / 2)
-    assert scores.figures["pass_at_2"].value == pytest.approx((1 - 1 / 6 + 1 - 3 / 10) / 2)
-    assert scores.figures["response_length"].value == pytest.approx((40 + 20) / 2)
-    assert not any(name.startswith("mean_at_") for name in set(scores.figures) - {"mean_at_n"})
+    assert scores.metrics["mean_at_n"].value == pytest.approx((2 / 4 + 2 / 5) / 2)
+    assert scores.metrics["pass_at_2"].value == pytest.approx((1 - 1 / 6 + 1 - 3 / 10) / 2)
+    assert scores.metrics["response_length"].value == pytest.approx((40 + 20) / 2)
+    assert not any(name.startswith("mean_at_") for name in set(scores.metrics) - {"mean_at_n"})
     assert scores.as_json()["completions_per_problem"] == [4, 5]
     assert scores.completions == 9
 
 
-def test_an_answer_that_was_judged_in_two_ways_counts_by_its_mean() -> None:
+def test_an_answer_with_different_grades_counts_by_their_mean() -> None:
     rows = [row("p", "18", "correct"), row("p", "18", "timeout"), row("p", "5", "wrong")]
-    assert score("set", rows, (3,)).figures["maj_at_3"].value == pytest.approx(1 / 2)
+    assert score("set", rows, (3,)).metrics["maj_at_3"].value == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,16 @@ def test_an_answer_that_was_judged_in_two_ways_counts_by_its_mean() -> None:
         ({"finish_reason": None}, {"truncation_rate"}),
     ],
 )
-def test_figures_of_what_is_unknown_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
-    """Even if it is unknown of a single completion: a mean over the others would be of something else."""
+def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
+    """Even if a single completion lacks the value: the mean over the others would be another quantity."""
     rows = [*ROWS[:-1], row("q", "4", "grader-error", **unknown)]
     scores = score("set", rows, (1, 2))
-    assert set(scores.figures) == set(BY_HAND) - left_out
-    assert all(set(values) == set(scores.figures) for values in scores.by_problem.values())
+    assert set(scores.metrics) == set(BY_HAND) - left_out
+    assert all(set(values) == set(scores.metrics) for values in scores.by_problem.values())
 
 
-def test_no_k_at_all() -> None:
-    assert next(iter(score("set", ROWS, ()).figures)) == "mean_at_4"
+def test_scores_without_any_k() -> None:
+    assert next(iter(score("set", ROWS, ()).metrics)) == "mean_at_4"
 
 
 def test_a_k_beyond_the_completions_of_a_problem_is_refused() -> None:
@@ -134,15 +134,15 @@ def test_nothing_to_score_is_refused() -> None:
         score("gsm8k", [], (1,))
 
 
-def test_names_in_metrics() -> None:
+def test_names_in_metrics_jsonl() -> None:
     scores = {"aime-2024": score("aime-2024", ROWS, (2,)), "b": score("b", ROWS[:4], ())}
-    found = metrics(scores, ends=True)
+    found = metric_record(scores, with_intervals=True)
     assert found["eval/aime-2024/mean_at_4"] == pytest.approx(3 / 8)
-    interval = scores["aime-2024"].figures["mean_at_4"]
+    interval = scores["aime-2024"].metrics["mean_at_4"]
     assert found["eval/aime-2024/mean_at_4_low"] == interval.low < found["eval/aime-2024/mean_at_4"]
     assert found["eval/aime-2024/mean_at_4_high"] == interval.high > found["eval/aime-2024/mean_at_4"]
     assert math.isnan(found["eval/b/mean_at_4_low"])  # a single problem
-    plain = metrics(scores)
+    plain = metric_record(scores)
     assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
     assert {name for name in plain if name.startswith("eval/aime-2024/")} == {
         f"eval/aime-2024/{name}"
@@ -155,10 +155,10 @@ def test_names_in_metrics() -> None:
 
 def test_sixteen_completions_are_mean_at_16() -> None:
     rows = [row("p", "1", "wrong")] * 12 + [row("p", "18", "correct")] * 4
-    assert metrics({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
+    assert metric_record({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
 
 
-def test_the_record_holds_the_figures_and_what_they_are_made_of() -> None:
+def test_the_record_holds_metrics_and_the_values_of_each_problem() -> None:
     record = score("set", ROWS, (2,)).as_json()
     assert record["problems"] == 2
     assert record["completions"] == 8

@@ -1,4 +1,4 @@
-"""maj@k is exact: against every way to pick k of n, against drawing, and where rounding or overflow would show."""
+"""maj@k is exact: against all subsets of k, against simulation, and where rounding or overflow would matter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Votes = list[str | None]
 
 
 def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
-    """The mean verdict of each answer."""
+    """Return the mean correctness of each answer."""
     return {
         vote: mean(Fraction(right) for each, right in zip(votes, correct, strict=True) if each == vote)
         for vote in votes
@@ -27,7 +27,7 @@ def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
 
 
 def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:
-    """Hold the vote in every subset of k; the winners of a tie share it."""
+    """Return maj@k by enumeration: the vote in every subset of k; the winners of a tie share it."""
     verdicts = verdict_of(votes, correct)
     results = []
     for pick in combinations(votes, k):
@@ -39,7 +39,7 @@ def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:
 
 @st.composite
 def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
-    """Completions of which some abstain; most answers are right or wrong throughout, some are judged both ways."""
+    """Generate completions of which some abstain; most answers are graded consistently, some both ways."""
     votes = draw(st.lists(st.sampled_from([None, "a", "b", "c", "d"]), min_size=1, max_size=most))
     verdict = {vote: draw(st.sampled_from(["right", "wrong", "mixed"])) for vote in ("a", "b", "c", "d")} | {
         None: "wrong"
@@ -53,8 +53,8 @@ def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
 
 @given(elections(most=8))
 @settings(max_examples=150, deadline=None)
-def test_it_is_the_mean_over_every_subset(drawn: tuple[Votes, list[float]]) -> None:
-    votes, correct = drawn
+def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float]]) -> None:
+    votes, correct = election
     for k in range(1, len(votes) + 1):
         assert maj_at_k(votes, correct, k) == pytest.approx(by_enumeration(votes, correct, k), abs=1e-12)
 
@@ -64,14 +64,14 @@ def test_it_is_the_mean_over_every_subset(drawn: tuple[Votes, list[float]]) -> N
     [("aabbcc", 4), ("abcdefgh", 5), ("aaabbbcd__", 6), ("aaaabbbcccdd", 6), ("aaaaab", 6), ("____ab", 3)],
 )
 def test_ties_of_many_answers(votes: str, k: int) -> None:
-    """Two to five answers share the lead: each wins with the same chance."""
+    """With two to five answers tied for the lead, each wins with the same probability."""
     cast: Votes = [None if vote == "_" else vote for vote in votes]
     correct = [float(vote == "a") for vote in cast]
     assert maj_at_k(cast, correct, k) == pytest.approx(by_enumeration(cast, correct, k), abs=1e-13)
 
 
 @pytest.mark.parametrize("shape", ["few answers", "many answers", "half abstain", "mixed verdicts"])
-def test_it_is_what_drawing_comes_to(shape: str) -> None:
+def test_maj_at_k_equals_a_simulation(shape: str) -> None:
     """n = 64, k = 32: too many subsets to enumerate."""
     rng = np.random.default_rng(3)
     answers = rng.integers(0, 30 if shape == "many answers" else 3, 64)
@@ -95,10 +95,10 @@ def test_it_is_what_drawing_comes_to(shape: str) -> None:
 
 @given(elections(most=40))
 @settings(max_examples=60, deadline=None)
-def test_one_vote_is_the_share_of_right_ones_and_all_votes_the_plain_majority(
-    drawn: tuple[Votes, list[float]],
+def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(
+    election: tuple[Votes, list[float]],
 ) -> None:
-    votes, correct = drawn
+    votes, correct = election
     voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
     assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
     assert maj_at_k(votes, correct, len(votes)) == pytest.approx(by_enumeration(votes, correct, len(votes)))
@@ -106,9 +106,9 @@ def test_one_vote_is_the_share_of_right_ones_and_all_votes_the_plain_majority(
 
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_order_and_the_names_of_answers_say_nothing(drawn, random, data) -> None:  # type: ignore[no-untyped-def]
-    """To the last digit: two evaluations of the same counts must not differ by rounding."""
-    votes, correct = drawn
+def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data) -> None:  # type: ignore[no-untyped-def]
+    """Bit for bit: evaluations with the same counts must not differ by rounding."""
+    votes, correct = election
     k = data.draw(st.integers(1, len(votes)))
     value = maj_at_k(votes, correct, k)
     pairs = list(zip(votes, correct, strict=True))
@@ -119,8 +119,8 @@ def test_the_order_and_the_names_of_answers_say_nothing(drawn, random, data) -> 
 
 @given(elections(most=24), st.data())
 @settings(max_examples=80, deadline=None)
-def test_it_is_a_chance_no_better_than_pass_at_k_and_grows_with_right_answers(drawn, data) -> None:  # type: ignore[no-untyped-def]
-    votes, _ = drawn
+def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data) -> None:  # type: ignore[no-untyped-def]
+    votes, _ = election
     k = data.draw(st.integers(1, len(votes)))
     correct = [float(vote == "a") for vote in votes]
     value = maj_at_k(votes, correct, k)
@@ -130,7 +130,7 @@ def test_it_is_a_chance_no_better_than_pass_at_k_and_grows_with_right_answers(dr
     assert maj_at_k(better, [float(vote == "a") for vote in better], k) >= value - 1e-12
 
 
-def test_a_vote_sharpens_a_majority_and_blunts_a_minority() -> None:
+def test_a_vote_strengthens_a_majority_and_weakens_a_minority() -> None:
     ks = (1, 3, 5, 9, 17, 33, 64)
     votes: Votes = ["a"] * 38 + ["b"] * 26
     of_majority = [maj_at_k(votes, [float(vote == "a") for vote in votes], k) for k in ks]
@@ -141,8 +141,8 @@ def test_a_vote_sharpens_a_majority_and_blunts_a_minority() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 7, 500, 999, 1000])
-def test_of_a_thousand_completions_it_neither_overflows_nor_loses_anything(k: int) -> None:
-    """Each of three equally frequent answers wins a third; if all of them are right, the vote is."""
+def test_a_thousand_completions_are_exact_without_overflow(k: int) -> None:
+    """Three equally frequent answers win with probability 1/3 each; if all are correct, so is the vote."""
     votes: Votes = [str(index % 3) for index in range(999)] + [None]
     thirds = [maj_at_k(votes, [float(vote == right) for vote in votes], k) for right in "012"]
     assert sum(thirds) == pytest.approx(maj_at_k(votes, [1.0] * 1000, k), abs=1e-11)
@@ -150,20 +150,20 @@ def test_of_a_thousand_completions_it_neither_overflows_nor_loses_anything(k: in
     assert sum(thirds) == pytest.approx(0.999 if k == 1 else 1.0, abs=1e-11)
 
 
-def test_distinct_answers_are_a_lottery() -> None:
-    """300 answers, one of them right: it wins if it is among the k and then in a tie of k."""
+def test_the_winner_of_distinct_answers_is_random() -> None:
+    """300 answers, one of them correct: it wins if it is among the k, with probability 1/k."""
     votes: Votes = [str(index) for index in range(300)]
     for k in (1, 2, 150, 300):
         assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
 
 
-def test_nobody_votes() -> None:
+def test_without_any_vote_the_result_is_not_correct() -> None:
     assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
 
 
 @pytest.mark.parametrize(
     ("votes", "correct", "k"), [("ab", [1.0, 0.0], 0), ("ab", [1.0, 0.0], 3), ("ab", [1.0], 1)]
 )
-def test_impossible_questions_are_refused(votes: str, correct: list[float], k: int) -> None:
+def test_invalid_arguments_are_refused(votes: str, correct: list[float], k: int) -> None:
     with pytest.raises(ValueError, match=r"maj@|zip"):
         maj_at_k(list(votes), correct, k)

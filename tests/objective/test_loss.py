@@ -1,4 +1,4 @@
-"""The objective against a plain-Python rendering of its definition, its gradient against what "active" means."""
+"""The clipped objective against its definition in plain Python, and its gradient against the definition of "active"."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def expected_loss(rows: list[tuple[float, ...]], dual_clip: float | None) -> flo
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
-def test_loss_is_the_definition(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
+def test_the_loss_equals_its_definition(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
     loss = clipped_objective(inputs_of(rows), dual_clip).loss.item()
     assert loss == pytest.approx(expected_loss(rows, dual_clip), rel=1e-9, abs=1e-12)
 
 
 @given(rows=tokens)
 def test_active_tokens_are_those_without_gradient(rows: list[tuple[float, ...]]) -> None:
-    """`clip/active_fraction` promises: the clamp binds and the gradient is zero."""
+    """A token counts in `clip/active_fraction` if the clamp binds, so that its gradient is zero."""
     inputs = inputs_of(rows)
     out = clipped_objective(inputs, dual_clip=None)
     (gradient,) = torch.autograd.grad(out.loss, inputs.logprobs)
@@ -92,7 +92,7 @@ extreme_tokens = st.lists(
 @example(rows=[(0.0, -1e4, 0.0, math.inf, -1e6, 1.0, 0.0)], dual_clip=None, reference_kl=0.0)
 @example(rows=[(-1e4, 0.0, 0.0, math.inf, 1e6, 0.0, 0.0)], dual_clip=10.0, reference_kl=1.0)
 @example(rows=[(-1.0, -1.0, 1.0, 1.0, 0.0, 0.0, -1.0)] * 3, dual_clip=10.0, reference_kl=0.0)
-def test_whatever_is_finite_has_a_finite_loss_and_gradient(
+def test_finite_inputs_give_a_finite_loss_and_gradient(
     rows: list[tuple[float, ...]], dual_clip: float | None, reference_kl: float
 ) -> None:
     """In float32: log-probs down to −1e4, an old one of −inf too, no upper bound, advantages of ±1e6, weights of 0."""
@@ -109,8 +109,10 @@ def test_whatever_is_finite_has_a_finite_loss_and_gradient(
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
-def test_float32_keeps_the_loss_to_its_digits(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
-    """Against the plain loop in float64: each term to 2e-5, the rounding of a log ratio of up to 12 and its exp."""
+def test_the_float32_loss_is_accurate_to_rounding(
+    rows: list[tuple[float, ...]], dual_clip: float | None
+) -> None:
+    """Compared with a float64 loop: each term to 2e-5, the rounding of a log ratio of up to 12 and its exp."""
     new, *rest = torch.tensor(rows, dtype=torch.float32).unbind(1)
     rounded = torch.stack([new, *rest], 1).double().tolist()
     expected = [expected_loss([row], dual_clip) for row in rounded]
@@ -119,21 +121,21 @@ def test_float32_keeps_the_loss_to_its_digits(rows: list[tuple[float, ...]], dua
 
 
 @given(own=float32_log_prob, sampled=float32_log_prob | st.just(-math.inf))
-def test_importance_weights_stay_between_nothing_and_the_cap(own: float, sampled: float) -> None:
-    """A sampler that gives its own token probability 0, by rounding, counts as far as the cap lets it."""
+def test_importance_weights_are_between_zero_and_the_cap(own: float, sampled: float) -> None:
+    """A sampler that reports probability 0 for its own token, by rounding, gets the weight of the cap."""
     (weight,) = truncated_importance(torch.tensor([own]), torch.tensor([sampled]), cap=2.0).tolist()
     assert 0.0 < weight <= 2.0
     assert weight == 2.0 or own < sampled + math.log(2.0) + 1e-3
 
 
-def test_gradient_is_that_of_policy_gradient_on_policy() -> None:
-    """At π = π_old the objective's gradient is −weight·advantage, whatever the bounds."""
+def test_the_on_policy_gradient_is_the_policy_gradient() -> None:
+    """At π = π_old the gradient is −weight·advantage for any bounds."""
     inputs = inputs_of([(-1.0, -1.0, 0.9, 1.1, 2.0, 0.5), (-3.0, -3.0, 0.0, 1.0, -1.0, 0.25)])
     (gradient,) = torch.autograd.grad(clipped_objective(inputs).loss, inputs.logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.25], dtype=torch.float64))
 
 
-def test_an_exploding_ratio_stays_finite() -> None:
+def test_a_very_large_ratio_stays_finite() -> None:
     inputs = inputs_of([(-1e-3, -90.0, 0.0, math.inf, -1.0, 1.0), (-90.0, -1e-3, 0.0, math.inf, 1.0, 1.0)])
     out = clipped_objective(inputs, dual_clip=10.0)
     assert out.loss.item() == pytest.approx(10.0)
@@ -167,7 +169,7 @@ def test_k3_is_an_unbiased_estimate_of_kl() -> None:
     ],
 )
 def test_aggregation_weights(name: str, expected: list[float]) -> None:
-    """Three completions of 2, 1 and 4 tokens, at most 8."""
+    """Three completions of 2, 1 and 4 tokens; the limit is 8."""
     lengths = torch.tensor([2, 1, 4])
     weights = AGGREGATIONS[name](lengths, 8).repeat_interleave(lengths)
     torch.testing.assert_close(weights, torch.tensor(expected))
@@ -178,7 +180,7 @@ def test_aggregation_weights(name: str, expected: list[float]) -> None:
 def test_aggregation_weights_are_finite_and_sum_to_their_definition(
     name: str, lengths: list[int], room: int
 ) -> None:
-    """A mean's weights sum to 1; a sum over sequences by a constant to the mean length over the longest allowed."""
+    """The weights of a mean sum to 1; those of seq-sum-norm to the mean length divided by the maximum."""
     lengths_S, longest = torch.tensor(lengths), max(lengths) + room
     weights = AGGREGATIONS[name](lengths_S, longest)
     assert torch.isfinite(weights).all()
@@ -187,7 +189,7 @@ def test_aggregation_weights_are_finite_and_sum_to_their_definition(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-# Not below the smallest normal number: there the rounding is no longer in proportion to the rewards.
+# Not below the smallest normal number, where the rounding is not proportional to the rewards.
 reward_values = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 groups_of_rewards = st.integers(2, 9).flatmap(
     lambda size: st.lists(st.lists(reward_values, min_size=size, max_size=size), min_size=1, max_size=4)
@@ -195,8 +197,10 @@ groups_of_rewards = st.integers(2, 9).flatmap(
 
 
 @given(rewards=groups_of_rewards, normalize_std=st.booleans())
-def test_advantages_are_finite_and_their_definition(rewards: list[list[float]], normalize_std: bool) -> None:
-    """A group of two and huge rewards included; against a loop over float64 numbers."""
+def test_advantages_are_finite_and_equal_their_definition(
+    rewards: list[list[float]], normalize_std: bool
+) -> None:
+    """Compared with a loop over float64 numbers, including groups of two and very large rewards."""
     found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
     assert torch.isfinite(found).all()
     for row, values in zip(found.tolist(), rewards, strict=True):
@@ -207,7 +211,7 @@ def test_advantages_are_finite_and_their_definition(rewards: list[list[float]], 
         rounding = 1e-6 * max(map(abs, values))
         std = statistics.stdev(values) if normalize_std else 1.0
         if normalize_std and std < 1e3 * rounding:
-            continue  # float32 cannot tell such rewards apart well enough to compare
+            continue  # float32 cannot represent the differences of such rewards well enough
         scale = std + 1e-6 if normalize_std else 1.0
         expected = [(value - mean) / scale for value in values]
         assert row == pytest.approx(expected, rel=3e-3, abs=3 * rounding / scale)
@@ -215,8 +219,8 @@ def test_advantages_are_finite_and_their_definition(rewards: list[list[float]], 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 12, 16])
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1 / 3, 1000.1])
-def test_rewards_that_are_all_alike_give_no_advantage_at_all(reward: float, size: int) -> None:
-    """Seven rewards of 1000.1 have a float32 mean of another number: over std + 1e-6 that was an advantage of −0.9."""
+def test_equal_rewards_give_advantages_of_exactly_zero(reward: float, size: int) -> None:
+    """The float32 mean of seven rewards of 1000.1 is another number; over std + 1e-6 the advantage was −0.9."""
     rewards = torch.full((2, size), reward)
     for normalize_std in (True, False):
         assert torch.equal(group_advantages(rewards, normalize_std), torch.zeros(2, size))
@@ -233,8 +237,8 @@ def test_advantages_by_hand() -> None:
     assert torch.equal(normalized[1], torch.zeros(4))
 
 
-def test_clip_figures_by_probability() -> None:
-    """One token in each of three bins, only the rarest clipped."""
+def test_clip_metrics_by_probability() -> None:
+    """One token in each of three bins; only the rarest is clipped."""
     old = torch.tensor([0.0005, 0.09, 0.95], dtype=torch.float64).log()
     counts = clip_counts(
         ratios=torch.tensor([3.0, 1.5, 0.5]),
@@ -243,12 +247,12 @@ def test_clip_figures_by_probability() -> None:
         advantages=torch.tensor([1.0, 1.0, 1.0]),
         old_logprobs=old,
     )
-    figures = clip_metrics(counts)
-    assert figures["clip/active_fraction"] == pytest.approx(1 / 3)
-    assert figures["clip/upper_fraction"] == pytest.approx(1 / 3)
-    assert figures["clip/lower_fraction"] == 0.0
-    assert figures["clip/outside_fraction"] == pytest.approx(2 / 3)
-    assert figures["clip/active_fraction/p_0_0.001"] == 1.0
-    assert figures["clip/active_fraction/p_0.01_0.1"] == 0.0
-    assert figures["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
-    assert "clip/active_fraction/p_0.1_0.5" not in figures
+    metrics = clip_metrics(counts)
+    assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/lower_fraction"] == 0.0
+    assert metrics["clip/outside_fraction"] == pytest.approx(2 / 3)
+    assert metrics["clip/active_fraction/p_0_0.001"] == 1.0
+    assert metrics["clip/active_fraction/p_0.01_0.1"] == 0.0
+    assert metrics["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
+    assert "clip/active_fraction/p_0.1_0.5" not in metrics

@@ -222,7 +222,7 @@ class Case:
     records: list[dict[str, float]]
     results: list[StepResult]
     gradients: list[list[torch.Tensor]]
-    parts: Components
+    components: Components
     reference: ReferenceTrainer
 
 
@@ -238,7 +238,7 @@ def compare(
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
 
     Args:
-        exact_sampler: the sampler says that it runs the trainer's own model; else its log-probs are off by noise
+        exact_sampler: the sampler reports that it runs the trainer's own model; else its log-probs have noise
             of 0.3 nats.
         given_gradients: the reference's AdamW takes the package's gradients, for types in which they are coarse.
         seed: of the completions.
@@ -251,13 +251,13 @@ def compare(
     built = build_components(config, GivenTask())
     noise = 0.05 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed)
-    parts = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
-    gradients = record_gradients(parts)
+    components = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
+    gradients = record_gradients(components)
     run = RunFolder.create(folder, "package")
     reference = ReferenceTrainer(start, settings, exact_sampler, narrow=config.model.dtype == "bfloat16")
     results = []
     columns = 0.0
-    loop = train(config, parts, run)
+    loop = train(config, components, run)
     assert next(loop).step == 0
     for step in range(1, steps + 1):
         sampler.given.clear()
@@ -272,25 +272,25 @@ def compare(
         {key: value for key, value in record.items() if not key.startswith("time/")}
         for record in run.read_metrics()[1:]
     ]
-    differences = _differences(records, results, gradients, parts, reference, columns)
-    return Case(differences, records, results, gradients, parts, reference)
+    differences = _differences(records, results, gradients, components, reference, columns)
+    return Case(differences, records, results, gradients, components, reference)
 
 
-def record_gradients(parts: Components) -> list[list[torch.Tensor]]:
+def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     """Return a list that receives the gradients of each update, float64 copies from before clipping."""
     recorded: list[list[torch.Tensor]] = []
-    step = parts.optimizer.step
+    step = components.optimizer.step
 
     def spy() -> float:
         recorded.append(
             [
                 torch.zeros_like(each).double() if each.grad is None else each.grad.double().clone()
-                for each in parts.optimizer._parameters
+                for each in components.optimizer._parameters
             ]
         )
         return step()
 
-    parts.optimizer.step = spy  # type: ignore[method-assign]
+    components.optimizer.step = spy  # type: ignore[method-assign]
     return recorded
 
 
@@ -323,7 +323,7 @@ def _differences(
     records: Sequence[Mapping[str, float]],
     results: Sequence[StepResult],
     gradients: Sequence[Sequence[torch.Tensor]],
-    parts: Components,
+    components: Components,
     reference: ReferenceTrainer,
     columns: float,
 ) -> Differences:
@@ -333,7 +333,7 @@ def _differences(
         norm([a - b for a, b in zip(ours, update.gradient, strict=True)]) / max(norm(update.gradient), 1e-6)
         for ours, update in zip(gradients, updates, strict=True)
     )
-    weights = [parameter.detach().double() for parameter in parts.optimizer._parameters]
+    weights = [parameter.detach().double() for parameter in components.optimizer._parameters]
     start = list(reference.start.parameters())
     change = norm([a - b.detach() for a, b in zip(reference.masters, start, strict=True)])
     apart = norm([a - b for a, b in zip(weights, reference.masters, strict=True)])

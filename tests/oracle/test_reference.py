@@ -1,4 +1,4 @@
-"""The reference implementation itself, against figures and code that have nothing to do with it."""
+"""Checks of the reference implementation against independent values and code."""
 
 from __future__ import annotations
 

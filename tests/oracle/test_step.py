@@ -1,4 +1,4 @@
-"""A whole training step equals the reference implementation: rewards, bounds, loss, gradient, metrics and weights.
+"""A complete training step equals the reference implementation: rewards, bounds, loss, gradient, metrics and weights.
 
 Every case also states what it exercises, so that a comparison of two zeros cannot pass for agreement.
 """
@@ -80,7 +80,7 @@ def refills(case: Case) -> bool:
 
 
 VARIANTS = [
-    # much at once: first, because they fail for most errors
+    # many settings at once: first, because they fail for most errors
     Variant(
         "the paper's settings",
         {
@@ -126,7 +126,7 @@ VARIANTS = [
     Variant("dual clip that binds", {"objective": {"dual_clip": 1.2}}, holds_dual_clip(1.2)),
     Variant("no dual clip", {"objective": {"dual_clip": None}, "optim": {"lr": 1e-2}}, holds_dual_clip(1.2)),
     Variant("reference KL", {**CLIP, "objective": {"reference_kl": 0.1}}, learns),
-    # samplers of their own
+    # other samplers
     Variant("importance cap", {**CLIP, "objective": {"importance_cap": 1.3}}, weights_tokens(1.3), False),
     Variant(
         "importance cap and reference KL",
@@ -213,7 +213,9 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path: Path, random_qwen
     assert case.differences.gradient < 0.06, case.differences
     assert case.differences.metrics < 0.2, case.differences
     assert case.differences.weights < 1e-5, case.differences
-    for parameter, master in zip(case.parts.policy.model.parameters(), case.reference.masters, strict=True):
+    for parameter, master in zip(
+        case.components.policy.model.parameters(), case.reference.masters, strict=True
+    ):
         assert parameter.dtype == torch.bfloat16
         torch.testing.assert_close(parameter.float(), master.float(), rtol=2**-8, atol=1e-6)
 

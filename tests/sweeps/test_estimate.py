@@ -1,4 +1,4 @@
-"""An estimate is told by finished runs of the same shape on as many threads, and by no others."""
+"""Estimates use finished runs of the same shape and number of threads, and no others."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def write(
     folder.write_summary({"status": status, "steps": 10, "time/train_s": seconds})
 
 
-def test_by_the_median_of_runs_alike_scaled_to_the_steps(tmp_path: Path) -> None:
+def test_the_estimate_is_the_median_scaled_to_the_steps(tmp_path: Path) -> None:
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
-    write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # another radius and seed take as long
+    write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # radius and seed do not change the time
     write(tmp_path / "sweep", "b", 40.0)
     write(tmp_path, "c", 30.0)
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 150.0
 
 
-def test_runs_that_say_nothing_of_this_one_are_left_out(tmp_path: Path) -> None:
+def test_runs_of_other_shapes_and_damaged_runs_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, "threads", 1.0, threads=2)
     write(tmp_path, "larger", 1.0, sampling={"samples": 4}, evaluation={"samples": 4, "k": [4]})
     write(tmp_path, "failed", 1.0, status="FAILED")

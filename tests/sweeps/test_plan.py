@@ -1,4 +1,4 @@
-"""The runs that a sweep comes to: every combination once, named by what varies, nothing silently dropped."""
+"""Plan of a sweep: every combination once, named by the settings that vary, and one error line per mistake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[st
     return [run.arm for run in runs if run.seed == runs[0].seed]
 
 
-def test_every_combination_with_every_seed_and_a_seed_whole_before_the_next() -> None:
+def test_every_combination_with_every_seed_one_seed_after_the_other() -> None:
     axes = parse_axes({"bounds.delta": "0.01,0.05,0.1", "bounds.divergence": "kl,tv"})
     runs = plan_runs(SweepConfig(axes=axes, seeds=(0, 1, 2)))
     assert len(runs) == len({run.name for run in runs}) == 18
@@ -32,7 +32,7 @@ def test_every_combination_with_every_seed_and_a_seed_whole_before_the_next() ->
         assert run.name == f"{divergence}-{delta}-s{run.seed}"
 
 
-def test_an_axis_that_a_method_has_no_setting_for_does_not_multiply_it() -> None:
+def test_an_axis_does_not_multiply_methods_without_its_setting() -> None:
     axes = parse_axes({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
     assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
     axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
@@ -52,7 +52,7 @@ def test_named_arms_are_crossed_with_the_axes() -> None:
     assert found[3].config.optim.updates == 8
 
 
-def test_layers_below_and_fixed_settings_hold_for_all() -> None:
+def test_base_layers_and_fixed_settings_apply_to_all_runs() -> None:
     runs = plan_runs(
         SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]}),
         [{"steps": 3, "sampling": {"samples": 8}}],
@@ -77,11 +77,11 @@ def test_excluded_combinations_are_left_out() -> None:
         ({"axes": {"bounds.delta": [0.1, 0.2]}, "exclude": [{}]}, ["no runs are left"]),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
         ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
-        ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "one folder"]),
+        ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "same folder name"]),
         ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
     ],
 )
-def test_a_mistake_is_one_line(settings: dict[str, Any], words: list[str]) -> None:
+def test_a_mistake_is_one_error_line(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         arms(**settings)
     assert "\n" not in str(caught.value)
@@ -100,17 +100,17 @@ def test_a_mistake_is_one_line(settings: dict[str, Any], words: list[str]) -> No
         ({"seeds": [-1]}, "greater than or equal to 0"),
     ],
 )
-def test_axes_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_invalid_axes_and_seeds_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         SweepConfig(**settings)
 
 
-def test_the_matched_radius_is_that_of_each_arms_own_band() -> None:
-    """The matcher here is a stand-in: its radius says which Band and which method it was asked about."""
-    asked: list[tuple[str, float | None, str]] = []
+def test_the_matched_radius_is_computed_for_the_band_of_each_arm() -> None:
+    """The stand-in matcher returns a radius that identifies the Band and records its arguments."""
+    calls: list[tuple[str, float | None, str]] = []
 
     def match(band: BandSettings, method: str) -> float:
-        asked.append((band.divergence, band.max_ratio, method))
+        calls.append((band.divergence, band.max_ratio, method))
         return {"kl": 0.03, "tv": 0.04}[band.divergence]
 
     sweep = SweepConfig(
@@ -119,11 +119,11 @@ def test_the_matched_radius_is_that_of_each_arms_own_band() -> None:
         seeds=(0, 1),
     )
     runs = plan_runs(sweep, [{"bounds": {"method": "clip"}}, {"bounds": {"method": "band"}}], match)
-    assert asked == [("kl", 7.0, "clip"), ("tv", 7.0, "clip")]
+    assert calls == [("kl", 7.0, "clip"), ("tv", 7.0, "clip")]
     radii = [(run.config.bounds.divergence, run.config.bounds.delta) for run in runs]
     assert radii == [("kl", 0.5), ("kl", 0.03), ("tv", 0.5), ("tv", 0.04)] * 2
 
 
-def test_an_empty_place_in_a_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match="an empty place"):
+def test_an_empty_item_in_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an empty item"):
         parse_axes({"bounds.delta": "0.1,,0.2"})

@@ -1,4 +1,4 @@
-"""Child processes in slots: never more than there are, none that outlives its end, an environment for each."""
+"""Pool of child processes: slots and their environments, stop signals, and exit with the parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wait(pool: LocalPool, count: int) -> dict[str, int]:
     codes: dict[str, int] = {}
     end = time.monotonic() + 60
     while len(codes) < count and time.monotonic() < end:
-        codes |= {ended.name: ended.code for ended in pool.ended()}
+        codes |= {ended.name: ended.code for ended in pool.poll_finished()}
         time.sleep(0.02)
     return codes
 
@@ -33,18 +33,18 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A zombie answers to signals; only its state tells that it has ended.
+    # A zombie still accepts signals; its state shows that it has ended.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_each_slot_has_its_environment_and_exit_codes_come_back(tmp_path: Path) -> None:
+def test_slots_have_their_environment_and_exit_codes_are_returned(tmp_path: Path) -> None:
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
     code = "import os, time; print(os.environ['PLACE'], flush=True); time.sleep(0.2)"
     pool.start(job(tmp_path, "one", code))
     pool.start(job(tmp_path, "two", code + "; raise SystemExit(3)"))
-    assert pool.free == 0
+    assert pool.free_slots == 0
     assert wait(pool, 2) == {"one": 0, "two": 3}
-    assert pool.free == 2
+    assert pool.free_slots == 2
     assert [(tmp_path / "logs" / f"{name}.log").read_text() for name in ("one", "two")] == ["a\n", "b\n"]
     pool.start(job(tmp_path, "three", code))
     wait(pool, 1)
@@ -62,7 +62,7 @@ def test_the_variables_of_a_slot_replace_those_of_the_environment(
     assert (tmp_path / "logs" / "one.log").read_text() == "a yes\n"
 
 
-def test_a_job_gets_the_slot_that_has_become_free(tmp_path: Path) -> None:
+def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
     """Never the slot of a job that still runs: both would use one GPU."""
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
     code = "import os; print(os.environ['PLACE'], flush=True)"
@@ -76,7 +76,7 @@ def test_a_job_gets_the_slot_that_has_become_free(tmp_path: Path) -> None:
     assert places == {"short": "a\n", "next": "a\n"}
 
 
-def test_stopping_interrupts_and_then_kills_with_all_that_was_started(tmp_path: Path) -> None:
+def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:
     pool = LocalPool([{}, {}], grace_s=1.0)
     polite = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
     deaf = (
@@ -100,11 +100,11 @@ def test_stopping_interrupts_and_then_kills_with_all_that_was_started(tmp_path: 
     assert not Path(f"/proc/{grandchild}").exists() or not alive(grandchild)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")
-def test_a_run_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
-    """Killed outright, a sweep cannot end its children; they see it themselves."""
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
+    """A killed sweep cannot stop its children; they detect it themselves."""
     child = (
-        "from bandpo_cli.sweeps.pool import end_with_parent; import os, time; end_with_parent(); "
+        "from bandpo_cli.sweeps.pool import exit_with_parent; import os, time; exit_with_parent(); "
         "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
     )
     sweep = (
@@ -137,7 +137,7 @@ def test_slots_share_cores_and_gpus() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
 
 
-def test_wall_time_of_runs_in_slots() -> None:
+def test_total_time_of_runs_in_slots() -> None:
     assert total_seconds([10, 10, 10], 1) == 30
     assert total_seconds([10, 10, 10], 2) == 20
     assert total_seconds([30, 10, 10, 10], 2) == 30

@@ -1,4 +1,4 @@
-"""Ray as the executor: exit codes come back, a run that is stopped may close itself, a wrong address is said."""
+"""Ray pool: exit codes are returned, a stopped run can end itself, and a wrong address is one error line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def job(tmp_path: Path, name: str, code: str) -> Job:
 
 
 @pytest.mark.slow
-def test_jobs_run_end_and_can_be_stopped(tmp_path: Path) -> None:
+def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
     pool = RayPool(None, 2, {"PLACE": "ray"})
     try:
         pool.start(
             job(tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['OMP_NUM_THREADS'])")
         )
         pool.start(job(tmp_path, "two", "raise SystemExit(3)"))
-        assert pool.free == 0
+        assert pool.free_slots == 0
         ended: list[FinishedJob] = []
         end = time.monotonic() + 60
         while len(ended) < 2 and time.monotonic() < end:
-            ended += pool.ended()
+            ended += pool.poll_finished()
             time.sleep(0.1)
         assert {each.name: each.code for each in ended} == {"one": 0, "two": 3}
         log = tmp_path / "logs" / "one.log"
@@ -43,12 +43,12 @@ def test_jobs_run_end_and_can_be_stopped(tmp_path: Path) -> None:
             time.sleep(0.1)
         pool.stop()
         assert log.read_text() == "open\nshut\n"
-        assert [each.name for each in pool.ended()] == ["three"]
+        assert [each.name for each in pool.poll_finished()] == ["three"]
     finally:
         pool.close()
 
 
 @pytest.mark.slow
-def test_an_address_where_no_cluster_is(tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--executor ray: no cluster at auto"):
         RayPool("auto", 1, {})

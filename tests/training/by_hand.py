@@ -13,10 +13,10 @@ from tests.training.recording import Sampled, Weights
 
 
 def plain_logprobs(
-    parts: Components, weights: Weights, groups: list[list[Sampled]], temperature: float
+    components: Components, weights: Weights, groups: list[list[Sampled]], temperature: float
 ) -> list[float]:
     """Return log π of every sampled token by one unpadded forward pass per completion."""
-    model = copy.deepcopy(parts.policy.model)
+    model = copy.deepcopy(components.policy.model)
     model.load_state_dict(weights)
     found: list[float] = []
     for each in (sampled for group in groups for sampled in group):

@@ -1,4 +1,4 @@
-"""A recorded run that several tests read, made once."""
+"""Fixtures: a small model and a recorded run, created once per session."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
-    """A run of 5 steps under `recording.SETTINGS`; read it only."""
+    """Return a run of 5 steps with `recording.SETTINGS`; tests must not change it."""
     return run(tmp_path_factory.mktemp("recorded") / "run", small_model)

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"every": 2, "problems": 8, "samples": 3, "temperature": 1.3, "batch": 7, "k": [1, 2]},
     "checkpoint": {"every": 3, "keep_last": None},
 }
-"""Training and evaluation differ in every setting, so that one cannot stand in for the other unnoticed."""
+"""Training and evaluation differ in every setting, so that a test fails if one is used for the other."""
 
 
 def save_small_model(folder: Path) -> Path:
@@ -158,11 +158,11 @@ class Recording:
         initial: the weights before the first update.
     """
 
-    def __init__(self, config: RunConfig, parts: Components, folder: RunFolder) -> None:
-        self.config, self.parts, self.folder = config, parts, folder
+    def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
+        self.config, self.components, self.folder = config, components, folder
         self.steps: dict[int, Step] = {}
         self.current = Step()
-        self.initial = weights_of(parts.policy.model)
+        self.initial = weights_of(components.policy.model)
 
     def weights_before(self, step: int, update: int = 0) -> Weights:
         """Return the trainer's weights before an update (from 0) of a step."""
@@ -190,7 +190,7 @@ class RecordingSampler:
 
     def __init__(
         self,
-        parts: Components,
+        components: Components,
         shares_weights: bool = True,
         shift: Callable[[int], float] | None = None,
         stale: bool = False,
@@ -198,8 +198,8 @@ class RecordingSampler:
         self.recording: Recording
         self.shares_weights = shares_weights
         self._shift, self._stale, self._version = shift, stale, 0
-        self._model = copy.deepcopy(parts.policy.model)
-        self._sampler = TransformersSampler(self._model, parts.policy.pad_id)
+        self._model = copy.deepcopy(components.policy.model)
+        self._sampler = TransformersSampler(self._model, components.policy.pad_id)
 
     def sample(
         self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
@@ -304,18 +304,18 @@ def prepare_run(
         sampler: options of `RecordingSampler`.
     """
     config = resolve([SETTINGS, {"model": {"path": str(model)}}, *layers])
-    parts = build_components(config, build_task(config.task))
-    heldout = parts.heldout["countdown"]
-    ids = [problem.id for problem in parts.stream.take(0, 40)]
-    recorder, grader = RecordingSampler(parts, **sampler), RecordingGrader(uniform(ids))
+    components = build_components(config, build_task(config.task))
+    heldout = components.heldout["countdown"]
+    ids = [problem.id for problem in components.stream.take(0, 40)]
+    recorder, grader = RecordingSampler(components, **sampler), RecordingGrader(uniform(ids))
     folder = RecordingFolder(RunFolder.create(path.parent, path.name).path)
-    parts = replace(
-        parts,
+    components = replace(
+        components,
         sampler=recorder,
         grader=grader,  # type: ignore[arg-type]
         heldout={"first": heldout[:5], "second": heldout[5:]},
     )
-    recording = Recording(config, parts, folder)
+    recording = Recording(config, components, folder)
     recorder.recording = grader.recording = folder.recording = recording
     return recording
 
@@ -328,15 +328,15 @@ def execute(recording: Recording, first: int = 0, stop: Callable[[], bool] = lam
         largest = max(each.grad.abs().max().item() for each in group["params"] if each.grad is not None)
         recording.current.order.append("update")
         recording.current.updates.append(
-            Update(group["lr"], largest, weights_of(recording.parts.policy.model))
+            Update(group["lr"], largest, weights_of(recording.components.policy.model))
         )
 
     hook = register_optimizer_step_post_hook(note_update)
-    config, parts, folder = recording.config, recording.parts, recording.folder
+    config, components, folder = recording.config, recording.components, recording.folder
     try:
         for report in train(
             config,
-            parts,
+            components,
             folder,
             watch=lambda phase: recording.current.phases.append(phase),
             first=first,

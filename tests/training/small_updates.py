@@ -1,4 +1,4 @@
-"""Experiences of a small random model, made on the spot: what updates are tested on."""
+"""Experiences of a small random model, for tests of updates."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def policy_of(seed: int = 0) -> Policy:
 
 
 def graded_groups(policy: Policy) -> list[Group]:
-    """Sampled groups in which shorter completions are better: something that has a gradient."""
+    """Return sampled groups in which shorter completions have higher rewards, so that the gradient is not zero."""
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids)
     groups = []
-    drawn = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
-    for prompt, completions in zip(PROMPTS, drawn, strict=True):
+    sampled = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
+    for prompt, completions in zip(PROMPTS, sampled, strict=True):
         problem = Problem(id=str(prompt), prompt="", answer="", source="test", grader="countdown")
         rollouts = (
             Rollout(problem, "", prompt, completion, "", Grade(1 / len(completion.token_ids), False, "wrong"))
@@ -43,7 +43,7 @@ def graded_groups(policy: Policy) -> list[Group]:
 
 
 def config_of(**sections: dict[str, Any]) -> RunConfig:
-    """The tests' config with some settings changed."""
+    """Return the tests' config with other settings for some sections."""
     return resolve([CONFIG.model_dump(), sections])
 
 
@@ -68,7 +68,7 @@ def weights_of(policy: Policy) -> torch.Tensor:
 
 
 def shifted_groups(groups: list[Group], by: float) -> list[Group]:
-    """The groups as an engine would have reported them whose log-probs are off by `by` nats."""
+    """Return the groups as reported by an engine whose log-probs are off by `by` nats."""
     return [
         replace(
             group,

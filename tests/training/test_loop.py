@@ -1,4 +1,4 @@
-"""The loop end to end on the shipped model, small: what it writes, and that a seed decides all of it."""
+"""The training loop end to end on the embedded model, with small settings: files, determinism, methods, sampling."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ KEYS = {f"{room}/{name}" for room, names in CONTRACT.items() for name in names}
 def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, RunFolder, torch.nn.Module]:
     config = resolve([SMALL, *layers])
     folder = RunFolder.create(runs_dir, name)
-    parts = build_components(config, build_task(config.task))
-    for _ in train(config, parts, folder):
+    components = build_components(config, build_task(config.task))
+    for _ in train(config, components, folder):
         pass
-    return config, folder, parts.policy.model
+    return config, folder, components.policy.model
 
 
 def without_clock(folder: RunFolder) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def without_clock(folder: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_run_folder_holds_the_contract(tmp_path: Path) -> None:
+def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
     _, folder, model = run(tmp_path, "a")
     records = folder.read_metrics()
     assert [record["step"] for record in records] == [0, 1, 2, 3]
@@ -67,7 +67,7 @@ def test_the_run_folder_holds_the_contract(tmp_path: Path) -> None:
         evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
         scores = evaluation["sets"]["countdown"]
         assert len(scores["by_problem"]) == 4
-        assert scores["figures"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
+        assert scores["reference_kl"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
     assert "eval/countdown/mean_at_4" not in records[1]
 
     samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
@@ -113,12 +113,12 @@ def test_every_method_trains(tmp_path: Path, bounds: dict[str, Any]) -> None:
     assert record["clip/active_fraction"] == 0 or bounds["method"] != "none"
 
 
-def test_dynamic_sampling_learns_from_groups_with_spread_alone(tmp_path: Path) -> None:
-    """Every group that is learnt from has right and wrong answers; what was dropped is still counted and kept."""
+def test_dynamic_sampling_trains_only_on_groups_with_spread(tmp_path: Path) -> None:
+    """Every group trained on has correct and wrong answers; dropped groups are still counted and stored."""
     config = resolve([SMALL, {"steps": 2, "sampling": {"dynamic": True}, "evaluation": {"every": 1}}])
-    parts = build_components(config, build_task(config.task))
+    components = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
-    for _ in train(config, parts, folder):
+    for _ in train(config, components, folder):
         pass
     position = 0
     for record in folder.read_metrics()[1:]:
@@ -129,11 +129,11 @@ def test_dynamic_sampling_learns_from_groups_with_spread_alone(tmp_path: Path) -
         assert record["train/uniform_group_fraction"] == pytest.approx(1 - spread.mean())
         tokens = pd.read_parquet(folder.path / "tokens" / f"step-{record['step']:06d}.parquet")
         assert (tokens["advantage"].abs() > 0.1).all()
-    assert parts.stream.position == position > 8, "nothing was refilled, so nothing was tested"
+    assert components.stream.position == position > 8, "nothing was refilled, so nothing was tested"
 
 
-def test_dynamic_sampling_gives_up_at_its_bound(tmp_path: Path) -> None:
-    """Rewards that cannot differ: two batches are drawn, and the step goes on with groups that teach nothing."""
+def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
+    """With rewards that cannot differ, two batches are sampled and the step uses groups without spread."""
     hopeless = {
         "steps": 1,
         "task": {"name": "countdown", "numbers": 5, "max_target": 999},
@@ -147,14 +147,14 @@ def test_dynamic_sampling_gives_up_at_its_bound(tmp_path: Path) -> None:
     assert record["optim/grad_norm"] == 0.0
 
 
-def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
+def test_the_reference_stays_the_initial_policy(tmp_path: Path) -> None:
     gentle = {"objective": {"reference_kl": 1e-3}, "evaluation": {"every": 0}, "optim": {"lr": 1e-5}}
     _, folder, _ = run(tmp_path, "a", gentle)
-    figures = [record["kl/ref"] for record in folder.read_metrics()]
-    assert 0 <= figures[0] < figures[-1] < 0.1
+    reference_kl = [record["kl/ref"] for record in folder.read_metrics()]
+    assert 0 <= reference_kl[0] < reference_kl[-1] < 0.1
 
 
-def test_held_out_problems_meet_no_training_problem(tmp_path: Path) -> None:
+def test_held_out_and_training_problems_are_disjoint(tmp_path: Path) -> None:
     config, folder, _ = run(tmp_path, "a")
     trained: set[str] = set()
     for path in (folder.path / "samples").glob("*.parquet"):
@@ -175,7 +175,7 @@ def test_seeds_differ_by_purpose_and_step() -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_default_learns(tmp_path: Path) -> None:
+def test_the_embedded_model_improves_with_default_settings(tmp_path: Path) -> None:
     """20 of the 100 steps of `bandpo train`; over three seeds they brought 0.276 to 0.379 and the like."""
     config = resolve([{"steps": 20}])
     folder = RunFolder.create(tmp_path, "a")

@@ -1,4 +1,4 @@
-"""Records of the training loop: metrics, samples, evaluations and checkpoints, by hand from the recorded calls."""
+"""Records of the training loop: metrics, samples, evaluations and checkpoints, computed from the recorded calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sample_metrics_are_those_of_the_recorded_rollouts(recorded: Recording, 
     check_sample_metrics(recorded, step)
 
 
-def test_sample_metrics_tell_apart_what_they_count(recorded: Recording) -> None:
+def test_the_recorded_run_distinguishes_the_sample_metrics(recorded: Recording) -> None:
     """The run has truncated and finished completions, and no two shares are always the same."""
     names = (
         "train/accuracy",
@@ -127,7 +127,7 @@ def pass_by_subsets(group: list[Sampled], k: int) -> float:
 def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return metrics by set and problem id."""
     groups = iter(recording.steps[step].evaluation_groups())
-    sets = recording.parts.heldout
+    sets = recording.components.heldout
     found: dict[str, dict[str, dict[str, float]]] = {}
     for label, problems in sets.items():
         found[label] = {}
@@ -150,7 +150,7 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
 
 @pytest.mark.parametrize("step", [0, 2, 4, 5])
 def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded: Recording, step: int) -> None:
-    """Correctness as the grader gave it: the shaping of the reward is no part of an evaluation."""
+    """Evaluations use the grader's correctness, not the shaped reward."""
     by_hand, line = evaluation_by_hand(recorded, step), recorded.line(step)
     written = json.loads((recorded.folder.path / "evals" / f"step-{step:06d}.json").read_text())
     assert written["step"] == step
@@ -243,7 +243,7 @@ def test_a_later_first_step_skips_the_evaluation_before_training(
 
 
 @pytest.mark.parametrize("last", [1, 2, 4])
-def test_a_stop_keeps_the_last_complete_step_as_a_checkpoint(
+def test_a_stop_saves_a_checkpoint_of_the_last_complete_step(
     tmp_path: Path, small_model: Path, last: int
 ) -> None:
     recording = prepare_run(tmp_path / "a", small_model)
@@ -260,7 +260,7 @@ def test_a_stop_before_the_first_step_writes_no_checkpoint(tmp_path: Path, small
     assert not recording.folder.checkpoints()
 
 
-def test_a_stop_leaves_a_checkpoint_that_is_there_already(tmp_path: Path, small_model: Path) -> None:
+def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_model: Path) -> None:
     recording = prepare_run(tmp_path / "a", small_model)
     written: list[int] = []
 

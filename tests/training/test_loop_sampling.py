@@ -26,7 +26,7 @@ def flat(seeds: dict[int, list[int]]) -> list[int]:
     return [seed for of_step in seeds.values() for seed in of_step]
 
 
-def test_every_training_batch_has_a_seed_of_its_own(tmp_path: Path, small_model: Path) -> None:
+def test_every_training_batch_has_a_different_seed(tmp_path: Path, small_model: Path) -> None:
     recording = run(tmp_path / "a", small_model, TWO_BATCHES, uniform=set)
     training, evaluation = recording.seeds("training"), recording.seeds("evaluation")
     assert [len(training[step]) for step in (1, 2, 3)] == [2, 2, 2]
@@ -46,7 +46,7 @@ def test_a_seed_depends_on_run_seed_step_and_batch_only(tmp_path: Path, small_mo
         assert not set(flat(one.seeds(kind))) & set(flat(other.seeds(kind)))
 
 
-def test_a_step_samples_with_the_same_seeds_wherever_the_run_began(
+def test_the_seeds_of_a_step_do_not_depend_on_the_first_step(
     recorded: Recording, tmp_path: Path, small_model: Path
 ) -> None:
     late = execute(prepare_run(tmp_path / "a", small_model), first=3)
@@ -63,7 +63,7 @@ def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded: R
 
 
 def test_training_samples_with_the_training_settings(recorded: Recording) -> None:
-    policy = recorded.parts.policy
+    policy = recorded.components.policy
     expected = SamplingParams(samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids)
     calls = [call for step in recorded.steps.values() for call in step.training]
     assert len(calls) == 5
@@ -74,19 +74,21 @@ def test_training_samples_with_the_training_settings(recorded: Recording) -> Non
 
 
 def test_evaluation_samples_with_the_evaluation_settings(recorded: Recording) -> None:
-    policy = recorded.parts.policy
+    policy = recorded.components.policy
     expected = SamplingParams(samples=3, temperature=1.3, max_tokens=6, stop_ids=policy.stop_ids)
     for step in (0, 2, 4, 5):
         assert {call.params for call in recorded.steps[step].evaluation} == {expected}
 
 
-def test_evaluation_batches_hold_whole_problems_of_one_set(recorded: Recording) -> None:
-    """7 completions at once are 2 problems of 3; sets of 5 and 3 problems, each in its own batches."""
-    parts = recorded.parts
+def test_evaluation_batches_hold_complete_problems_of_one_set(recorded: Recording) -> None:
+    """Batches of 7 completions are 2 problems of 3; sets of 5 and 3 problems, each in its own batches."""
+    components = recorded.components
     sizes = {"first": (2, 2, 1), "second": (2, 1)}
     expected = []
-    for label, problems in parts.heldout.items():
-        prompts = [tuple(parts.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
+    for label, problems in components.heldout.items():
+        prompts = [
+            tuple(components.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems
+        ]
         for size in sizes[label]:
             expected.append(prompts[:size])
             prompts = prompts[size:]
@@ -95,13 +97,13 @@ def test_evaluation_batches_hold_whole_problems_of_one_set(recorded: Recording) 
 
 
 def test_training_takes_the_problems_of_the_stream_in_order(recorded: Recording) -> None:
-    parts = recorded.parts
-    problems = parts.stream.take(0, 20)
-    prompts = [tuple(parts.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
+    components = recorded.components
+    problems = components.stream.take(0, 20)
+    prompts = [tuple(components.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
     sampled = [call.prompts_P for step in range(1, 6) for call in recorded.steps[step].training]
     assert [ids for batch in sampled for ids in batch] == prompts
     assert len(set(prompts)) == 20
-    assert parts.stream.position == 20
+    assert components.stream.position == 20
 
 
 def test_the_problem_order_follows_the_run_seed(
@@ -109,9 +111,9 @@ def test_the_problem_order_follows_the_run_seed(
 ) -> None:
     same = prepare_run(tmp_path / "a", small_model)
     other = prepare_run(tmp_path / "b", small_model, {"seed": 8})
-    order = recorded.parts.stream.take(0, 20)
-    assert same.parts.stream.take(0, 20) == order
-    assert other.parts.stream.take(0, 20) != order
+    order = recorded.components.stream.take(0, 20)
+    assert same.components.stream.take(0, 20) == order
+    assert other.components.stream.take(0, 20) != order
 
 
 def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(recorded: Recording) -> None:
@@ -120,13 +122,13 @@ def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(re
         step = recorded.steps[number]
         (sync,) = step.syncs
         assert sync.version == 2 * number
-        assert sync.model is recorded.parts.policy.model
+        assert sync.model is recorded.components.policy.model
         assert same_weights(sync.weights, step.updates[-1].weights)
         assert not same_weights(sync.weights, recorded.weights_before(number))
         assert not same_weights(sync.weights, step.updates[0].weights)
 
 
-def test_completions_carry_the_version_of_their_weights(recorded: Recording) -> None:
+def test_completions_have_the_version_of_their_weights(recorded: Recording) -> None:
     def versions(groups: list[list[Any]]) -> set[int]:
         return {each.completion.policy_version for group in groups for each in group}
 
@@ -176,7 +178,7 @@ def test_a_stale_engine_is_not_evaluated(tmp_path: Path, small_model: Path) -> N
 @pytest.mark.parametrize("version", [-1, 1, 7])
 def test_one_stale_completion_stops_the_run(tmp_path: Path, small_model: Path, version: int) -> None:
     recording = prepare_run(tmp_path / "a", small_model, NO_EVALUATION)
-    sampler: Any = recording.parts.sampler
+    sampler: Any = recording.components.sampler
     sample = sampler.sample
 
     def with_a_stale_one(

@@ -1,4 +1,4 @@
-"""Hand-over from rollouts to updates: texts, rewards, advantages, groups, old log-probs, corrections, rates."""
+"""From rollouts to updates: texts, rewards, advantages, groups, old log-probs, corrections, learning rates."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def close(column: Any, expected: list[float], tolerance: float) -> None:
 
 
 def texts_by_hand(recording: Recording, ids: tuple[int, ...]) -> str:
-    """Spell token ids out; in this vocabulary a token is a character, and the first two are special."""
-    names = {number: name for name, number in recording.parts.policy.tokenizer.get_vocab().items()}
+    """Return token ids as text; in this vocabulary a token is a character, and the first two are special."""
+    names = {number: name for name, number in recording.components.policy.tokenizer.get_vocab().items()}
     assert {names[0], names[1]} == {"<pad>", "<eos>"}
     return "".join(names[each].replace("Ġ", " ") for each in ids if each > 1)
 
@@ -52,7 +52,7 @@ def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(
 
 
 @pytest.mark.parametrize("step", [2, 4, 5])
-def test_every_completion_learns_from_its_own_advantage(recorded: Recording, step: int) -> None:
+def test_every_completion_has_its_own_advantage(recorded: Recording, step: int) -> None:
     """All groups of the step in order, so that each update has its own; rewards are the shaped ones."""
     groups = recorded.steps[step].training_groups()
     expected = token_advantages(groups, recorded.config)
@@ -77,26 +77,26 @@ def test_old_logprobs_of_all_updates_are_those_of_the_weights_before_the_first(
     recorded: Recording, step: int
 ) -> None:
     groups, start = recorded.steps[step].training_groups(), recorded.weights_before(step)
-    expected = plain_logprobs(recorded.parts, start, groups, temperature=0.7)
+    expected = plain_logprobs(recorded.components, start, groups, temperature=0.7)
     table = tokens(recorded, step)
     close(table["old_logprob"], expected, 1e-4)
     bounds = ratio_bounds(recorded.config.bounds)(torch.tensor(expected))
     close(table["lower"], bounds.lower.tolist(), 1e-3)
     close(table["upper"], bounds.upper.tolist(), 1e-3)
-    moved = plain_logprobs(recorded.parts, recorded.weights_before(step, 1), groups, temperature=0.7)
+    moved = plain_logprobs(recorded.components, recorded.weights_before(step, 1), groups, temperature=0.7)
     assert max(abs(one - other) for one, other in zip(moved, expected, strict=True)) > 1e-2
 
 
 @pytest.mark.parametrize("step", [2, 4, 5])
-def test_each_update_takes_its_own_groups_under_the_weights_of_its_time(
-    recorded: Recording, step: int
-) -> None:
-    """The first update sees ratios of 1; the second those of the weights that the first left, at temperature 0.7."""
+def test_each_update_uses_its_own_groups_and_the_current_weights(recorded: Recording, step: int) -> None:
+    """The first update has ratios of 1; the second those of the weights after the first, at temperature 0.7."""
     groups, ratios = recorded.steps[step].training_groups(), tokens(recorded, step)["ratio"]
     first = sum(len(each.completion.token_ids) for group in groups[:2] for each in group)
     assert list(ratios[:first]) == pytest.approx([1.0] * first, abs=1e-5)
     before, after = (
-        plain_logprobs(recorded.parts, recorded.weights_before(step, update), groups[2:], temperature=0.7)
+        plain_logprobs(
+            recorded.components, recorded.weights_before(step, update), groups[2:], temperature=0.7
+        )
         for update in (0, 1)
     )
     expected = [math.exp(new - old) for new, old in zip(after, before, strict=True)]
@@ -137,13 +137,13 @@ def dynamic(
 
 
 def check_learned(recording: Recording, groups: list[list[Sampled]]) -> None:
-    """Require that the updates of step 1 learned from exactly these groups in this order."""
+    """Require that the updates of step 1 trained on exactly these groups in this order."""
     table = tokens(recording, 1)
     close(table["advantage"], token_advantages(groups, recording.config), 1e-5)
-    close(table["old_logprob"], plain_logprobs(recording.parts, recording.initial, groups, 0.7), 1e-4)
+    close(table["old_logprob"], plain_logprobs(recording.components, recording.initial, groups, 0.7), 1e-4)
 
 
-def test_dynamic_sampling_learns_from_the_first_groups_with_spread(tmp_path: Path, small_model: Path) -> None:
+def test_dynamic_sampling_trains_on_the_first_groups_with_spread(tmp_path: Path, small_model: Path) -> None:
     recording, groups = dynamic(tmp_path, small_model, batches=10, spread={1, 5, 6, 8, 9, 10})
     assert len(groups) == 12, "the third batch completes the step, so there is no fourth"
     check_learned(recording, [groups[index] for index in (1, 5, 6, 8)])
@@ -166,11 +166,13 @@ def test_dynamic_sampling_fills_up_with_the_first_groups_without_spread(
 
 
 def by_parity(token: int) -> float:
-    """An engine that reports even tokens too likely and odd ones far too unlikely."""
+    """Return a shift of log-probs: even tokens reported too likely, odd ones far too unlikely."""
     return 0.5 if token % 2 == 0 else -1.0
 
 
-def test_another_engine_is_corrected_for_up_to_the_cap(tmp_path: Path, small_model: Path) -> None:
+def test_importance_weights_of_another_engine_are_truncated_at_the_cap(
+    tmp_path: Path, small_model: Path
+) -> None:
     layer = {"objective": {"importance_cap": 1.7}}
     recording = run(tmp_path / "a", small_model, ONE_STEP, layer, shares_weights=False, shift=by_parity)
     groups, line = recording.steps[1].training_groups(), recording.line(1)
@@ -180,7 +182,7 @@ def test_another_engine_is_corrected_for_up_to_the_cap(tmp_path: Path, small_mod
     assert line["sampler/importance_max"] == pytest.approx(1.7)
     assert line["sampler/logprob_gap_mean"] == pytest.approx(sum(map(abs, shifts)) / len(shifts), rel=1e-4)
     assert line["sampler/logprob_gap_max"] == pytest.approx(1.0, rel=1e-4)
-    check_learned(recording, groups)  # the ratio is taken to the trainer's log-probs all the same
+    check_learned(recording, groups)  # the ratio still uses the trainer's log-probs
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_another_engine_is_corrected_for_up_to_the_cap(tmp_path: Path, small_mod
     ],
     ids=["shared-weights", "no-cap", "old-logprobs-of-the-sampler"],
 )
-def test_no_correction_where_none_is_due(
+def test_no_correction_without_another_engine_or_cap(
     tmp_path: Path, small_model: Path, shares: bool, objective: dict[str, Any], shift: Any
 ) -> None:
     layer = {"objective": objective}
@@ -215,7 +217,7 @@ def test_no_correction_where_none_is_due(
 def test_the_correction_scales_the_gradient(
     tmp_path: Path, small_model: Path, shares: bool, shift: float, factor: float
 ) -> None:
-    """All tokens off by the same amount: the gradient of an update at ratio 1 is scaled by min(π/π_engine, 2)."""
+    """With all log-probs off by the same amount, the gradient at ratio 1 is scaled by min(π/π_engine, 2)."""
     once = {"optim": {"updates": 1}, "evaluation": {"every": 0}}
     plain = run(tmp_path / "a", small_model, ONE_STEP, once).line(1)
     other = run(
@@ -244,11 +246,13 @@ def test_the_learning_rate_follows_its_schedule_over_all_updates_of_the_run(
     assert [recording.line(step)["optim/lr"] for step in range(1, 6)] == pytest.approx(expected[1::2])
 
 
-def test_weights_move_at_updates_only(recorded: Recording) -> None:
+def test_weights_change_only_at_updates(recorded: Recording) -> None:
     for number in range(1, 6):
         weights = [
             recorded.weights_before(number),
             *(each.weights for each in recorded.steps[number].updates),
         ]
         assert not any(same_weights(one, other) for one, other in pairwise(weights))
-    assert same_weights(recorded.steps[5].updates[-1].weights, dict(recorded.parts.policy.model.state_dict()))
+    assert same_weights(
+        recorded.steps[5].updates[-1].weights, dict(recorded.components.policy.model.state_dict())
+    )

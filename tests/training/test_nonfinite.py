@@ -1,4 +1,4 @@
-"""Numbers that are not finite: they never move a weight, and what they came from is kept."""
+"""Non-finite values: they never change a weight, and the batch that they came from is stored."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STEADY = {"warmup_steps": 0, "lr": 1e-3}
 
 
 def spoil_a_weight(policy: Policy) -> None:
-    """One NaN in the embedding of a token: through the tied output layer it reaches every log-prob."""
+    """Set one entry of an embedding to NaN; through the tied output layer it reaches every log-prob."""
     with torch.no_grad():
         next(policy.model.parameters())[5, 0] = math.nan
 
 
 def with_value(experience: Experience, name: str, value: float) -> Experience:
-    """The experience with `value` at one token of a tensor."""
+    """Return the experience with `value` at one token of a tensor."""
     tensor = getattr(experience, name).clone()
     tensor[3] = value
     return replace(experience, **{name: tensor})
@@ -53,7 +53,7 @@ def infinite_gradient(policy: Policy, experience: Experience) -> Experience:
 
 
 def broken_since(policy: Policy, experience: Experience) -> Experience:
-    """An earlier update of the same step broke the policy: old log-probs are fine, new ones are not."""
+    """Simulate an earlier update of the step that broke the policy: old log-probs are finite, new ones are not."""
     spoil_a_weight(policy)
     return experience
 
@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_stops_before_the_weights_move_and_is_told_as_what_it_is(name: str) -> None:
+def test_each_fault_raises_its_own_message_before_the_weights_change(name: str) -> None:
     fault, line = FAULTS[name]
     policy = policy_of()
     config = config_of(objective={"aggregation": "seq-sum-norm"}, sampling={"max_tokens": 1})
@@ -102,8 +102,8 @@ def test_each_fault_stops_before_the_weights_move_and_is_told_as_what_it_is(name
     assert optimizer.update == 0
 
 
-def test_a_skipped_update_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
-    """Good, bad, good: weights and figures, bit for bit, are those of the two good ones; the schedule counts three."""
+def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path) -> None:
+    """Good, bad, good: weights and metrics are those of the two good updates bit for bit; the schedule counts 3."""
     config = config_of(optim={**STEADY, "max_skips": 1})
     ended = []
     for bad in (False, True):
@@ -111,19 +111,19 @@ def test_a_skipped_update_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
         first, second = experiences_of(policy, updates=2)
         broken = [with_value(first, "sampler_logprobs", -math.inf)] if bad else []
         optimizer = Optimizer(policy.model, config.optim, total_updates=3)
-        rule = BadUpdateHandler(config, optimizer, tmp_path, step=1)
-        figures = update_policy(policy, optimizer, [first, *broken, second], config, rule)
-        ended.append((weights_of(policy), figures.metrics(), optimizer))
-    (weights, expected, _), (found, figures_of_bad, optimizer) = ended
+        handler = BadUpdateHandler(config, optimizer, tmp_path, step=1)
+        updates = update_policy(policy, optimizer, [first, *broken, second], config, handler)
+        ended.append((weights_of(policy), updates.metrics(), optimizer))
+    (weights, expected, _), (found, metrics_with_bad, optimizer) = ended
     assert torch.equal(found, weights)
-    assert figures_of_bad.pop("optim/skipped_updates") == 1.0
+    assert metrics_with_bad.pop("optim/skipped_updates") == 1.0
     assert expected.pop("optim/skipped_updates") == 0.0
-    assert figures_of_bad == expected
+    assert metrics_with_bad == expected
     assert optimizer.update == 3
     assert optimizer.skipped_in_a_row == 0
 
 
-def test_a_skipped_update_leaves_the_masters_of_narrow_weights_alone(tmp_path: Path) -> None:
+def test_a_skipped_update_does_not_change_float32_masters(tmp_path: Path) -> None:
     config = config_of(optim={**STEADY, "max_skips": 1})
     policy = policy_of()
     experience = experiences_of(policy, updates=1)[0]
@@ -132,15 +132,15 @@ def test_a_skipped_update_leaves_the_masters_of_narrow_weights_alone(tmp_path: P
     update_policy(policy, optimizer, [experience], config)
     before = [(weight.clone(), master.clone()) for weight, master in optimizer._pairs]
     infinite_gradient(policy, experience)
-    rule = BadUpdateHandler(config, optimizer, tmp_path, step=1)
-    assert update_policy(policy, optimizer, [experience], config, rule).skipped == 1
+    handler = BadUpdateHandler(config, optimizer, tmp_path, step=1)
+    assert update_policy(policy, optimizer, [experience], config, handler).skipped == 1
     assert all(
         torch.equal(weight, old) and torch.equal(master, old_master)
         for (weight, master), (old, old_master) in zip(optimizer._pairs, before, strict=True)
     )
 
 
-def test_the_batch_is_kept_with_every_number_that_there_was(tmp_path: Path) -> None:
+def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
     policy = policy_of()
     config = config_of(objective={"reference_kl": 0.1})
     (experience,) = experiences_of(policy, updates=1)
@@ -189,7 +189,7 @@ def test_the_batch_is_kept_with_every_number_that_there_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("dtype", "norm"), [("float32", 1.0), ("bfloat16", None)])
-def test_advice_names_only_what_can_still_be_changed(tmp_path: Path, dtype: str, norm: float | None) -> None:
+def test_suggestions_leave_out_settings_in_use(tmp_path: Path, dtype: str, norm: float | None) -> None:
     config = config_of(model={"dtype": dtype}, optim={"max_grad_norm": norm})
     policy = policy_of()
     optimizer = Optimizer(policy.model, config.optim, total_updates=1)
@@ -201,7 +201,7 @@ def test_advice_names_only_what_can_still_be_changed(tmp_path: Path, dtype: str,
     assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
 
 
-def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> None:
+def test_consecutive_skips_and_stored_batches_are_limited(tmp_path: Path) -> None:
     limit = MAX_BAD_BATCHES + 2
     config = config_of(optim={**STEADY, "max_skips": limit})
     policy = policy_of()
@@ -210,12 +210,10 @@ def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> No
     optimizer = Optimizer(policy.model, config.optim, total_updates=99)
 
     def updates(step: int, *experiences: Experience) -> int:
-        rule = BadUpdateHandler(config, optimizer, tmp_path, step)
-        return update_policy(policy, optimizer, experiences, config, rule).skipped
+        handler = BadUpdateHandler(config, optimizer, tmp_path, step)
+        return update_policy(policy, optimizer, experiences, config, handler).skipped
 
-    assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, (
-        "a good update starts the count anew"
-    )
+    assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, "a good update resets the count"
     assert len(os.listdir(tmp_path / "bad_batches")) == MAX_BAD_BATCHES
     with pytest.raises(
         NonFiniteError, match=rf"not applied, after {limit} skipped in a row; its batch is in"
@@ -223,10 +221,10 @@ def test_skips_are_bounded_in_a_row_and_so_is_what_is_kept(tmp_path: Path) -> No
         updates(2, bad)
     names = sorted(os.listdir(tmp_path / "bad_batches"))
     assert len(names) == MAX_BAD_BATCHES + 1
-    assert names[-1] == "step-000002-update-1.parquet", "the one that stops the run is always kept"
+    assert names[-1] == "step-000002-update-1.parquet", "the batch that stops the run is always stored"
 
 
-def test_a_disk_that_takes_no_batch_does_not_hide_the_fault(tmp_path: Path) -> None:
+def test_an_unwritable_disk_does_not_hide_the_fault(tmp_path: Path) -> None:
     (tmp_path / "bad_batches").write_text("a file where the folder should be")
     config, policy = config_of(), policy_of()
     optimizer = Optimizer(policy.model, config.optim, total_updates=1)
@@ -247,16 +245,16 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_run_on_a_model_with_a_broken_weight_skips_what_it_may_and_stops(tmp_path: Path) -> None:
+def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path: Path) -> None:
     """Three skips are allowed: step 1 is recorded with both updates skipped, step 2 stops at its second."""
     config = resolve([SMALL, {"optim": {"max_skips": 3}, "checkpoint": {"every": 0}}])
-    parts = build_components(config, build_task(config.task))
+    components = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
-    spoil_a_weight(parts.policy)
+    spoil_a_weight(components.policy)
     with pytest.raises(
         NonFiniteError, match=r"^step 2, update 2 of 2: the policy's log-probs are not finite"
     ):
-        for _ in train(config, parts, folder):
+        for _ in train(config, components, folder):
             pass
     (record,) = folder.read_metrics()
     assert record["optim/skipped_updates"] == 2
@@ -266,7 +264,7 @@ def test_a_run_on_a_model_with_a_broken_weight_skips_what_it_may_and_stops(tmp_p
     assert names == [f"step-00000{step}-update-{update}" for step in (1, 2) for update in (1, 2)]
 
 
-def test_weights_that_are_no_numbers_get_no_checkpoint(tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
     policy = policy_of()
     optimizer = Optimizer(policy.model, config_of().optim, total_updates=1)
     progress = Progress(step=1, updates=0, skipped_in_a_row=0, position=0, problems="")
@@ -279,30 +277,30 @@ def test_weights_that_are_no_numbers_get_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("skips", "last", "kept"), [(0, "step 3, update 1 of 2", {2}), (3, "step 4, update 2 of 2", {2, 3})]
 )
-def test_a_gradient_that_explodes_late_spoils_no_checkpoint(
+def test_infinite_gradients_after_good_steps_reach_no_checkpoint(
     tmp_path: Path, skips: int, last: str, kept: set[int]
 ) -> None:
-    """Two good steps, then infinite gradients. All checkpoints have the weights of step 2, where the last good update
-    was; and while updates fail none is removed, though the settings ask for the last one alone."""
+    """Two good steps, then infinite gradients. All checkpoints have the weights of step 2, the last good update; and
+    while updates fail no checkpoint is removed, although the settings keep only the last one."""
     keep_one = {"checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}
     config = resolve([SMALL, {"steps": 5, "optim": {"updates": 2, "max_skips": skips}}, keep_one])
-    parts = build_components(config, build_task(config.task))
+    components = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
-    steps = train(config, parts, folder)
+    steps = train(config, components, folder)
     assert [next(steps).step, next(steps).step] == [1, 2]
-    next(parts.policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+    next(components.policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteError, match=rf"^{last}: the gradient norm is (inf|nan)"):
         list(steps)
     assert set(folder.checkpoints()) == kept
     for path in folder.checkpoints().values():
         saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for name, tensor in parts.policy.model.state_dict().items():
+        for name, tensor in components.policy.model.state_dict().items():
             assert torch.equal(saved[name], tensor), name
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_blows_a_run_up_ends_it_in_one_line(tmp_path: Path) -> None:
-    """As a user sees it: exit code 1, a line with the batch and what to try, and a batch that can be read."""
+def test_a_far_too_high_learning_rate_ends_the_run_with_one_error_line(tmp_path: Path) -> None:
+    """Through the command: exit code 1, one line with the batch and settings to try, and a readable batch file."""
     settings = ["steps=3", "sampling.prompts=4", "sampling.samples=4", "optim.updates=2", "evaluation.every=0",
                 "optim.lr=1e6"]  # fmt: skip
     arguments = [word for setting in settings for word in ("--set", setting)]

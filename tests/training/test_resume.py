@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped, bit for bit, whatever its settings."""
+"""Resume: a stopped and resumed run equals an uninterrupted run bit for bit, with various settings."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ SMALL: dict[str, Any] = {
 }
 
 
-def run_until(config: RunConfig, folder: RunFolder, parts: Components, first: int, last: int) -> Components:
-    """Run the steps from `first` on and leave off after `last`, as a kill there would."""
-    for report in train(config, parts, folder, first=first):
+def run_until(
+    config: RunConfig, folder: RunFolder, components: Components, first: int, last: int
+) -> Components:
+    """Run the steps from `first` to `last` and abandon the loop there, as a kill would."""
+    for report in train(config, components, folder, first=first):
         if report.step == last:
             break
-    parts.close()
-    return parts
+    components.close()
+    return components
 
 
-def go_on(config: RunConfig, folder: RunFolder, last: int) -> Components:
+def resume(config: RunConfig, folder: RunFolder, last: int) -> Components:
     """Resume from the latest checkpoint."""
     done = folder.read_metrics()[-1]["step"]
     step = max(step for step in complete_checkpoints(folder)[0] if step <= done)
     assert step < last
-    parts = build_components(config, build_task(config.task))
-    assert parts.resume_from(folder.checkpoint_dir(step)).step == step
+    components = build_components(config, build_task(config.task))
+    assert components.resume_from(folder.checkpoint_dir(step)).step == step
     folder.roll_back(step)
     remove_checkpoints_after(folder, step)
-    return run_until(config, folder, parts, step + 1, last)
+    return run_until(config, folder, components, step + 1, last)
 
 
 def record(folder: RunFolder) -> list[dict[str, Any]]:
@@ -54,16 +56,16 @@ def record(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def files(folder: RunFolder) -> dict[str, bytes]:
-    """Return what a run leaves but for its clocks: completions, tokens, evaluations and checkpoints."""
-    parts = ("samples", "tokens", "evals", "checkpoints")
-    paths = [path for part in parts for path in (folder.path / part).rglob("*") if path.is_file()]
+    """Return the files of a run that do not depend on the clock: samples, tokens, evaluations and checkpoints."""
+    folders = ("samples", "tokens", "evals", "checkpoints")
+    paths = [path for name in folders for path in (folder.path / name).rglob("*") if path.is_file()]
     return {path.relative_to(folder.path).as_posix(): path.read_bytes() for path in paths}
 
 
 def check_same(one: RunFolder, other: RunFolder) -> None:
-    """Require two runs to be equal, in which something was learnt before and after the middle."""
-    learnt = [line["step"] for line in record(one) if line.get("optim/grad_norm", 0) > 0]
-    assert min(learnt) < 3 < max(learnt)
+    """Require two runs to be equal, with non-zero gradients before and after step 3."""
+    trained = [line["step"] for line in record(one) if line.get("optim/grad_norm", 0) > 0]
+    assert min(trained) < 3 < max(trained)
     assert record(one) == record(other)
     ours, theirs = files(one), files(other)
     assert ours.keys() == theirs.keys()
@@ -71,19 +73,19 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
 
 
 def both(tmp_path: Path, *layers: dict[str, Any], stop: int = 3) -> tuple[RunFolder, RunFolder]:
-    """Run it once through, and once stopped after `stop` and resumed; return both folders."""
+    """Run without interruption, and stopped after step `stop` and resumed; return both folders."""
     config = resolve([SMALL, *layers])
-    whole, resumed = (RunFolder.create(tmp_path, name) for name in ("whole", "resumed"))
-    run_until(config, whole, build_components(config, build_task(config.task)), 0, config.steps)
+    uninterrupted, resumed = (RunFolder.create(tmp_path, name) for name in ("uninterrupted", "resumed"))
+    run_until(config, uninterrupted, build_components(config, build_task(config.task)), 0, config.steps)
     run_until(config, resumed, build_components(config, build_task(config.task)), 0, stop)
-    go_on(config, resumed, config.steps)
-    return whole, resumed
+    resume(config, resumed, config.steps)
+    return uninterrupted, resumed
 
 
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    whole, resumed = both(tmp_path)
-    check_same(whole, resumed)
-    assert len(record(whole)) == 6
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted, resumed = both(tmp_path)
+    check_same(uninterrupted, resumed)
+    assert len(record(uninterrupted)) == 6
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -97,79 +99,81 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_whatever_the_settings(tmp_path: Path, name: str) -> None:
+def test_resume_with_other_settings(tmp_path: Path, name: str) -> None:
     check_same(*both(tmp_path, SETTINGS[name]))
 
 
 @pytest.mark.slow
-def test_at_the_edge_of_an_epoch(tmp_path: Path) -> None:
-    """21 problems, 14 a step: the resume, at position 28, goes on within the second epoch and into the third."""
+def test_resume_at_the_boundary_of_an_epoch(tmp_path: Path) -> None:
+    """21 problems, 14 per step: the resume at position 28 continues within the second epoch and into the third."""
     few = {"task": {"name": "countdown", "max_number": 4, "min_target": 8, "max_target": 8}}
     config = resolve([SMALL, few, {"evaluation": {"problems": 2}}])
     assert len(build_task(config.task).train_problems()) == 21
-    for prompts in (14, 42):  # with 42 each step is two epochs, and the checkpoint lies right at an edge
+    for prompts in (14, 42):  # with 42 each step is two epochs, and the checkpoint is exactly at a boundary
         place = tmp_path / str(prompts)
         check_same(*both(place, few, {"sampling": {"prompts": prompts}, "evaluation": {"problems": 2}}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kl", [0.0, 1e-2])
-def test_narrow_weights_with_wide_masters(tmp_path: Path, kl: float) -> None:
-    """Steps too small to show in bfloat16 one by one: it is the masters that have to come back."""
+def test_resume_of_bfloat16_weights_with_float32_masters(tmp_path: Path, kl: float) -> None:
+    """Each step is too small to change a bfloat16 weight, so the masters must be restored."""
     layer = {"model": {"dtype": "bfloat16"}, "optim": {"lr": 1e-5}, "objective": {"reference_kl": kl}}
     check_same(*both(tmp_path, layer))
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_start_and_not_where_the_run_goes_on(tmp_path: Path) -> None:
-    whole, resumed = both(tmp_path, {"objective": {"reference_kl": 1e-3}})
-    check_same(whole, resumed)
-    figures = [line["kl/ref"] for line in record(resumed)[1:]]
-    assert figures[-1] > figures[0] > 0
-    assert figures[2] > 0.1 * figures[-1], "the third step is the first after the resume"
+def test_the_reference_after_a_resume_is_the_initial_policy(tmp_path: Path) -> None:
+    uninterrupted, resumed = both(tmp_path, {"objective": {"reference_kl": 1e-3}})
+    check_same(uninterrupted, resumed)
+    reference_kl = [line["kl/ref"] for line in record(resumed)[1:]]
+    assert reference_kl[-1] > reference_kl[0] > 0
+    assert reference_kl[2] > 0.1 * reference_kl[-1], "the third step is the first after the resume"
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_may_change_at_a_resume(tmp_path: Path) -> None:
-    """What --resume lets through as harmless: no number of the record moves."""
+def test_gradient_checkpointing_can_change_at_a_resume(tmp_path: Path) -> None:
+    """--resume accepts this change, because no metric depends on it."""
     config = resolve([SMALL])
-    whole, resumed = (RunFolder.create(tmp_path, name) for name in ("whole", "resumed"))
-    run_until(config, whole, build_components(config, build_task(config.task)), 0, 5)
+    uninterrupted, resumed = (RunFolder.create(tmp_path, name) for name in ("uninterrupted", "resumed"))
+    run_until(config, uninterrupted, build_components(config, build_task(config.task)), 0, 5)
     run_until(config, resumed, build_components(config, build_task(config.task)), 0, 3)
-    go_on(resolve([SMALL, {"model": {"gradient_checkpointing": True}}]), resumed, 5)
-    check_same(whole, resumed)
+    resume(resolve([SMALL, {"model": {"gradient_checkpointing": True}}]), resumed, 5)
+    check_same(uninterrupted, resumed)
 
 
 @pytest.mark.slow
-def test_what_is_kept_holds_across_a_resume(tmp_path: Path) -> None:
-    """The best is decided from the record and the disk, so a run that forgot everything keeps the same."""
+def test_checkpoint_pruning_is_the_same_across_a_resume(tmp_path: Path) -> None:
+    """The best checkpoints follow from metrics.jsonl and the disk alone, so a resumed run keeps the same ones."""
     keep = {
         "steps": 6,
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 2, "best_metric": "train/accuracy"},
     }
-    whole, resumed = both(tmp_path, keep, stop=4)
-    check_same(whole, resumed)
-    lines = [line for line in record(whole) if line["step"]]
+    uninterrupted, resumed = both(tmp_path, keep, stop=4)
+    check_same(uninterrupted, resumed)
+    lines = [line for line in record(uninterrupted) if line["step"]]
     best = sorted(lines, key=lambda line: (-line["train/accuracy"], line["step"]))[:2]
     assert sorted(complete_checkpoints(resumed)[0]) == sorted({6, *(line["step"] for line in best)})
 
 
-def test_other_problems_are_refused(tmp_path: Path) -> None:
+def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
     config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
     run_until(config, folder, build_components(config, build_task(config.task)), 0, 1)
-    parts = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
-    with pytest.raises(UserError, match="learnt from other problems"):
-        parts.resume_from(folder.checkpoint_dir(1))
-    parts.close()
+    components = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
+    with pytest.raises(UserError, match="trained on other problems"):
+        components.resume_from(folder.checkpoint_dir(1))
+    components.close()
 
 
-def test_asked_to_stop_it_keeps_the_step_it_has_done(tmp_path: Path) -> None:
+def test_a_stop_request_saves_a_checkpoint_of_the_last_complete_step(tmp_path: Path) -> None:
     config = resolve([SMALL, {"checkpoint": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
-    parts = build_components(config, build_task(config.task))
-    steps = [report.step for report in train(config, parts, folder, stop=lambda: len(record(folder)) == 4)]
-    parts.close()
+    components = build_components(config, build_task(config.task))
+    steps = [
+        report.step for report in train(config, components, folder, stop=lambda: len(record(folder)) == 4)
+    ]
+    components.close()
     assert steps == [0, 1, 2, 3]
     state = json.loads((folder.checkpoint_dir(3) / "trainer" / "state.json").read_text())
     assert (state["step"], state["updates"], state["position"]) == (3, 6, 12)

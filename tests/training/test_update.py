@@ -1,4 +1,4 @@
-"""From groups to updated weights, on small random models."""
+"""Updates: from graded groups to updated weights, on small random models."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_sampler_and_trainer_agree_on_every_token() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-sum-norm"])
-def test_accumulation_gives_the_gradient_of_one_pass(aggregation: str) -> None:
-    """Many passes of one row add up to the update of a single pass over all rows."""
+def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: str) -> None:
+    """The gradients of one row at a time add up to the gradient of all rows at once."""
     gradients = []
     for micro in (10_000, 1):
         policy = policy_of()
@@ -44,13 +44,13 @@ def test_accumulation_gives_the_gradient_of_one_pass(aggregation: str) -> None:
             objective={"aggregation": aggregation}, optim={"micro_batch_tokens": micro, "max_grad_norm": None}
         )
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
-        figures = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
+        metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
-        gradients.append((figures.metrics(), gradient))
-    (whole_figures, whole), (split_figures, split) = gradients
-    assert whole.abs().max() > 1e-3
-    torch.testing.assert_close(split, whole, atol=1e-5, rtol=1e-4)
-    assert split_figures == pytest.approx(whole_figures, rel=1e-4, abs=1e-6)
+        gradients.append((metrics.metrics(), gradient))
+    (one_pass_metrics, one_pass), (split_metrics, split) = gradients
+    assert one_pass.abs().max() > 1e-3
+    torch.testing.assert_close(split, one_pass, atol=1e-5, rtol=1e-4)
+    assert split_metrics == pytest.approx(one_pass_metrics, rel=1e-4, abs=1e-6)
 
 
 def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
@@ -65,20 +65,20 @@ def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
     assert second["kl/old_new"] > first["kl/old_new"]
 
 
-def test_bounds_hold_the_policy_back() -> None:
-    """The same eight updates end nearer to π_old under a tight Band than with no bounds."""
+def test_bounds_limit_the_change_of_the_policy() -> None:
+    """After the same eight updates the policy is nearer to π_old with a tight Band than without bounds."""
     moved = []
     for bounds in (BandSettings(delta=1e-4), NoClipSettings()):
         policy = policy_of()
         optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 2e-3}), total_updates=8)
         experience = experiences_of(policy, updates=1, bounds=bounds)
         for _ in range(8):
-            figures = update_policy(policy, optimizer, experience, CONFIG).metrics()
-        moved.append(figures["kl/old_new"])
+            metrics = update_policy(policy, optimizer, experience, CONFIG).metrics()
+        moved.append(metrics["kl/old_new"])
     assert moved[0] < 0.5 * moved[1]
 
 
-def test_a_step_raises_the_probability_of_what_did_better() -> None:
+def test_an_update_raises_the_probability_of_better_completions() -> None:
     policy = policy_of()
     (before,) = experiences_of(policy, updates=1, bounds=NoClipSettings())
     groups, advantages = _same_groups(before)
@@ -93,7 +93,7 @@ def _free(old_logprobs: torch.Tensor) -> RatioBounds:
 
 
 def _same_groups(experience: Experience) -> tuple[list[Group], torch.Tensor]:
-    """The groups that `experience` was made from: drawing is a pure function of the untrained weights."""
+    """Return the groups of `experiences_of`: sampling is a pure function of the initial weights."""
     groups = graded_groups(policy_of())
     rewards = torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
     assert sum(len(r.completion.token_ids) for g in groups for r in g.rollouts_G) == len(
@@ -102,7 +102,7 @@ def _same_groups(experience: Experience) -> tuple[list[Group], torch.Tensor]:
     return groups, group_advantages(rewards)
 
 
-def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
+def test_a_non_finite_gradient_does_not_change_the_weights() -> None:
     policy = policy_of()
     optimizer = Optimizer(policy.model, OptimConfig(), total_updates=1)
     before = weights_of(policy)
@@ -114,19 +114,19 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_alone() -> None:
     assert optimizer.update == 0
 
 
-def test_a_batch_without_spread_moves_nothing() -> None:
+def test_a_batch_without_reward_spread_changes_nothing() -> None:
     policy = policy_of()
     groups = graded_groups(policy)
     flat = group_advantages(torch.ones(4, 4))
     experience = prepare_experience(policy, None, groups, flat, ratio_bounds(BandSettings()), CONFIG)
     before = weights_of(policy)
-    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
+    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
     assert torch.equal(weights_of(policy), before)
-    assert figures["optim/grad_norm"] == 0.0
+    assert metrics["optim/grad_norm"] == 0.0
 
 
 def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[Group]:
-    """The groups with these completions instead of their own, each a little better than the one before it."""
+    """Return the groups with other completions, each with a slightly higher reward than the one before it."""
     return [
         replace(
             group,
@@ -149,24 +149,22 @@ def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[G
     [((2,), (2,)), ((2,), (7, 2)), ((2,), (2,), (2,), (5, 6, 7, 8, 9, 2))],
     ids=["two ends", "an end and a token", "three ends and an answer"],
 )
-def test_the_shortest_batches_are_learnt_from(
-    aggregation: str, token_ids: tuple[tuple[int, ...], ...]
-) -> None:
-    """Groups of two and completions of the end token alone: finite figures, and the better becomes likelier."""
+def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tuple[int, ...], ...]) -> None:
+    """Groups of two and completions of only the end token: finite metrics, and the better one becomes likelier."""
     policy = policy_of()
     groups = with_completions(graded_groups(policy)[:1], *token_ids)
     advantages = group_advantages(torch.tensor([[rollout.grade.reward for rollout in groups[0].rollouts_G]]))
     config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
     before = prepare_experience(policy, policy, groups, advantages, ratio_bounds(BandSettings()), config)
-    figures = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
-    assert all(math.isfinite(value) for value in figures.metrics().values())
+    metrics = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
+    assert all(math.isfinite(value) for value in metrics.metrics().values())
     after = prepare_experience(policy, None, groups, advantages, ratio_bounds(BandSettings()), config)
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
         assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
 
 
-def test_a_completion_without_a_token_is_the_samplers_fault() -> None:
+def test_a_completion_without_tokens_is_refused() -> None:
     policy = policy_of()
     groups = with_completions(graded_groups(policy), (2,), ())
     with pytest.raises(RunError, match="a completion without a token"):
@@ -174,8 +172,8 @@ def test_a_completion_without_a_token_is_the_samplers_fault() -> None:
 
 
 @pytest.mark.parametrize(("by", "weight"), [(-0.5, math.exp(0.5)), (0.5, math.exp(-0.5)), (-3.0, 2.0)])
-def test_another_engines_tokens_are_weighted_by_the_truncated_ratio(by: float, weight: float) -> None:
-    """The gradient of a uniformly shifted sampler is the exact one times min(π_old/π_sampler, 2)."""
+def test_tokens_of_another_engine_are_weighted_by_the_truncated_ratio(by: float, weight: float) -> None:
+    """With uniformly shifted sampler log-probs, the gradient is the exact one times min(π_old/π_sampler, 2)."""
     gradients = []
     for shift, exact in [(0.0, True), (by, False)]:
         policy = policy_of()
@@ -192,7 +190,7 @@ def test_another_engines_tokens_are_weighted_by_the_truncated_ratio(by: float, w
     torch.testing.assert_close(gradients[1], weight * gradients[0], rtol=1e-3, atol=1e-5)
 
 
-def test_the_samplers_own_log_probs_can_be_what_ratios_are_taken_to() -> None:
+def test_the_ratio_can_use_the_samplers_log_probs() -> None:
     policy = policy_of()
     groups = shifted_groups(graded_groups(policy), 0.25)
     config = config_of(objective={"old_logprobs": "sampler"})
@@ -201,18 +199,18 @@ def test_the_samplers_own_log_probs_can_be_what_ratios_are_taken_to() -> None:
     )
     assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
     assert experience.correction is None
-    figures = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
-    assert figures["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
+    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
+    assert metrics["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
 
 
-def test_bfloat16_learns_steps_that_it_could_not_hold() -> None:
-    """A step of 1e-5 on a weight near 1 vanishes in bfloat16 (its next number is 0.0078 away); the master keeps it."""
+def test_bfloat16_accumulates_steps_below_its_precision() -> None:
+    """A step of 1e-5 on a weight near 1 vanishes in bfloat16 (spacing 0.0078); the master accumulates it."""
     linear = torch.nn.Linear(4, 1, bias=False).bfloat16()
     torch.nn.init.ones_(linear.weight)
     optimizer = Optimizer(linear, OptimConfig(lr=1e-4, warmup_steps=0), total_updates=200)
     for _ in range(100):
         optimizer.zero_grad()
-        for _ in range(2):  # two passes: the gradient adds up in the master
+        for _ in range(2):  # two passes: the gradient accumulates in the master
             linear(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         assert linear.weight.grad is None
         norm = optimizer.step()

@@ -1,4 +1,4 @@
-"""A checkpoint holds all that training goes on from, bit for bit, and a crash or a full disk leaves none by half."""
+"""Components: data and context checks when they are built; checkpoints are exact and never incomplete on disk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, OptimConfig
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.storage.checkpoints import Progress
-from bandpo_cli.training.components import load_checkpoint, save_checkpoint
+from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.training.components import build_components, load_checkpoint, save_checkpoint
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 
@@ -31,7 +33,7 @@ def embedded() -> Policy:
 
 
 class Trained(NamedTuple):
-    """A policy that has been updated, with its optimizer."""
+    """Return a policy that has been updated, with its optimizer."""
 
     policy: Policy
     optimizer: Optimizer
@@ -43,7 +45,7 @@ def fresh(embedded: Policy, dtype: torch.dtype, kind: str = "qwen2") -> Trained:
 
 
 def update(trained: Trained, *seeds: int) -> None:
-    """Apply an update for each seed, with gradients that the seed decides."""
+    """Apply one update per seed, with gradients generated from the seed."""
     for seed in seeds:
         torch.manual_seed(seed)
         trained.optimizer.zero_grad()
@@ -59,10 +61,10 @@ def tensors(trained: Trained) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_on_as_if_nothing_had_been(
+def test_updates_after_loading_equal_uninterrupted_ones(
     embedded: Policy, tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
-    """Tied and untied, with and without masters: after further updates, not only after loading, all is equal."""
+    """Tied and untied, with and without masters: all is equal after further updates, not only after loading."""
     one, other = fresh(embedded, dtype, kind), fresh(embedded, dtype, kind)
     update(one, 1, 2, 3)
     save_checkpoint(*one, STEP, tmp_path / "step-000010")
@@ -79,8 +81,8 @@ def test_training_goes_on_as_if_nothing_had_been(
     assert one.optimizer.lr == other.optimizer.lr
 
 
-def test_the_state_is_what_adamw_holds(embedded: Policy, tmp_path: Path) -> None:
-    """Against the definition of the moments: exponential means of one gradient and its square."""
+def test_the_saved_state_is_that_of_adamw(embedded: Policy, tmp_path: Path) -> None:
+    """Compared with the definition of the moments: exponential means of one gradient and its square."""
     trained = fresh(embedded, torch.bfloat16)
     parameter = trained.policy.model.get_parameter("model.norm.weight")
     before = parameter.detach().float().clone()
@@ -95,10 +97,10 @@ def test_the_state_is_what_adamw_holds(embedded: Policy, tmp_path: Path) -> None
     assert master.dtype == torch.float32
     torch.testing.assert_close(master, before - 1e-2 * gradient.sign(), atol=1e-5, rtol=0)
     assert torch.equal(parameter, master.bfloat16())
-    assert "lm_head.weight.master" not in state  # tied: the embedding's
+    assert "lm_head.weight.master" not in state  # tied to the embedding
 
 
-def test_other_loaders_see_a_model_and_no_more(embedded: Policy, tmp_path: Path) -> None:
+def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp_path: Path) -> None:
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     folder = tmp_path / "step-000010"
@@ -119,7 +121,7 @@ def test_other_loaders_see_a_model_and_no_more(embedded: Policy, tmp_path: Path)
     assert listed == there
 
 
-def test_every_file_is_on_the_disk_before_the_name(
+def test_every_file_is_flushed_before_the_rename(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -143,7 +145,7 @@ def test_every_file_is_on_the_disk_before_the_name(
     assert synced[-2:] == ["the rename", "checkpoints"]
 
 
-def test_too_little_room_is_told_before_anything_is_written(
+def test_a_full_disk_is_reported_before_anything_is_written(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = fresh(embedded, torch.float32)
@@ -155,10 +157,10 @@ def test_too_little_room_is_told_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
 
-def test_room_is_asked_for_moments_and_masters_too(
+def test_the_needed_disk_space_includes_moments_and_masters(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint of a bfloat16 model takes 2 bytes a parameter for weights and 12 for the rest."""
+    """A checkpoint of a bfloat16 model takes 2 bytes per parameter for weights and 12 for moments and masters."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
     usage = shutil.disk_usage(tmp_path)
@@ -171,7 +173,7 @@ def test_room_is_asked_for_moments_and_masters_too(
                 save_checkpoint(*trained, STEP, tmp_path / "step-000010")
 
 
-def test_a_disk_that_fills_up_meanwhile_leaves_the_older_one_and_nothing_else(
+def test_a_disk_that_fills_up_while_writing_keeps_the_older_checkpoint(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = fresh(embedded, torch.float32)
@@ -186,7 +188,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_older_one_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
 
-def test_a_half_one_in_the_way_is_replaced(embedded: Policy, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) -> None:
     trained = fresh(embedded, torch.float32)
     for name in (".step-000010.writing", "step-000010"):
         (tmp_path / name).mkdir()
@@ -208,14 +210,14 @@ def _other_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_other_moments, _other_weights])
-def test_damage_that_sizes_do_not_show_is_told_in_a_line(
+def test_damage_that_keeps_file_sizes_is_one_error_line(
     embedded: Policy, tmp_path: Path, damage: Any
 ) -> None:
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     save_checkpoint(*trained, STEP, tmp_path / "step-000010")
     damage(tmp_path / "step-000010")
-    with pytest.raises(UserError, match="to go on from the one before") as error:
+    with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*trained, tmp_path / "step-000010")
     assert "\n" not in str(error.value)
 
@@ -225,7 +227,34 @@ def test_the_state_of_another_model_is_refused(embedded: Policy) -> None:
     update(one, 1)
     update(other, 1)
     for here, there in ((one, other), (other, one)):
-        with pytest.raises(ValueError, match="of other parameters or types"):
+        with pytest.raises(ValueError, match="to other parameters or types"):
             here.optimizer.load_state(there.optimizer.state(), 1, 0)
     with pytest.raises(ValueError, match=r"model\.none among them"):
         one.optimizer.load_state({**one.optimizer.state(), "model.none.step": torch.ones(())}, 1, 0)
+
+
+def test_completions_longer_than_the_context_are_refused() -> None:
+    config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the embedded model is 512
+    with pytest.raises(ConfigError, match="come to 564 tokens; the model reads at most 512"):
+        build_components(config, build_task(config.task))
+
+
+def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
+    config = resolve([{"sampling": {"max_prompt_tokens": 10}}])
+    task = build_task(config.task)
+    components = build_components(config, task)
+    try:
+        kept = [problem for problem in task.train_problems() if len(str(problem.prompt)) <= 10]
+        seen = {problem.id for problem in components.stream.next(len(kept))}
+    finally:
+        components.close()
+    dropped = len(task.train_problems()) - len(kept)
+    assert seen == {problem.id for problem in kept}
+    assert dropped > 0
+    assert any(f"training: {dropped:,} of" in note for note in components.notes)
+
+
+def test_a_prompt_limit_that_drops_every_problem_is_refused() -> None:
+    config = resolve([{"sampling": {"max_prompt_tokens": 3}}])
+    with pytest.raises(ConfigError, match="max_prompt_tokens = 3: every one of the"):
+        build_components(config, build_task(config.task))

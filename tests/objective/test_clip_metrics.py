@@ -1,4 +1,4 @@
-"""Clip metrics by hand: which tokens count, in which bin of the old probability, and what a share is taken of."""
+"""Clip metrics by hand: which tokens count as clipped, their bin of the old probability, and the denominators."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
     return clip_counts(ratios, lower, upper, advantages, probabilities.log())
 
 
-def test_the_share_of_a_bin_is_taken_of_the_tokens_in_that_bin() -> None:
+def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
-    figures = clip_metrics(
+    metrics = clip_metrics(
         counts_of(
             (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
             (0.95, 0.5, -1.0), (0.95, 1.0, -1.0),
         )
     )  # fmt: skip
-    assert figures["clip/active_fraction/p_0.001_0.01"] == 1 / 4
-    assert figures["clip/active_fraction/p_0.9_1"] == 1 / 2
-    assert figures["clip/token_share/p_0.001_0.01"] == pytest.approx(4 / 6)
-    assert figures["clip/active_fraction"] == pytest.approx(2 / 6)
-    assert figures["clip/upper_fraction"] == figures["clip/lower_fraction"] == pytest.approx(1 / 6)
-    assert figures["clip/outside_fraction"] == pytest.approx(4 / 6)
+    assert metrics["clip/active_fraction/p_0.001_0.01"] == 1 / 4
+    assert metrics["clip/active_fraction/p_0.9_1"] == 1 / 2
+    assert metrics["clip/token_share/p_0.001_0.01"] == pytest.approx(4 / 6)
+    assert metrics["clip/active_fraction"] == pytest.approx(2 / 6)
+    assert metrics["clip/upper_fraction"] == metrics["clip/lower_fraction"] == pytest.approx(1 / 6)
+    assert metrics["clip/outside_fraction"] == pytest.approx(4 / 6)
 
 
-def test_counts_of_updates_add_up_whatever_bins_they_have_tokens_in() -> None:
+def test_counts_of_updates_with_different_bins_add_up() -> None:
     rare, likely = counts_of((0.0005, 2.0, 1.0)), counts_of((0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
     together = counts_of((0.0005, 2.0, 1.0), (0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
     for name, count in together.items():
@@ -41,10 +41,10 @@ def test_counts_of_updates_add_up_whatever_bins_they_have_tokens_in() -> None:
 
 
 def test_one_token_is_a_share_of_one() -> None:
-    figures = clip_metrics(counts_of((0.0005, 2.0, 1.0)))
-    assert figures["clip/active_fraction"] == figures["clip/upper_fraction"] == 1.0
-    assert figures["clip/token_share/p_0_0.001"] == figures["clip/active_fraction/p_0_0.001"] == 1.0
-    assert figures["clip/token_share/p_0.9_1"] == 0.0
+    metrics = clip_metrics(counts_of((0.0005, 2.0, 1.0)))
+    assert metrics["clip/active_fraction"] == metrics["clip/upper_fraction"] == 1.0
+    assert metrics["clip/token_share/p_0_0.001"] == metrics["clip/active_fraction/p_0_0.001"] == 1.0
+    assert metrics["clip/token_share/p_0.9_1"] == 0.0
 
 
 def test_a_ratio_on_a_bound_is_inside() -> None:

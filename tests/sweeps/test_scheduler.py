@@ -1,4 +1,4 @@
-"""The order of a sweep's runs, what is done again and what is not; the children are real and only write records."""
+"""Scheduler of a sweep: order, new attempts, resumes and early stops; real child processes write only records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
-from bandpo_cli.sweeps import scheduler as run_module
-from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps import scheduler
+from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.plan import plan_runs
 from bandpo_cli.sweeps.pool import LocalPool
-from bandpo_cli.sweeps.scheduler import RunState, run_sweep
+from bandpo_cli.sweeps.scheduler import RunState, Status, run_sweep, runs_to_stop
 
 WRITER = """
 import json, sys, time
@@ -52,8 +52,8 @@ def execute(
         return [sys.executable, "-c", WRITER, str(sweep.run_path(name)), str(accuracy[name]), str(wait)]
 
     latest: dict[str, RunState] = {}
-    monkeypatch.setattr(run_module, "run_command", command)
-    monkeypatch.setattr(run_module, "POLL_S", 0.02)
+    monkeypatch.setattr(scheduler, "train_command", command)
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     steps = {run.name: 4 for run in folder.runs}
     failures = run_sweep(folder, LocalPool([{}] * slots), steps, latest.update, margin=margin)
     return failures, started, latest
@@ -62,15 +62,15 @@ def execute(
 ALL = ["0.1-s0", "0.2-s0", "0.1-s1", "0.2-s1"]
 
 
-def test_all_run_once_and_what_failed_is_run_again(
+def test_all_runs_are_executed_once_and_failed_ones_again(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures, started, states = execute(folder, monkeypatch, {**dict.fromkeys(ALL, 0.5), "0.2-s0": -1.0})
     assert started == ALL
     assert set(failures) == {"0.2-s0"}
     assert failures["0.2-s0"].startswith("exit code 1")
-    assert [states[name].status for name in ALL] == ["whole", "failed", "whole", "whole"]
-    # This writer leaves a whole record before it fails; a run that fails leaves none.
+    assert [states[name].status for name in ALL] == ["finished", "failed", "finished", "finished"]
+    # This writer leaves the summary of a finished run before it fails; a run that fails does not.
     (folder.run_path("0.2-s0") / "summary.json").write_text("{}")
     reopened = SweepFolder.open(folder.path.parent, "s")
     failures, started, _ = execute(reopened, monkeypatch, dict.fromkeys(ALL, 0.5))
@@ -79,33 +79,35 @@ def test_all_run_once_and_what_failed_is_run_again(
     assert execute(reopened, monkeypatch, {}) == ({}, [], {})
 
 
-def test_further_flags_reach_each_run(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is resumed gets them too."""
+def test_additional_flags_are_passed_to_each_run(
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a resumed run too."""
     checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
     code = "import sys; print(sys.argv[1:])"
-    for name in ("run_command", "resume_command"):
-        monkeypatch.setattr(run_module, name, lambda *_: [sys.executable, "-c", code])
-    monkeypatch.setattr(run_module, "POLL_S", 0.02)
+    for name in ("train_command", "resume_train_command"):
+        monkeypatch.setattr(scheduler, name, lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     flags = ["--tracking-uri", "http://a server"]
     run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None, flags)
     assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
 
 
-def test_a_hopeless_run_is_ended_and_stays_ended(
+def test_a_run_far_behind_is_stopped_and_not_started_again(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accuracy = {"0.1-s0": 0.9, "0.1-s1": 0.9, "0.2-s0": 0.2, "0.2-s1": 0.85}
     failures, started, states = execute(folder, monkeypatch, accuracy, wait=0.4, margin=0.3)
     assert failures == {}
     assert started == ALL
-    assert [states[name].status for name in ALL] == ["whole", "stopped", "whole", "whole"]
+    assert [states[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
     assert json.loads((folder.run_path("0.2-s0") / "summary.json").read_text())["status"] == "KILLED"
     assert "0.200 at step" in folder.stopped()["0.2-s0"]
     assert execute(folder, monkeypatch, accuracy)[:2] == ({}, [])
 
 
 def checkpoint(run: Path, step: int, status: str | None) -> None:
-    """What a run leaves that was ended after a checkpoint; None: killed outright."""
+    """Write the files of a run that ended after a checkpoint; status None: killed without a summary."""
     place = run / "checkpoints" / f"step-{step:06d}"
     place.mkdir(parents=True)
     write_trainer_state(place, Progress(step=step, updates=0, skipped_in_a_row=0, position=0, problems=""))
@@ -113,25 +115,25 @@ def checkpoint(run: Path, step: int, status: str | None) -> None:
         (run / "summary.json").write_text(json.dumps({"status": status}))
 
 
-@pytest.mark.parametrize(("status", "goes_on"), [("KILLED", True), (None, True), ("FAILED", False)])
-def test_a_run_that_was_ended_goes_on_and_one_that_failed_begins_anew(
-    folder: SweepFolder, status: str | None, goes_on: bool
+@pytest.mark.parametrize(("status", "resumed"), [("KILLED", True), (None, True), ("FAILED", False)])
+def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(
+    folder: SweepFolder, status: str | None, resumed: bool
 ) -> None:
     run = folder.run_path("0.1-s0")
     checkpoint(run, 2, status)
-    command = run_module._command(folder, "0.1-s0")
-    assert ("--resume" in command, "--config" in command) == (goes_on, not goes_on)
-    assert run.exists() == goes_on
-    assert (folder.path / "attempts").exists() != goes_on
+    command = scheduler._command(folder, "0.1-s0")
+    assert ("--resume" in command, "--config" in command) == (resumed, not resumed)
+    assert run.exists() == resumed
+    assert (folder.path / "attempts").exists() != resumed
 
 
-def test_what_cannot_be_gone_on_with_is_set_aside(
+def test_a_run_that_cannot_be_resumed_is_archived(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume that is refused leaves the ground free: the next attempt begins anew."""
+    """After a refused resume the next attempt starts again."""
     checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
     monkeypatch.setattr(
-        run_module, "resume_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(2)"]
+        scheduler, "resume_train_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(2)"]
     )
     failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
     assert list(failures) == ["0.1-s0"]
@@ -143,11 +145,54 @@ def test_what_cannot_be_gone_on_with_is_set_aside(
 
 def test_one_slot_runs_one_at_a_time(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[int] = []
-    free = LocalPool.free.fget
-    assert free is not None
+    free_slots = LocalPool.free_slots.fget
+    assert free_slots is not None
     monkeypatch.setattr(
-        LocalPool, "free", property(lambda pool: together.append(len(pool._children)) or free(pool))
+        LocalPool,
+        "free_slots",
+        property(lambda pool: together.append(len(pool._children)) or free_slots(pool)),
     )
     _, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5), slots=1)
     assert started == ALL
     assert max(together) == 1
+
+
+RUNS = [SweepRun("a-s0", "a", 0), SweepRun("a-s1", "a", 1), SweepRun("b-s0", "b", 0)]
+
+
+def state(status: Status, evaluations: dict[int, float]) -> RunState:
+    return RunState(status, max(evaluations, default=0), 100, evaluations=evaluations)
+
+
+def stopped(a0: RunState, a1: RunState, b0: RunState, margin: float = 0.1) -> set[str]:
+    return set(runs_to_stop(RUNS, {"a-s0": a0, "a-s1": a1, "b-s0": b0}, margin))
+
+
+NOTHING = state("waiting", {})
+
+
+def test_a_run_far_behind_another_arm_is_stopped_with_its_reason() -> None:
+    behind, ahead = state("running", {0: 0.2, 60: 0.3}), state("finished", {0: 0.2, 60: 0.45, 100: 0.5})
+    assert stopped(behind, NOTHING, ahead) == {"a-s0"}
+    reasons = runs_to_stop(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
+    assert reasons["a-s0"] == "held-out accuracy 0.300 at step 60, b had 0.450"
+
+
+def test_a_run_is_compared_at_its_latest_evaluation_and_not_early() -> None:
+    ahead = state("finished", {40: 0.9, 60: 0.32, 100: 0.9})
+    assert stopped(state("running", {40: 0.1}), NOTHING, ahead) == set()
+    assert stopped(state("running", {40: 0.1, 60: 0.3}), NOTHING, ahead) == set()
+    assert (
+        stopped(state("running", {50: 0.1}), NOTHING, ahead) == set()
+    )  # no other arm was evaluated at step 50
+
+
+def test_seeds_of_one_arm_are_not_compared_with_each_other() -> None:
+    assert stopped(state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING) == set()
+
+
+def test_arms_count_by_their_mean_and_only_running_runs_are_stopped() -> None:
+    a0, a1 = state("finished", {60: 0.5}), state("finished", {60: 0.3})
+    assert stopped(a0, a1, state("running", {60: 0.31})) == set()  # 0.4 on average
+    assert stopped(a0, a1, state("running", {60: 0.29})) == {"b-s0"}
+    assert stopped(a0, a1, state("failed", {60: 0.1})) == set()
