@@ -1,10 +1,10 @@
-"""The share of a run's time that its checkpoints take: the embedded default, unless settings say otherwise.
+"""Fraction of a run's time that its checkpoints take, for the embedded default model unless settings change it.
 
-    python benchmarks/checkpoints.py [--steps 40] [--folder WHERE] [--set KEY=VALUE ...]
+    python benchmarks/checkpoints.py [--steps 40] [--folder FOLDER] [--set KEY=VALUE ...]
 
-The time of checkpoints is that of writing them (time/checkpoint: room, files, flushes, rename) and of removing older
-ones afterwards, which no figure of metrics.jsonl has. The share is taken of all the time from the first step to the
-last, evaluations included; the checkpoint that ends every run is counted as one of those that are due.
+The time of checkpoints is that of writing them (time/checkpoint: free-space check, files, flushes, rename) and of
+removing older ones afterwards, which is not in metrics.jsonl. The fraction is relative to the time from the first step
+to the last, evaluations included; the checkpoint at the end of every run counts as a regular one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bandpo_cli.training.components import build_components
 
 
 def main() -> None:
-    """Train and print the figures."""
+    """Train and print the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,33 +34,33 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     config = resolve([{"steps": options.steps}, read_assignments(options.set)])
-    place = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
-    folder = RunFolder.create(place, "run")
+    runs_dir = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
+    folder = RunFolder.create(runs_dir, "run")
     removing: list[float] = []
 
     def timed_prune(*arguments: object) -> None:
         start = time.perf_counter()
-        prune(*arguments)  # type: ignore[arg-type]
+        prune_checkpoints(*arguments)  # type: ignore[arg-type]
         removing.append(time.perf_counter() - start)
 
-    prune = loop.prune
-    parts = build_components(config, build_task(config.task))
+    prune_checkpoints = loop.prune_checkpoints
+    components = build_components(config, build_task(config.task))
     start = time.perf_counter()
-    with mock.patch.object(loop, "prune", timed_prune):
-        for _ in loop.train(config, parts, folder):
+    with mock.patch.object(loop, "prune_checkpoints", timed_prune):
+        for _ in loop.train(config, components, folder):
             pass
     seconds = time.perf_counter() - start
-    parts.close()
+    components.close()
     writing = [record["time/checkpoint"] for record in folder.read_metrics() if "time/checkpoint" in record]
     latest = max(folder.checkpoints().values())
     size = sum(path.stat().st_size for path in latest.rglob("*") if path.is_file())
-    shutil.rmtree(place)
+    shutil.rmtree(runs_dir)
     count, every = len(writing), config.checkpoint.every
     print(f"{count} checkpoints of {size / 2**20:.1f} MiB in {options.steps} steps, every {every}")
     print(f"writing   {1000 * statistics.median(writing):7.1f} ms, at most {1000 * max(writing):.1f} ms")
     print(f"removing  {1000 * statistics.median(removing):7.1f} ms, at most {1000 * max(removing):.1f} ms")
-    share = (sum(writing) + sum(removing)) / seconds
-    print(f"share     {share:7.2%} of {seconds:.1f} s")
+    fraction = (sum(writing) + sum(removing)) / seconds
+    print(f"fraction  {fraction:7.2%} of {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Memory and time of log-probs and entropy by tiles, beside the plain way that makes the matrix of all logits.
+"""Memory and time of log-probs and entropy by tiles, compared with the direct computation from all logits.
 
     python benchmarks/logprobs.py [--tokens N ...] [--vocabulary V] [--hidden H] [--rounds R] [--threads T]
 
 Forward and backward, float32, on the CPU, with gradients into hidden states and weights; the shape is the output layer
-of Qwen2.5-0.5B. Plain: logits = hidden·weightᵀ, log_softmax, gather, and the entropy from the log-probs without
-gradient. Memory: the process's peak resident set in a process for each figure, above inputs, weights and their
-gradients. Time: both ways in one process in turn, medians of the rounds. A line reads `-` where the plain way does
-not fit in the memory that is free (it takes 2.6 such matrices).
+of Qwen2.5-0.5B. Direct: logits = hidden·weightᵀ, log_softmax, gather, and the entropy from the log-probs without
+gradient. Memory: peak resident set of a separate process per measurement, minus inputs, weights and their gradients.
+Time: both implementations alternate in one process; medians of the rounds. `-` means that the direct computation does
+not fit into the free memory (it needs 2.6 matrices of all logits).
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ import torch
 from bandpo_cli.models.logprobs import linear_logprobs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-PLAIN_MATRICES, SPARE_MB = 2.6, 4000  # matrices that it holds at its peak; what is left for others
+DIRECT_MATRICES = 2.6
+"""Matrices of all logits that the direct computation holds at its peak."""
+SPARE_MB = 4000
+"""Memory that is left for other processes."""
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> None:
-    """The plain way; nothing is kept longer than autograd needs it."""
+def direct(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> None:
+    """Run the direct computation; every tensor is freed as soon as autograd allows."""
     log_p = torch.log_softmax(hidden @ weight.t(), dim=-1)
     with torch.no_grad():
         -(log_p.exp() * log_p).sum(dim=-1)
@@ -39,17 +42,17 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ups
     (chosen * upstream).sum().backward()
 
 
-def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> None:
-    """The package's way."""
+def tiled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> None:
+    """Run the package's computation by tiles."""
     chosen, _ = linear_logprobs(hidden, weight, None, targets, 1.0, with_entropy=True)
     (chosen * upstream).sum().backward()
 
 
-WAYS: dict[str, Callable[..., None]] = {"plain": plain, "ours": ours}
+IMPLEMENTATIONS: dict[str, Callable[..., None]] = {"direct": direct, "tiled": tiled}
 
 
 def make_inputs(tokens: int, vocabulary: int, width: int) -> Inputs:
-    """Hidden states, weights, targets, and the gradient that comes in; no token's is zero."""
+    """Return hidden states, weights, targets and the upstream gradient, which is zero for no token."""
     torch.manual_seed(0)
     hidden = torch.empty(tokens, width).normal_().requires_grad_()
     weight = torch.empty(vocabulary, width).normal_(std=0.05).requires_grad_()
@@ -57,43 +60,43 @@ def make_inputs(tokens: int, vocabulary: int, width: int) -> Inputs:
 
 
 def peak_mb() -> float:
-    """The process's peak resident set so far, MB (Linux counts in KiB)."""
+    """Return the process's peak resident set so far in MB (Linux reports KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def measure_memory(way: str, inputs: Inputs) -> float:
-    """Return MB above what was there and above the gradients. The peak cannot be reset: one call a process."""
+def measure_memory(name: str, inputs: Inputs) -> float:
+    """Return the additional peak memory in MB without the gradients. The peak cannot be reset: one call per process."""
     hidden, weight, targets, upstream = inputs
-    # The libraries' own buffers and code come first; 64 tokens and a piece of the vocabulary do that.
+    # A small call first (64 tokens, 64 vocabulary entries) loads the libraries' code and buffers.
     small = [tensor.detach()[:64].clone().requires_grad_() for tensor in (hidden, weight)]
-    WAYS[way](*small, targets[:64] % 64, upstream[:64])
+    IMPLEMENTATIONS[name](*small, targets[:64] % 64, upstream[:64])
     before = peak_mb()
-    WAYS[way](*inputs)
+    IMPLEMENTATIONS[name](*inputs)
     return peak_mb() - before - 4 * (hidden.numel() + weight.numel()) / 1e6
 
 
-def measure_time(ways: list[str], inputs: Inputs, rounds: int) -> dict[str, float]:
-    """Return median seconds; a first round of each is left out."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+def measure_time(names: list[str], inputs: Inputs, rounds: int) -> dict[str, float]:
+    """Return median seconds per implementation, without a first warm-up round."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 1):
-        for way in ways:
+        for name in names:
             inputs[0].grad = inputs[1].grad = None
             started = time.perf_counter()
-            WAYS[way](*inputs)
-            seconds[way].append(time.perf_counter() - started)
-    return {way: statistics.median(values[1:]) for way, values in seconds.items()}
+            IMPLEMENTATIONS[name](*inputs)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def free_mb() -> float:
-    """Memory that a new process can have, MB."""
+    """Return the memory in MB that a new process can use."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 / 1e6
-    raise SystemExit("/proc/meminfo names no MemAvailable")
+    raise SystemExit("/proc/meminfo has no MemAvailable")
 
 
-def in_a_process(arguments: argparse.Namespace, tokens: int, job: str) -> object:
-    """Run one measurement in a process of its own."""
+def run_in_process(arguments: argparse.Namespace, tokens: int, job: str) -> object:
+    """Run one measurement in a separate process; return its result."""
     command = [
         sys.executable, __file__, "--job", job, "--tokens", str(tokens), "--vocabulary", str(arguments.vocabulary),
         "--hidden", str(arguments.hidden), "--rounds", str(arguments.rounds), "--threads", str(arguments.threads),
@@ -116,30 +119,30 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
 
     if arguments.job:
-        kind, *ways = arguments.job.split(":")
+        kind, *names = arguments.job.split(":")
         inputs = make_inputs(arguments.tokens[0], arguments.vocabulary, arguments.hidden)
-        found = (
-            measure_memory(ways[0], inputs)
+        result = (
+            measure_memory(names[0], inputs)
             if kind == "memory"
-            else measure_time(ways, inputs, arguments.rounds)
+            else measure_time(names, inputs, arguments.rounds)
         )
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
 
     print(
-        f"{'tokens':>7} {'plain MB':>9} {'ours MB':>8} {'fraction':>9} {'plain s':>8} {'ours s':>7} {'ratio':>6}"
+        f"{'tokens':>7} {'direct MB':>9} {'tiled MB':>8} {'fraction':>9} {'direct s':>8} {'tiled s':>7} {'ratio':>6}"
     )
     for tokens in arguments.tokens:
-        needed = PLAIN_MATRICES * 4e-6 * tokens * arguments.vocabulary + SPARE_MB
-        ways = ["plain", "ours"] if needed < free_mb() else ["ours"]
-        memory = {way: in_a_process(arguments, tokens, f"memory:{way}") for way in ways}
-        seconds = in_a_process(arguments, tokens, ":".join(["time", *ways]))
-        mb, s = memory["ours"], seconds["ours"]
-        if "plain" in ways:
-            their_mb, their_s = memory["plain"], seconds["plain"]
+        needed = DIRECT_MATRICES * 4e-6 * tokens * arguments.vocabulary + SPARE_MB
+        names = ["direct", "tiled"] if needed < free_mb() else ["tiled"]
+        memory = {name: run_in_process(arguments, tokens, f"memory:{name}") for name in names}
+        seconds = run_in_process(arguments, tokens, ":".join(["time", *names]))
+        mb, s = memory["tiled"], seconds["tiled"]
+        if "direct" in names:
+            direct_mb, direct_s = memory["direct"], seconds["direct"]
             print(
-                f"{tokens:7d} {their_mb:9.0f} {mb:8.0f} {mb / their_mb:9.4f} "
-                f"{their_s:8.2f} {s:7.2f} {s / their_s:6.2f}",
+                f"{tokens:7d} {direct_mb:9.0f} {mb:8.0f} {mb / direct_mb:9.4f} "
+                f"{direct_s:8.2f} {s:7.2f} {s / direct_s:6.2f}",
                 flush=True,
             )
         else:

