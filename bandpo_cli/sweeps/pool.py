@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from bandpo_cli.storage.environment import usable_cores as usable_cores
+
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
 """The variable that tells a run which process it must not outlive."""
 
@@ -154,11 +156,6 @@ def slot_environments(
             variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         slots.append(variables)
     return slots
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,6 @@
 # MERGED: Running a sweep: every run that is not whole, as many at a time as the pool has slots.
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import defaultdict, deque
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, read_metrics
+from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import Job, Pool
 
@@ -191,13 +191,11 @@ def _command(folder: SweepFolder, name: str) -> list[str]:
 def is_resumable(path: Path) -> bool:
     """Tell whether a run has a whole checkpoint and was ended from outside: one that failed would fail again."""
     try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:  # killed outright
-        summary = {"status": "KILLED"}
-    except (OSError, ValueError):
+        summary = read_summary(path)
+    except UserError:
         return False
-    ended = isinstance(summary, dict) and summary.get("status") == "KILLED"
-    return ended and bool(complete_checkpoints(RunFolder(path))[0])
+    killed = summary is None or summary.status == "KILLED"
+    return killed and bool(complete_checkpoints(RunFolder(path)).complete)
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:

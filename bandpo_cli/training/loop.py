@@ -16,7 +16,7 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.checkpoints import prune_checkpoints
+from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, sample_rows
 from bandpo_cli.training.components import Components, save_checkpoint
@@ -188,7 +188,7 @@ def _finish_step(
 
 def _save_on_stop(config: RunConfig, parts: Components, folder: RunFolder, step: int) -> None:
     """Keep the state after `step`, unless there is nothing to keep or it is kept already."""
-    if step > 0 and step not in folder.checkpoints():
+    if step > 0 and step not in complete_checkpoints(folder).complete:
         save_checkpoint(parts.policy, parts.optimizer, parts.progress(step), folder.checkpoint_dir(step))
         prune_checkpoints(folder, config.checkpoint)
 

@@ -85,9 +85,9 @@ def _another_step(folder: Path) -> None:
     [
         (_cut, "optimizer.safetensors is damaged: 3 of 7 bytes"),
         (_no_weights, "model.safetensors is damaged: no of 7 bytes"),
-        (_no_mark, "No such file"),
-        (_torn_mark, "state.json is damaged"),
-        (_list_mark, "state.json is damaged"),
+        (_no_mark, "state.json: No such file"),
+        (_torn_mark, "state.json: not readable as JSON"),
+        (_list_mark, "state.json: expected a JSON object"),
         (_later_format, "format 99"),
         (_another_step, "holds step 11"),
     ],

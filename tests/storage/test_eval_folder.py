@@ -75,7 +75,7 @@ def test_it_is_found_from_within_and_has_its_name_there(
 def test_a_name_that_is_not_there_gets_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
     with pytest.raises(UserError, match=r"no evaluation 'frist' .*did you mean 'first'\?.*it has first"):
         EvalFolder.open(tmp_path / "runs", "frist")
-    with pytest.raises(UserError, match="it has none"):
+    with pytest.raises(UserError, match="it has no evaluations"):
         EvalFolder.open(tmp_path, "first")
     for name in ("", "x" * 5000, "a\0b"):
         with pytest.raises(UserError, match="no evaluation"):
@@ -94,7 +94,7 @@ def test_a_taken_name_is_refused(tmp_path: Path, folder: EvalFolder) -> None:
         (b"{", "not readable as JSON"),
         (b"\xff\xfe", "not readable as JSON"),
         (b"[" * 100_000, "not readable as JSON"),
-        (b"[]", "not the record of an evaluation"),
+        (b"[]", "expected a JSON object"),
         (b'{"sets": []}', "not the record of an evaluation"),
         (b'{"status": "finished"}', "not the record of an evaluation"),
     ],
@@ -108,7 +108,7 @@ def test_a_damaged_record_gets_one_line(tmp_path: Path, content: bytes, words: s
 
 
 def test_a_record_that_is_a_folder_or_missing(tmp_path: Path) -> None:
-    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+    for path, words in ((tmp_path, "is a directory"), (tmp_path / "none", "No such file")):
         with pytest.raises(UserError, match=words):
             read_record(path)
 

@@ -18,8 +18,8 @@ from bandpo_cli.storage.files import run_lock
 
 HOLD = (
     "import os, sys, time; from pathlib import Path\n"
-    "from bandpo_cli.storage.files import sole_writer\n"
-    "with sole_writer(Path(sys.argv[1])):\n"
+    "from bandpo_cli.storage.files import run_lock\n"
+    "with run_lock(Path(sys.argv[1])):\n"
     "    if sys.argv[2] == 'fork' and os.fork() == 0:\n"
     "        time.sleep(20); os._exit(0)\n"
     "    print('held', flush=True); time.sleep(20)\n"

@@ -15,7 +15,15 @@ import pytest
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage import files
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder, read_metrics, unused_name
+from bandpo_cli.storage.run_folder import (
+    RunFolder,
+    find_folder,
+    find_run,
+    read_metrics,
+    resume_command,
+    sync_command,
+    unused_name,
+)
 from bandpo_cli.storage.tables import sample_rows
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
@@ -72,6 +80,64 @@ def test_open_finds_a_run_by_name_and_by_path_and_helps_with_a_typing_error(run,
         RunFolder.open(runs, "frist")
     with pytest.raises(UserError, match="has no runs"):
         RunFolder.open(tmp_path / "none", "first")
+
+
+def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path):
+    for name, file, command in (("e", "eval.json", "eval"), ("s", "sweep.yaml", "sweep"), ("x", "notes", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        expected = f"bandpo {command} --resume {name} --runs-dir {tmp_path}" if command else "no config.yaml"
+        with pytest.raises(UserError) as error:
+            RunFolder.open(tmp_path, name)
+        assert expected in str(error.value)
+
+
+def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    for place in (runs / "a", tmp_path / "a", tmp_path / "b"):
+        place.mkdir(parents=True)
+        (place / "mark").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_folder("a", runs, "mark") == runs / "a"
+    assert find_folder("b", runs, "mark") == Path("b")
+    assert find_folder("~/b", runs, "mark") == tmp_path / "b"
+    assert find_folder("", runs, "mark") is None
+    assert find_folder("c", runs, "mark") is None
+    assert find_folder("a", runs, "other") is None
+    monkeypatch.chdir(tmp_path / "b")
+    assert find_folder(".", runs, "mark") == tmp_path / "b"
+
+
+def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path):
+    for name in ("a", "a@2"):
+        RunFolder.create(tmp_path, name).write_config("seed: 3\n")
+
+    def found(text):
+        run, step = find_run(text, tmp_path)
+        return run.name, step
+
+    assert found("a") == ("a", None)
+    assert found("a@10") == ("a", 10)
+    assert found("a@2") == ("a@2", None)
+    assert found("a@2@5") == ("a@2", 5)
+    assert find_run("b@10", tmp_path) is None
+    for step in ("x", "", "9" * 5000):
+        with pytest.raises(UserError, match="after @ goes a step"):
+            find_run(f"a@{step}", tmp_path)
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert find_run("a", tmp_path) is None  # the folder of a model
+
+
+def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other():
+    runs = Path("runs")
+    assert resume_command("train", runs / "a", runs) == "bandpo train --resume a"
+    assert resume_command("eval", Path("my runs/a"), Path("my runs")) == (
+        "bandpo eval --resume a --runs-dir 'my runs'"
+    )
+    assert resume_command("sweep", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
+    assert sync_command(runs / "a", runs) == "bandpo sync a"
+    assert sync_command(Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
 
 
 def test_metrics_lines_are_strict_json_with_step_first(tmp_path):

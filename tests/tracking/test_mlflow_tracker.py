@@ -178,8 +178,8 @@ def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
             raise TimeoutError("stored, but the answer was lost")
 
     monkeypatch.setattr(MlflowMirror, "send", flaky)
-    monkeypatch.setattr(tracker, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(tracker, "LAST_TRIES", 3)
+    monkeypatch.setattr(tracker, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(tracker, "FINAL_RETRIES", 3)
     warnings = _mirror(run, store)
     assert len(warnings) == 1
     _check_complete(store.uri, run, "FINISHED")

@@ -16,12 +16,12 @@ import pytest
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import LOCK
+from bandpo_cli.storage.files import LOCK, is_locked
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import read_records, read_stored_run
 from bandpo_cli.tracking.link import find_link, link_version, read_links, write_link
 from bandpo_cli.tracking.mirror import MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.run_record import is_locked, read_records, read_stored_run
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import store_for_run, sync_run
 from bandpo_cli.tracking.tracker import MlflowTracker
@@ -99,7 +99,7 @@ def test_a_run_that_was_never_tracked_is_sent_whole_and_only_once(store: Store, 
     top = [file.path for file in client_of(store).list_artifacts(there.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
-    assert again.nothing
+    assert again.is_empty
     assert (again.metrics.there, again.files_there) == (6, 5)
     assert history(store, folder) == metrics_of(folder)
 
@@ -150,14 +150,14 @@ def test_a_changed_file_is_sent_again_and_one_that_mlflow_lost_too(store: Store,
     artifacts = Path(run_at(store, folder).info.artifact_uri.removeprefix("file://"))
     (artifacts / "metrics.jsonl").unlink()
     assert sync_run(store, folder.path).files == 1
-    assert sync_run(store, folder.path).nothing
+    assert sync_run(store, folder.path).is_empty
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bandpo_cli.storage.files import sole_writer
-with sole_writer(Path(sys.argv[1])):
+from bandpo_cli.storage.files import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -299,7 +299,7 @@ def test_a_runs_folder_that_has_moved_keeps_its_mlflow_run(folder: RunFolder, st
     write_link(folder.path, moved)
     found = store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
     assert found.uri == store.uri
-    assert sync_run(store, folder.path).nothing
+    assert sync_run(store, folder.path).is_empty
     assert run_at(store, folder).info.run_id == link.run_id
 
 
