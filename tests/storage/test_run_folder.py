@@ -1,4 +1,4 @@
-"""The run folder is the record that must survive: names stay inside, files are whole, lines are JSON."""
+"""Run folder: names stay in the runs folder, writes are atomic, metrics are strict JSON lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
         ("x" * 300, "--name xxx"),
     ],
 )
-def test_a_name_that_is_not_one_folder_is_refused_with_one_that_is(tmp_path, name, instead):
+def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
     runs = tmp_path / "runs"
     with pytest.raises(UserError) as error:
         RunFolder.create(runs, name)
@@ -54,10 +54,10 @@ def test_a_name_that_is_not_one_folder_is_refused_with_one_that_is(tmp_path, nam
     assert "\n" not in str(error.value)
     assert not runs.exists()
     assert list(tmp_path.iterdir()) == []
-    RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # what it says to type works
+    RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # the suggested name works
 
 
-def test_a_taken_name_is_refused_with_another(tmp_path):
+def test_an_existing_name_is_refused_with_an_unused_one(tmp_path):
     RunFolder.create(tmp_path, "a")
     (tmp_path / "a" / "config.yaml").write_text("mine")
     with pytest.raises(UserError, match=r"--name a-2"):
@@ -65,14 +65,14 @@ def test_a_taken_name_is_refused_with_another(tmp_path):
     assert (tmp_path / "a" / "config.yaml").read_text() == "mine"
 
 
-def test_fresh_name_counts_past_what_is_there(tmp_path):
+def test_unused_name_skips_existing_files_and_folders(tmp_path):
     assert unused_name("kl", tmp_path) == "kl"
     (tmp_path / "kl").mkdir()
     (tmp_path / "kl-2").write_text("a file takes a name too")
     assert unused_name("kl", tmp_path) == "kl-3"
 
 
-def test_open_finds_a_run_by_name_and_by_path_and_helps_with_a_typing_error(run, tmp_path):
+def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path):
     runs = tmp_path / "runs"
     assert RunFolder.open(runs, "first").path == run.path
     assert RunFolder.open(Path("nowhere"), str(run.path)).path == run.path
@@ -148,7 +148,7 @@ def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
     assert folder.read_metrics() == [{"step": 7, "ratio/max": None, "kl/ref": None, "task": "é"}]
 
 
-def test_a_torn_last_line_is_no_record_and_rewind_takes_it_away(run):
+def test_a_truncated_last_line_is_ignored_and_removed_by_a_rollback(run):
     with run.metrics_path.open("a") as file:
         file.write('{"step": 4, "train/rew')
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
@@ -157,14 +157,14 @@ def test_a_torn_last_line_is_no_record_and_rewind_takes_it_away(run):
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
 
 
-def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path):
+def test_a_damaged_line_is_reported_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n[2]\n')
     with pytest.raises(UserError, match="line 2"):
         read_metrics(path)
 
 
-def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
+def test_roll_back_removes_later_steps_only(run):
     for step in (2, 3):
         run.write_samples(step, [])
         run.write_eval(step, {})
@@ -178,7 +178,7 @@ def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
     assert left == ["evals/step-000002.json", "samples/step-000002.parquet", "tokens/step-000002.parquet"]
 
 
-def test_samples_hold_every_completion(tmp_path):
+def test_samples_contain_every_completion(tmp_path):
     problem = Problem("p1", "1 2=3:", "3", "countdown", "countdown")
     completion = Completion((5, 6, 7), (-0.5, -0.25, -1.0), "stop", policy_version=4)
     rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(0.5, True, "correct"))
@@ -207,7 +207,7 @@ def test_samples_hold_every_completion(tmp_path):
     assert pq.read_table(empty).schema.equals(pq.read_table(path).schema)
 
 
-def test_token_columns_keep_infinite_bounds_and_refuse_a_wrong_name(tmp_path):
+def test_token_columns_allow_infinite_bounds_and_refuse_a_missing_column(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     columns = dict.fromkeys(("old_logprob", "ratio", "lower", "advantage"), np.zeros(2, np.float32))
     path = folder.write_tokens(100, {**columns, "upper": [np.inf, 2.0]})
@@ -216,7 +216,7 @@ def test_token_columns_keep_infinite_bounds_and_refuse_a_wrong_name(tmp_path):
         folder.write_tokens(100, columns)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = files.write_text(tmp_path / "summary.json", "old")
 
     def no_space(*_):
@@ -229,7 +229,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_whole_write_is_on_the_disk_before_it_takes_the_place(tmp_path, monkeypatch):
+def test_a_file_is_flushed_to_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
     calls = []
     replace, fsync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
@@ -239,7 +239,7 @@ def test_a_whole_write_is_on_the_disk_before_it_takes_the_place(tmp_path, monkey
     assert json.loads((tmp_path / "env.json").read_text()) == {"a": [None, 1]}
 
 
-def test_records_survive_a_process_that_is_killed(tmp_path):
+def test_metrics_survive_a_killed_process(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from bandpo_cli.storage.run_folder import RunFolder\n"
@@ -251,7 +251,7 @@ def test_records_survive_a_process_that_is_killed(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(5))
 
 
-def test_step_names_are_read_back(tmp_path):
+def test_step_names_round_trip(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.checkpoint_dir(100) == tmp_path / "checkpoints" / "step-000100"
     assert step_of(folder.checkpoint_dir(1234567)) == 1234567
