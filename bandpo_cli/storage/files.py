@@ -146,7 +146,7 @@ def file_lock(path: Path) -> Iterator[None]:
     import fcntl
 
     with path.open("w") as file:
-        # The file is never removed: a process that waits for it and one that creates it anew could both lock it.
+        # Never remove the file: a waiting process and one that creates the file again could then both hold the lock.
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield

@@ -36,7 +36,7 @@ RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
-"""The folders whose files belong to a step each."""
+"""Folders whose files each belong to one step."""
 
 _MAX_STEP_DIGITS = 12  # of RUN@STEP: Python refuses to convert thousands of digits
 _MAX_SHOWN_CHARS = 200  # of a name that the user gave, in an error message
