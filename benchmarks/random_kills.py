@@ -1,14 +1,14 @@
-"""A training run killed at random moments and resumed each time, beside one that nothing disturbed.
+"""Resume test: a run that is killed at random times and resumed, compared with an uninterrupted run.
 
     python benchmarks/random_kills.py [--kills 50] [--steps 60] [--seed 0] [--folder EMPTY] [--set KEY=VALUE ...]
 
-The run is small (the embedded model, 16 completions a step, a checkpoint every 2 steps, an evaluation every 3), the
-kills are SIGKILL: most fall within half a second after the process has done 0 to 7 steps, some while it loads.
-Where a run comes to its end before the kills are used up, another begins. In the end each is left to finish, and all
-that it recorded is compared with the undisturbed run: metrics but for time/, and the bytes of completions, tokens,
-evaluations and checkpoints. Exit code 0 when all is equal.
+The run is small (the embedded model, 16 completions per step, a checkpoint every 2 steps, an evaluation every 3). The
+kills are SIGKILL: most come within half a second after the process has done 0 to 7 steps, some while it loads. When a
+run finishes before the last kill, another one starts. In the end each run is allowed to finish, and its record is
+compared with the uninterrupted run: metrics except time/, and the bytes of completions, tokens, evaluations and
+checkpoints. Exit code 0 when all are equal.
 
-Each attempt is a process of its own, forked from one that has imported torch and computed nothing with it.
+Each attempt is a separate process, forked from one that has imported torch and computed nothing with it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # bit for bit means the same number of threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires the same number of threads
 
 import bandpo_cli.reports.run_plots
-import bandpo_cli.training.components  # noqa: F401 - imported once, for all that are forked
+import bandpo_cli.training.components  # noqa: F401 - imported once, before the forks
 from bandpo_cli.__main__ import main as bandpo
 
 SETTINGS = [
@@ -37,11 +37,11 @@ SETTINGS = [
     "evaluation.problems=4", "evaluation.samples=4", "evaluation.k=[1,4]", "checkpoint.every=2", "seed=3",
     "tracking.mlflow=false",
 ]  # fmt: skip
-LOADING_SHARE, MOST_STEPS, LONGEST_S = 0.15, 8, 0.5
+LOADING_SHARE, MAX_STEPS, MAX_DELAY_S = 0.15, 8, 0.5
 
 
 def start(arguments: Sequence[str], log: Path) -> int:
-    """Fork a process that runs `bandpo train` with these arguments; return its id."""
+    """Fork a process that runs `bandpo train` with `arguments` and writes its output to `log`; return its id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -56,7 +56,7 @@ def start(arguments: Sequence[str], log: Path) -> int:
         code = 0
     except SystemExit as end:
         code = 0 if end.code is None else end.code
-    except BaseException:  # noqa: BLE001 - nobody else would tell of it
+    except BaseException:  # noqa: BLE001 - print it, because the process exits below
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -65,30 +65,30 @@ def start(arguments: Sequence[str], log: Path) -> int:
 
 
 def ended(process: int, wait: bool) -> int | None:
-    """Return the exit status of a child, None while it runs."""
+    """Return the exit status of a child process, None while it runs."""
     found, status = os.waitpid(process, 0 if wait else os.WNOHANG)
     return status if found else None
 
 
-def kill_at_random(process: int, folder: Path, dice: random.Random) -> int | None:
-    """Kill the process at a random moment and return None; its exit status when it ended before."""
-    begun = folder / "env.json"
-    stamp = begun.stat().st_mtime_ns if begun.exists() else 0
+def kill_at_random(process: int, folder: Path, random_source: random.Random) -> int | None:
+    """Kill the process at a random time and return None; return its exit status if it ended before."""
+    env = folder / "env.json"  # written when the process starts or resumes the run
+    stamp = env.stat().st_mtime_ns if env.exists() else 0
 
-    def taken_up() -> bool:
-        return begun.exists() and begun.stat().st_mtime_ns != stamp
+    def started() -> bool:
+        return env.exists() and env.stat().st_mtime_ns != stamp
 
-    steps, start_lines = dice.randrange(MOST_STEPS), 0
-    holds = [taken_up, lambda: metrics_of(folder).count(b"\n") >= start_lines + steps]
-    if dice.random() < LOADING_SHARE:
-        holds = []
-    for each in holds:
+    steps, start_lines = random_source.randrange(MAX_STEPS), 0
+    conditions = [started, lambda: metrics_of(folder).count(b"\n") >= start_lines + steps]
+    if random_source.random() < LOADING_SHARE:
+        conditions = []
+    for each in conditions:
         while not each():
             if (status := ended(process, wait=False)) is not None:
                 return status
             time.sleep(0.002)
         start_lines = metrics_of(folder).count(b"\n")
-    end = time.monotonic() + dice.uniform(0, LONGEST_S)
+    end = time.monotonic() + random_source.uniform(0, MAX_DELAY_S)
     while time.monotonic() < end:
         if (status := ended(process, wait=False)) is not None:
             return status
@@ -99,39 +99,44 @@ def kill_at_random(process: int, folder: Path, dice: random.Random) -> int | Non
 
 
 def metrics_of(folder: Path) -> bytes:
-    """Return what there is of metrics.jsonl."""
+    """Return the content of metrics.jsonl, empty where there is none."""
     path = folder / "metrics.jsonl"
     return path.read_bytes() if path.exists() else b""
 
 
-def part_hit(folder: Path, before: bytes, steps: int) -> str:
-    """Tell by what the kill left what the process was doing; `before` is the metrics file of when it began."""
+def interrupted_phase(folder: Path, before: bytes, steps: int) -> str:
+    """Return what the process was doing when it was killed, from the files that it left.
+
+    Args:
+        before: the metrics file when the process started.
+        steps: configured steps of the run.
+    """
     content = metrics_of(folder)
     lines = content.count(b"\n")
     hidden = [path.name for path in (folder / "checkpoints").glob(".step-*")]
     latest = max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
-    for holds, words in (
-        (any(name.endswith(".writing") for name in hidden), "while a checkpoint was written"),
-        (any(name.endswith(".removing") for name in hidden), "while a checkpoint was removed"),
+    for is_phase, phase in (
+        (any(name.endswith(".writing") for name in hidden), "while writing a checkpoint"),
+        (any(name.endswith(".removing") for name in hidden), "while removing a checkpoint"),
         (not content.endswith(b"\n") and bool(content), "in the middle of a line of metrics"),
         (latest > lines - 1, "between a checkpoint and its line"),
-        (any(folder.rglob(".*.tmp")), "while another file was written"),
+        (any(folder.rglob(".*.tmp")), "while writing another file"),
         (lines == steps + 1, "after the last step"),
         (content == before, "while loading, or in the first step"),
     ):
-        if holds:
-            return words
+        if is_phase:
+            return phase
     return "in a later step"
 
 
 def record(folder: Path) -> list[dict[str, object]]:
-    """Return the metrics of a run but for its clocks."""
+    """Return the metrics of a run without those of time."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
 
 
 def files(folder: Path, part: str) -> dict[str, bytes]:
-    """Return the files below a part of the run folder."""
+    """Return the content of all files in the subfolder `part` of the run folder, by path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in (folder / part).rglob("*")
@@ -139,23 +144,23 @@ def files(folder: Path, part: str) -> dict[str, bytes]:
     }
 
 
-def differences(folder: Path, undisturbed: Path) -> list[str]:
-    """Return what two runs differ in."""
-    found = [] if record(folder) == record(undisturbed) else ["metrics"]
+def differences(folder: Path, uninterrupted: Path) -> list[str]:
+    """Return the parts in which two runs differ."""
+    found = [] if record(folder) == record(uninterrupted) else ["metrics"]
     for part in ("samples", "tokens", "evals", "checkpoints"):
-        if files(folder, part) != files(undisturbed, part):
+        if files(folder, part) != files(uninterrupted, part):
             found.append(part)
     return found
 
 
 def finish(arguments: Sequence[str], log: Path) -> None:
-    """Run to the end; raises SystemExit, with the end of its output, when it fails."""
+    """Run `bandpo train` to its end. Raises SystemExit with the end of its output when it fails."""
     if ended(start(arguments, log), wait=True) != 0:
         raise SystemExit(f"failed: bandpo train {' '.join(arguments)}\n{log.read_text()[-2000:]}")
 
 
 def main() -> None:
-    """Kill, resume, compare, and print the verdict."""
+    """Kill, resume and compare the runs, and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,48 +172,54 @@ def main() -> None:
     options = parser.parse_args()
     place = options.folder or Path(tempfile.mkdtemp(prefix="random-kills-"))
     place.mkdir(parents=True, exist_ok=True)
-    log, dice = place / "log.txt", random.Random(options.seed)
-    there = ["--runs-dir", str(place)]
+    log, random_source = place / "log.txt", random.Random(options.seed)
+    runs_dir = ["--runs-dir", str(place)]
     settings = [word for each in [*SETTINGS, *options.set] for word in ("--set", each)]
-    begin = ["--steps", str(options.steps), *settings, *there]
+    new_run = ["--steps", str(options.steps), *settings, *runs_dir]
 
-    finish([*begin, "--name", "undisturbed"], log)
+    finish([*new_run, "--name", "uninterrupted"], log)
 
-    def go_on(name: str) -> list[str]:
-        """Return the arguments that begin a run, or go on with it."""
+    def next_attempt(name: str) -> list[str]:
+        """Return the arguments that start or resume a run."""
         folder = place / name
         if (folder / "config.yaml").exists():
-            return ["--resume", name, *there]
-        if folder.exists():  # killed in the instant between the folder and its first file
+            return ["--resume", name, *runs_dir]
+        if folder.exists():  # killed between the creation of the folder and its first file
             folder.rmdir()
-        return [*begin, "--name", name]
+        return [*new_run, "--name", name]
 
-    hit: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
     runs: list[str] = []
-    whole = True
-    while hit.total() < options.kills:
-        if whole:
+    finished = True
+    while phases.total() < options.kills:
+        if finished:
             runs.append(f"killed-{len(runs) + 1}")
         folder = place / runs[-1]
         before = metrics_of(folder)
-        status = kill_at_random(start(go_on(runs[-1]), log), folder, dice)
-        whole = status is not None
-        if whole and not (folder / "summary.json").exists():
+        status = kill_at_random(start(next_attempt(runs[-1]), log), folder, random_source)
+        finished = status is not None
+        if finished and not (folder / "summary.json").exists():
             raise SystemExit(f"an attempt failed with status {status}:\n{log.read_text()[-2000:]}")
-        if not whole:
-            hit[part_hit(folder, before, options.steps)] += 1
+        if not finished:
+            phases[interrupted_phase(folder, before, options.steps)] += 1
             lines = metrics_of(folder).count(b"\n")
-            print(f"kill {hit.total():3}: {runs[-1]} with {lines} lines", flush=True)
-    if not whole and not (place / runs[-1] / "summary.json").exists():
-        finish(go_on(runs[-1]), log)
+            print(f"kill {phases.total():3}: {runs[-1]} with {lines} lines", flush=True)
+    if not finished and not (place / runs[-1] / "summary.json").exists():
+        finish(next_attempt(runs[-1]), log)
 
-    print(f"{hit.total()} kills of {len(runs)} runs of {options.steps} steps, in {place}")
-    for words, count in hit.most_common():
-        print(f"  {count:3} {words}")
-    wrong = {name: found for name in runs if (found := differences(place / name, place / "undisturbed"))}
+    print(f"{phases.total()} kills of {len(runs)} runs of {options.steps} steps, in {place}")
+    for phase, count in phases.most_common():
+        print(f"  {count:3} {phase}")
+    different = {
+        name: found for name in runs if (found := differences(place / name, place / "uninterrupted"))
+    }
     parts = "metrics, completions, tokens, evaluations, weights and optimizer state"
-    print(f"DIFFERENT: {wrong}" if wrong else f"equal: {parts} of every run are those of the undisturbed one")
-    sys.exit(1 if wrong else 0)
+    print(
+        f"DIFFERENT: {different}"
+        if different
+        else f"equal: {parts} of every run equal those of the uninterrupted one"
+    )
+    sys.exit(1 if different else 0)
 
 
 if __name__ == "__main__":

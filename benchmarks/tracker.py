@@ -1,13 +1,12 @@
-"""What MLflow costs a run: `bandpo train` untracked, at a server that never answers, at a local SQLite store.
+"""Cost of MLflow tracking: `bandpo train` without it, with a server that never answers, and with a local SQLite store.
 
     python benchmarks/tracker.py [--steps 15] [--rounds 3] [--keep DIR]
 
-Each round runs the embedded default (evaluation off) in each of the three ways, in turn, in processes of their own:
-`none` with tracking.mlflow=false; `hanging` with a server that takes connections and never answers; `sqlite` with the
-default store, which the first round makes. Printed are the medians of the whole command's wall time, of the summed
-`time/step` and of its processor time (which neighbours on the machine disturb least), and their ratios to `none`, taken
-round by round. The cost of a hanging tracker is a matter of seconds,
-not of steps: the last line says what it is of a run of 130 s.
+Each round runs the embedded default (evaluation off) once per variant, each in its own process: `none` with
+tracking.mlflow=false; `hanging` with a server that accepts connections and never answers; `sqlite` with the default
+store, which the first round creates. The output has the medians of the command's wall time, of the summed `time/step`
+and of its processor time (the least affected by other processes), and their ratios to `none` within each round. A
+hanging server costs seconds per run, independent of the number of steps: the last line relates them to a run of 130 s.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 DEFAULT_RUN_S = 130.0
-"""What the embedded default takes on 2 cores, s."""
+"""Duration of the embedded default on 2 cores, seconds."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one command: all of it, its steps, the processor's."""
+    """Seconds of one command: wall time, sum of its steps, processor time."""
 
     wall: float
     steps: float
     cpu: float
 
     def line(self) -> str:
-        """Return the figures in columns."""
+        """Return the times in columns."""
         return f"{self.wall:9.2f}{self.steps:9.2f}{self.cpu:9.2f}"
 
 
-def run(way: str, flags: Sequence[str], steps: int, runs_dir: Path, number: int) -> Times:
-    """Train once and time it."""
-    name = f"{way}-{number}"
+def run(variant: str, flags: Sequence[str], steps: int, runs_dir: Path, number: int) -> Times:
+    """Run `bandpo train` once and return its times."""
+    name = f"{variant}-{number}"
     command = [sys.executable, "-m", "bandpo_cli", "train", "--steps", str(steps), "--name", name]
     command += ["--runs-dir", str(runs_dir), "--set", "evaluation.every=0", *flags]
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
@@ -59,13 +58,13 @@ def run(way: str, flags: Sequence[str], steps: int, runs_dir: Path, number: int)
 
 
 def children_cpu() -> float:
-    """Return the processor seconds of all child processes so far."""
+    """Return the processor time of all child processes so far, seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def measure(steps: int, rounds: int, runs_dir: Path) -> Mapping[str, list[Times]]:
-    """Run every way in each round, the order turned from round to round."""
+    """Run every variant once per round, in an order that rotates from round to round."""
     found: dict[str, list[Times]] = {"none": [], "hanging": [], "sqlite": []}
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -74,9 +73,9 @@ def measure(steps: int, rounds: int, runs_dir: Path) -> Mapping[str, list[Times]
         flags = {"none": ["--no-mlflow"], "hanging": ["--tracking-uri", uri], "sqlite": []}
         for number in range(rounds):
             order = list(found)[number % 3 :] + list(found)[: number % 3]
-            for way in order:
-                found[way].append(run(way, flags[way], steps, runs_dir, number))
-                print(f"round {number + 1}  {way:<10}{found[way][-1].line()}", flush=True)
+            for variant in order:
+                found[variant].append(run(variant, flags[variant], steps, runs_dir, number))
+                print(f"round {number + 1}  {variant:<10}{found[variant][-1].line()}", flush=True)
     return found
 
 
@@ -84,26 +83,26 @@ def report(found: Mapping[str, list[Times]]) -> None:
     """Print medians and ratios."""
     plain = found["none"]
     print(f"\n{'medians, s':<19}{'wall':>9}{'steps':>9}{'cpu':>9}      ratios to none, by round")
-    for way, times in found.items():
+    for variant, times in found.items():
         middle = [statistics.median(column) for column in zip(*map(astuple, times), strict=True)]
         pairs = list(zip(map(astuple, times), map(astuple, plain), strict=True))
         ratios = [statistics.median(each[i] / base[i] for each, base in pairs) for i in range(3)]
-        print(f"{way:<19}{Times(*middle).line()}{Times(*ratios).line()}")
-    more = [each.wall - base.wall for each, base in zip(found["hanging"], plain, strict=True)]
+        print(f"{variant:<19}{Times(*middle).line()}{Times(*ratios).line()}")
+    extra = [each.wall - base.wall for each, base in zip(found["hanging"], plain, strict=True)]
     print(
-        f"a hanging tracker: {statistics.median(more):+.2f} s a run ({min(more):+.2f} to {max(more):+.2f}), "
-        f"{statistics.median(more) / DEFAULT_RUN_S:+.1%} of {DEFAULT_RUN_S:.0f} s"
+        f"a hanging server: {statistics.median(extra):+.2f} s per run ({min(extra):+.2f} to {max(extra):+.2f}), "
+        f"{statistics.median(extra) / DEFAULT_RUN_S:+.1%} of {DEFAULT_RUN_S:.0f} s"
     )
 
 
 def main() -> None:
-    """Read the options, measure, print."""
+    """Parse the options, measure, and print the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=15, help="steps of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way")
-    parser.add_argument("--keep", type=Path, help="where the runs are left, for a look at them")
+    parser.add_argument("--steps", type=int, default=15, help="steps per run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs per variant")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; a temporary one by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         report(measure(options.steps, options.rounds, options.keep or Path(temporary)))

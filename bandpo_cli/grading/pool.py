@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.grading.answers import grade_math, grade_number
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.grading.workers import GraderArguments, WorkerPool
+from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 MAX_DEFAULT_WORKERS = 8
@@ -44,7 +44,7 @@ class GraderPool:
     def __init__(self, config: GradingConfig) -> None:
         """Create the pool without spawning any worker."""
         self._config = config
-        self._size = config.workers or min(_usable_cores(), MAX_DEFAULT_WORKERS)
+        self._size = config.workers or min(usable_cores(), MAX_DEFAULT_WORKERS)
         self._worker_pools: dict[str, WorkerPool] = {}
         self._errors: dict[str, str] = {}
         self.close = weakref.finalize(self, _close, self._worker_pools)
@@ -138,8 +138,3 @@ def _function(name: str) -> str:
 def _close(pools: dict[str, WorkerPool]) -> None:
     for pool in pools.values():
         pool.close()
-
-
-def _usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

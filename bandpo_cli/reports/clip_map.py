@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from bandpo_cli.bounds.methods import clip_state
 from bandpo_cli.reports import style
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.tables import TOKEN_COLUMNS
+from bandpo_cli.storage.tables import read_token_table
 
 Floats = NDArray[np.float64]
 
@@ -78,8 +77,7 @@ def plot_clip_map(folder: Path, subtitle: str) -> Path | None:
 
 def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:
     """Return the tokens of a table, without those that have no place on log axes; None when none is left."""
-    table = pq.read_table(path)
-    columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
+    columns = read_token_table(path)
     prob = np.exp(columns["old_logprob"])
     shown = (prob > 0) & np.isfinite(columns["ratio"]) & (columns["ratio"] > 0)
     if not shown.any():

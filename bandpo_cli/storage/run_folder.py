@@ -1,18 +1,21 @@
-"""Which files of a run folder go to MLflow beside the numbers."""
+"""Run folder: names, lookup, files, `metrics.jsonl` and the files that MLflow gets.
 
-# MERGED: What a run may be called: one plain folder in the runs folder.
-# MERGED: The folder of a run: the record that is complete without any tracker, and that resume and reports read.
+The folder is the complete record of a run, with or without a tracker. Resume and reports read nothing else.
+"""
+
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, user_path
 from bandpo_cli.storage.files import (
+    read_json_object,
     remove_temporary_files,
     replace_nonfinite,
     step_name,
@@ -27,96 +30,20 @@ from bandpo_cli.storage.tables import SampleRow, write_sample_table, write_token
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 MAX_SAMPLE_FILES = 20
 
-
-def run_artifacts(folder: Path) -> list[Path]:
-    """Return the files of the run in `folder` that MLflow is to have; checkpoints and token tables stay here.
-
-    They are the record's own files, the evaluations, the plots and the completions. Of more than 20 files of
-    completions only those of the first, the last and the evaluated steps go, and of these the latest 20.
-    """
-    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
-    evaluations = sorted((folder / "evals").glob("step-*.json"))
-    plots = sorted((folder / "plots").glob("*.png"))
-    return files + evaluations + plots + _samples(folder, {step_of(path) for path in evaluations})
-
-
-def _samples(folder: Path, evaluated: set[int | None]) -> list[Path]:
-    samples = sorted((folder / "samples").glob("step-*.parquet"))
-    if len(samples) <= MAX_SAMPLE_FILES:
-        return samples
-    chosen = [path for path in samples[1:-1] if step_of(path) in evaluated][2 - MAX_SAMPLE_FILES :]
-    return [samples[0], *chosen, samples[-1]]
-
-
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
-"""What MLflow may keep beside the runs."""
+"""Names that MLflow may use in the runs folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-
-
-def is_valid_name(name: str) -> bool:
-    """Tell whether `name` is one plain folder name, the same on every system that a runs folder may be copied to."""
-    return _NAME.fullmatch(name) is not None and not _DEVICE.fullmatch(name) and not name.endswith(".")
-
-
-def check_name(name: str, runs_dir: Path) -> str:
-    """Return `name` if it is one plain folder name, else raise UserError with a name that would do.
-
-    Refused: the empty name, what leads out of or deeper into the runs folder, blanks and characters that a
-    shell or a file system takes for something else, and the names that MLflow uses there.
-    """
-    if is_valid_name(name) and name not in RESERVED:
-        return name
-    if name in RESERVED:
-        why = f"MLflow keeps its files under that name in {runs_dir}"
-    elif "/" in name or "\\" in name or name in (".", ".."):
-        why = f"a run is one folder directly in {runs_dir}; give another place with --runs-dir"
-    elif _NAME.fullmatch(name):
-        why = "Windows has no folder of that name, and runs are copied"
-    else:
-        why = "a name is letters, digits and . _ - + = , @, at most 200, the first a letter or digit"
-    raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {unused_name(slug(name), runs_dir)}")
-
-
-def create_folder(runs_dir: Path, name: str) -> Path:
-    """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
-    path = runs_dir / check_name(name, runs_dir)
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
-    except FileExistsError:
-        raise UserError(
-            f"there is a run {name!r} in {runs_dir} already: start another by --name {unused_name(name, runs_dir)}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"--runs-dir {runs_dir}: no folder can be made there: {error.strerror}") from None
-    sync_folder(runs_dir)
-    return path
-
-
-def unused_name(stem: str, runs_dir: Path) -> str:
-    """Return `stem`, or `stem-2`, `stem-3`, ...: the first that no entry of `runs_dir` has."""
-    name, count = stem, 1
-    while path_exists(runs_dir / name) or name in RESERVED:
-        count += 1
-        name = f"{stem}-{count}"
-    return name
-
-
-def slug(name: str) -> str:
-    """Return the nearest usable name: the last path part, with other characters as dashes."""
-    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
-    near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
-    return near if is_valid_name(near) else f"run-{near}"
-
-
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
-"""The folders whose files each belong to a step."""
+"""Folders whose files each belong to one step."""
+
+_MAX_STEP_DIGITS = 12  # of RUN@STEP: Python refuses to convert thousands of digits
+_MAX_SHOWN_CHARS = 200  # of a name that the user gave, in an error message
 
 
 class RunFolder:
-    """`runs/<name>/`. Whole files are atomic and durable; `metrics.jsonl` grows by flushed lines.
+    """`runs/<name>/`. Files are written atomically and durably; `metrics.jsonl` grows by flushed lines.
 
     Attributes:
         path: the folder.
@@ -127,7 +54,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> RunFolder:
-        """Make the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not plain."""
+        """Create the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not valid."""
         return cls(create_folder(runs_dir, name))
 
     @classmethod
@@ -136,15 +63,13 @@ class RunFolder:
 
         Raises UserError, with the nearest name, when there is none.
         """
-        for path in (runs_dir / run, user_path(run)):
-            if run and path_exists(path / "config.yaml"):
-                return cls(path if path.name.strip(".") else path.resolve())  # "." and ".." are no names
-        for path in (runs_dir / run, user_path(run)):
-            if run and path_exists(path):
-                raise UserError(_not_a_run_message(path))
-        names = folders_containing(runs_dir, "config.yaml")
-        there = f"it has {', '.join(names[-5:])}" if names else "it has no runs"
-        raise UserError(f"no run {run!r} in {runs_dir}{nearest(run, names)}; {there}")
+        path = find_folder(run, runs_dir, "config.yaml")
+        if path is not None:
+            return cls(path)
+        for path in _candidates(run, runs_dir):
+            if path_exists(path):
+                raise UserError(_not_a_run_message(path, runs_dir))
+        raise not_found("run", run, runs_dir, "config.yaml")
 
     @property
     def name(self) -> str:
@@ -153,7 +78,7 @@ class RunFolder:
 
     @property
     def metrics_path(self) -> Path:
-        """`metrics.jsonl`, one object a step."""
+        """`metrics.jsonl`, one object per step."""
         return self.path / "metrics.jsonl"
 
     def write_config(self, yaml_text: str) -> Path:
@@ -181,11 +106,11 @@ class RunFolder:
         return write_json(self.path / "evals" / f"{step_name(step)}.json", result)
 
     def checkpoint_dir(self, step: int) -> Path:
-        """Return where the checkpoint of `step` belongs; makes nothing."""
+        """Return the path of the checkpoint of `step`; creates nothing."""
         return self.path / "checkpoints" / step_name(step)
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the whole checkpoints by step, the earliest first."""
+        """Return the checkpoints that hold a model by step; see `storage.checkpoints.model_checkpoints`."""
         folders = (self.path / "checkpoints").glob("step-*")
         found = {step_of(path): path for path in folders if (path / "config.json").is_file()}
         return {step: found[step] for step in sorted(step for step in found if step is not None)}
@@ -193,7 +118,7 @@ class RunFolder:
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Append `record`, which has `step`, as a line of JSON, `step` first; NaN and infinities become null.
 
-        The line is flushed to the system at once, so a killed process leaves at most its last line torn.
+        The line is flushed to the system at once, so that a killed process truncates at most its last line.
         """
         ordered = {"step": record["step"], **record}
         line = json.dumps(replace_nonfinite(ordered), ensure_ascii=False, allow_nan=False)
@@ -201,18 +126,18 @@ class RunFolder:
             file.write(line + "\n")
 
     def sync_metrics(self) -> None:
-        """Make the lines of `metrics.jsonl` durable."""
+        """Flush the lines of `metrics.jsonl` to the disk."""
         if self.metrics_path.exists():
             sync_file(self.metrics_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the records in file order, [] before the first. A torn last line is left out."""
+        """Return the records in file order, [] before the first; a truncated last line is left out."""
         return read_metrics(self.metrics_path)
 
     def roll_back(self, step: int) -> None:
-        """Take back everything later than `step`: what a resume from the checkpoint of `step` does again.
+        """Remove the metrics and files of all steps after `step`, which a resume from its checkpoint does again.
 
-        -1 takes back all steps. What a crash left of files that were being written goes too.
+        -1 removes all steps. Temporary files of a crash are removed too.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         if kept or self.metrics_path.exists():
@@ -227,27 +152,84 @@ class RunFolder:
             remove_temporary_files(self.path / folder)
 
     def record_resume(self, about: Mapping[str, object], env: Mapping[str, object]) -> None:
-        """Add `about` to the list `resumes` of `env.json`, with what of `env` is not as it was when the run began."""
+        """Append `about` to the list `resumes` of `env.json`, with the entries of `env` that have changed.
+
+        A missing or damaged `env.json` is replaced by `env`.
+        """
         path = self.path / "env.json"
         try:
-            first = json.loads(path.read_text(encoding="utf-8"))
+            first = read_json_object(path)
             resumes = list(first.get("resumes", []))
-        except (OSError, ValueError, AttributeError, TypeError):
+        except (UserError, TypeError):
             first, resumes = dict(env), []
         changed = {key: value for key, value in env.items() if replace_nonfinite(value) != first.get(key)}
         write_json(path, {**first, "resumes": [*resumes, {**about, **changed}]})
 
 
-def _not_a_run_message(path: Path) -> str:
-    """Say why the folder `path`, which is there, is no run that can be opened."""
-    for file, command in (("eval.json", "bandpo eval"), ("sweep.yaml", "bandpo sweep")):
-        if (path / file).is_file():
-            return f"{path} is no training run: go on with it by {command} --resume {path.name}"
-    return f"{path} is no run: it has no config.yaml, with which its settings are lost; start a new run"
+def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
+    """Return the folder that `text` names and that contains the file `marker`, None where there is none.
+
+    `text` is a name in `runs_dir`, else a path; ~ is the user's home.
+    """
+    for path in _candidates(text, runs_dir):
+        if path_exists(path / marker):
+            return resolve_dots(path)
+    return None
+
+
+def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
+    """Return the error for a `text` that names no folder with the file `marker`: the nearest name and the last five.
+
+    Args:
+        kind: what such a folder holds: run, evaluation, sweep.
+    """
+    names = folders_containing(runs_dir, marker)
+    existing = f"it has {', '.join(names[-5:])}" if names else f"it has no {kind}s"
+    return UserError(f"no {kind} {text[:_MAX_SHOWN_CHARS]!r} in {runs_dir}{nearest(text, names)}; {existing}")
+
+
+def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
+    """Return the run that RUN or RUN@STEP names, with its step; None where there is no such run.
+
+    RUN is a name in `runs_dir` or a path.
+
+    Raises:
+        UserError: the step is not a number.
+    """
+    name, at, step = text.rpartition("@")
+    for run, suffix in ((text, None), (name, step)) if at else ((text, None),):
+        for path in _candidates(run, runs_dir):
+            if is_run_folder(path):
+                if suffix is not None and not (suffix.isdecimal() and len(suffix) <= _MAX_STEP_DIGITS):
+                    raise UserError(
+                        f"{text[:_MAX_SHOWN_CHARS]}: after @ goes a step, as in {run}@100; not {suffix[:20]!r}"
+                    )
+                return RunFolder(resolve_dots(path)), None if suffix is None else int(suffix)
+    return None
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return whether `path` is a run folder, which has config.yaml; the folder of a model has config.json."""
+    return path_exists(path / "config.yaml") and not path_exists(path / "config.json")
+
+
+def resolve_dots(path: Path) -> Path:
+    """Return `path`, resolved where it ends in "." or "..", which are not names."""
+    return path if path.name.strip(".") else path.resolve()
+
+
+def resume_command(command: Literal["train", "eval", "sweep"], folder: Path, runs_dir: Path) -> str:
+    """Return the shell command that resumes the run, evaluation or sweep in `folder`."""
+    return shlex.join(["bandpo", command, "--resume", *_name_arguments(folder, runs_dir)])
+
+
+def sync_command(folder: Path, runs_dir: Path) -> str:
+    """Return the shell command that sends the run in `folder` to MLflow."""
+    return shlex.join(["bandpo", "sync", *_name_arguments(folder, runs_dir)])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, [] when there is no such file; a torn last line is left out.
+    """Return the records of a `metrics.jsonl`, [] when there is no such file; a truncated last line is left out.
 
     Raises UserError when another line is not a JSON object with a step.
     """
@@ -268,3 +250,103 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}, line {number} {problem}") from None
         records.append(record)
     return records
+
+
+def run_artifacts(folder: Path) -> list[Path]:
+    """Return the files of the run in `folder` that MLflow gets; checkpoints and token tables are not among them.
+
+    They are the record's own files, the evaluations, the plots and the completions. Of more than 20 files of
+    completions, MLflow gets those of the first, the last and the latest evaluated steps, 20 in total.
+    """
+    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
+    evaluations = sorted((folder / "evals").glob("step-*.json"))
+    plots = sorted((folder / "plots").glob("*.png"))
+    return files + evaluations + plots + _samples(folder, {step_of(path) for path in evaluations})
+
+
+def is_valid_name(name: str) -> bool:
+    """Return whether `name` is a single folder name on every system that a runs folder may be copied to."""
+    return _NAME.fullmatch(name) is not None and not _DEVICE.fullmatch(name) and not name.endswith(".")
+
+
+def check_name(name: str, runs_dir: Path) -> str:
+    """Return `name` if it is a valid name for a new folder, else raise UserError with a name that is.
+
+    Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
+    or file system, and the names that MLflow uses there.
+    """
+    if is_valid_name(name) and name not in RESERVED:
+        return name
+    if name in RESERVED:
+        why = f"MLflow uses that name for its files in {runs_dir}"
+    elif "/" in name or "\\" in name or name in (".", ".."):
+        why = f"a run is a folder directly in {runs_dir}; choose another place with --runs-dir"
+    elif _NAME.fullmatch(name):
+        why = "Windows does not allow a folder of that name, and runs are copied"
+    else:
+        why = "a name has letters, digits and . _ - + = , @, at most 200, and starts with a letter or digit"
+    raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {unused_name(slug(name), runs_dir)}")
+
+
+def create_folder(runs_dir: Path, name: str) -> Path:
+    """Create the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not valid."""
+    path = runs_dir / check_name(name, runs_dir)
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        raise UserError(
+            f"{name!r} already exists in {runs_dir}: choose another name, --name {unused_name(name, runs_dir)}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--runs-dir {runs_dir}: cannot create a folder there: {error.strerror}") from None
+    sync_folder(runs_dir)
+    return path
+
+
+def unused_name(stem: str, runs_dir: Path) -> str:
+    """Return the first of `stem`, `stem-2`, `stem-3`, ... that does not exist in `runs_dir`."""
+    name, count = stem, 1
+    while path_exists(runs_dir / name) or name in RESERVED:
+        count += 1
+        name = f"{stem}-{count}"
+    return name
+
+
+def slug(name: str) -> str:
+    """Return the valid name that is nearest to `name`: its last path part, with dashes for other characters."""
+    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
+    return near if is_valid_name(near) else f"run-{near}"
+
+
+def _candidates(text: str, runs_dir: Path) -> list[Path]:
+    """Return the paths that `text` can mean, in the order in which they are tried; none for an empty text."""
+    return [runs_dir / text, user_path(text)] if text else []
+
+
+def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
+    """Return the arguments by which a command finds `folder`: its name in `runs_dir`, else its path."""
+    if (runs_dir / folder.name).absolute() != folder.absolute():
+        return [str(folder)]
+    return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
+
+
+def _not_a_run_message(path: Path, runs_dir: Path) -> str:
+    """Return why the existing folder `path` cannot be opened as a run."""
+    commands: tuple[tuple[str, Literal["eval", "sweep"]], ...] = (
+        ("eval.json", "eval"),
+        ("sweep.yaml", "sweep"),
+    )
+    for file, command in commands:
+        if (path / file).is_file():
+            return f"{path} is not a training run; resume it with {resume_command(command, path, runs_dir)}"
+    return f"{path} is not a run: it has no config.yaml, so its settings are lost; start a new run"
+
+
+def _samples(folder: Path, evaluated: set[int | None]) -> list[Path]:
+    samples = sorted((folder / "samples").glob("step-*.parquet"))
+    if len(samples) <= MAX_SAMPLE_FILES:
+        return samples
+    chosen = [path for path in samples[1:-1] if step_of(path) in evaluated][2 - MAX_SAMPLE_FILES :]
+    return [samples[0], *chosen, samples[-1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import path_exists, read_text
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
+from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.run_record import read_summary
 
 TRIAL_STEPS = 3
 START_S = 8.0
@@ -54,12 +55,17 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
         else []
     ):
         try:
-            summary = json.loads(read_text(path, "summary"))
+            summary = read_summary(path.parent)
             earlier = read_yaml(path.parent / "config.yaml", "config")
-            hardware = json.loads(read_text(path.parent / "env.json", "env"))["hardware"]
+            hardware = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)["hardware"]
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if same_speed and summary["status"] == "FINISHED" and _shape(earlier) == shape:
-                trained = summary["time/train_s"] / summary["steps"] * config.steps
+            if (
+                same_speed
+                and summary is not None
+                and summary.status == "FINISHED"
+                and _shape(earlier) == shape
+            ):
+                trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
             continue

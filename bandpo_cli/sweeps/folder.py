@@ -1,8 +1,7 @@
-"""The folder of a sweep: the plan, each run's settings, the runs themselves and what they printed."""
+"""Sweep folder: the plan, the settings of each run, the run folders, and their logs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +11,22 @@ import yaml
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.yaml_loader import read_yaml
-from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import folders_containing, path_exists, read_text, user_path
-from bandpo_cli.storage.files import sync_folder, write_json, write_text
-from bandpo_cli.storage.run_folder import create_folder, is_valid_name
+from bandpo_cli.errors import UserError
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
+from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text
+from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
+from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.sweeps.plan import PlannedRun
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
 _RESERVED_NAMES = ("attempts", "logs", "plans", "report")
-_MOST_SEED = 2**31
+_MAX_SEED = 2**31
+_MAX_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run as the plan on disk has it."""
+    """One entry of `runs` in `sweep.yaml`."""
 
     name: str
     arm: str
@@ -36,8 +37,9 @@ class SweepFolder:
     """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and a run folder for each run.
 
     Attributes:
-        path: the folder; the runs folder of its runs.
-        runs: what is planned.
+        path: the folder; it is the runs folder of its runs.
+        runs: the planned runs.
+        baseline: the arm that the others are compared with, None without one.
     """
 
     def __init__(self, path: Path, runs: Sequence[SweepRun], baseline: str | None) -> None:
@@ -54,9 +56,12 @@ class SweepFolder:
         baseline: str | None,
         about: Mapping[str, Any],
     ) -> SweepFolder:
-        """Make the folder and write the plan. Raises UserError for a name that is taken or not plain.
+        """Create the folder and write the plan. Raises UserError for a name that is taken or not valid.
 
-        The settings come first and `sweep.yaml` last: where it is, the plan is whole.
+        The settings are written first and `sweep.yaml` last: where it exists, the plan is complete.
+
+        Args:
+            about: further keys of `sweep.yaml`.
         """
         path = create_folder(runs_dir, name)
         for run in planned:
@@ -72,12 +77,10 @@ class SweepFolder:
 
         Raises UserError when there is none, or its plan is damaged.
         """
-        for path in (runs_dir / text, user_path(text)):
-            if text and path_exists(path / PLAN_FILE):
-                return cls._read(path)
-        names = folders_containing(runs_dir, PLAN_FILE)
-        there = f"it has {', '.join(names[-5:])}" if names else "it has none"
-        raise UserError(f"no sweep {text!r} in {runs_dir}{nearest(text, names)}; {there}")
+        path = find_folder(text, runs_dir, PLAN_FILE)
+        if path is None:
+            raise not_found("sweep", text, runs_dir, PLAN_FILE)
+        return cls._read(path)
 
     @classmethod
     def _read(cls, path: Path) -> SweepFolder:
@@ -93,7 +96,9 @@ class SweepFolder:
         for run in runs:
             _check(run, seen, path / PLAN_FILE)
             if not path_exists(path / "plans" / f"{run.name}.yaml"):
-                raise UserError(f"{path}: the settings of run '{run.name}' are gone (plans/{run.name}.yaml)")
+                raise UserError(
+                    f"{path}: the settings of run '{run.name}' are missing (plans/{run.name}.yaml)"
+                )
         return cls(path, runs, None if baseline is None else str(baseline))
 
     @property
@@ -102,47 +107,41 @@ class SweepFolder:
         return self.path.name
 
     def run_path(self, name: str) -> Path:
-        """Return where a run's folder belongs."""
+        """Return the path of a run's folder."""
         return self.path / name
 
     def plan_path(self, name: str) -> Path:
-        """Return the file with all settings of a run."""
+        """Return the path of the file with all settings of a run."""
         return self.path / "plans" / f"{name}.yaml"
 
     def log_path(self, name: str) -> Path:
-        """Return the file with what a run printed."""
+        """Return the path of the file with the output of a run."""
         return self.path / "logs" / f"{name}.log"
 
     def is_finished(self, name: str) -> bool:
-        """Tell whether a run has reached its end and has its summary."""
-        try:
-            summary = json.loads(read_text(self.run_path(name) / "summary.json", "summary.json"))
-        except (UserError, ValueError, RecursionError):
-            return False
-        return isinstance(summary, dict) and summary.get("status") == "FINISHED"
+        """Return whether a run has finished; see `storage.run_record.is_finished`."""
+        return is_finished(self.run_path(name))
 
     def stopped(self) -> dict[str, str]:
-        """Return the runs that were ended early for want of hope, with the reason."""
+        """Return the runs that the sweep stopped early because they were far behind, each with the reason.
+
+        Raises UserError when `stopped.json` is damaged.
+        """
         path = self.path / STOPPED_FILE
         if not path_exists(path):
             return {}
-        text = read_text(path, str(path))
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not readable as JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise UserError(
-                f"{path}: expected the names of runs, each with a reason; remove it to run them all"
-            )
-        return {str(name): str(why) for name, why in found.items()}
+            reasons = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
+        except UserError as error:
+            raise UserError(f"{error}, or remove it to run all runs") from None
+        return {name: str(reason) for name, reason in reasons.items()}
 
-    def record_stopped(self, name: str, why: str) -> None:
-        """Keep in mind that a run was ended early, so that a resume does not start it again."""
-        write_json(self.path / STOPPED_FILE, {**self.stopped(), name: why})
+    def record_stopped(self, name: str, reason: str) -> None:
+        """Record in `stopped.json` that a run was stopped early, so that a resume does not start it again."""
+        write_json(self.path / STOPPED_FILE, {**self.stopped(), name: reason})
 
     def archive_attempt(self, name: str) -> None:
-        """Move what an earlier attempt at a run left to `attempts/`, so that the run can begin anew."""
+        """Move the folder and log of an earlier attempt at a run to `attempts/`, so that the run can start again."""
         path = self.run_path(name)
         if not path.exists():
             return
@@ -157,22 +156,24 @@ class SweepFolder:
         sync_folder(self.path)
 
     def error_message(self, name: str) -> str:
-        """Return the line in which a run said why it ended: its error line, else the last that it printed."""
+        """Return the last error line in a run's log, else the last line that is not empty, at most 300 characters."""
         try:
             lines = self.log_path(name).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return "it printed nothing"
-        said = [line.strip() for line in lines if line.strip()]
-        errors = [line for line in said if line.startswith("error: ")]
-        return (errors or said or ["it printed nothing"])[-1][:300]
+        printed = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in printed if line.startswith("error: ")]
+        return (errors or printed or ["it printed nothing"])[-1][:_MAX_ERROR_CHARS]
 
 
 def _check(run: SweepRun, seen: set[str], plan: Path) -> None:
-    """Refuse what no sweep wrote: a plan may come from anyone, and its names become folders."""
+    """Raise UserError for an entry that no sweep wrote: a plan may come from anyone, and its names become folders."""
     if not isinstance(run.name, str) or not is_valid_name(run.name) or run.name in _RESERVED_NAMES:
-        raise UserError(f"{plan}: name = {run.name!r} is no run's name: one plain folder name is expected")
+        raise UserError(
+            f"{plan}: name = {run.name!r} is not a valid name of a run; give a single folder name"
+        )
     if run.name in seen:
-        raise UserError(f"{plan}: has the run '{run.name}' twice")
-    if not isinstance(run.seed, int) or isinstance(run.seed, bool) or not 0 <= run.seed < _MOST_SEED:
-        raise UserError(f"{plan}: run '{run.name}': seed = {run.seed!r} is no whole number from 0 on")
+        raise UserError(f"{plan}: lists the run '{run.name}' twice")
+    if not isinstance(run.seed, int) or isinstance(run.seed, bool) or not 0 <= run.seed < _MAX_SEED:
+        raise UserError(f"{plan}: run '{run.name}': seed = {run.seed!r} is not an integer from 0 to 2³¹ − 1")
     seen.add(run.name)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from bandpo_cli.storage.environment import usable_cores as usable_cores
+
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
 """Environment variable with the process id of the sweep; a run exits when that process ends."""
 
@@ -171,11 +173,6 @@ def slot_environments(
             variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         slots.append(variables)
     return slots
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:

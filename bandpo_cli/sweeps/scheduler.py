@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import defaultdict, deque
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, read_metrics
+from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import Job, Pool
 
@@ -173,13 +173,11 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
 def is_resumable(path: Path) -> bool:
     """Return whether a run was terminated from outside and has a complete checkpoint; a failed run would fail again."""
     try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:  # killed before it could write a summary
-        summary = {"status": "KILLED"}
-    except (OSError, ValueError):
+        summary = read_summary(path)
+    except UserError:
         return False
-    killed = isinstance(summary, dict) and summary.get("status") == "KILLED"
-    return killed and bool(complete_checkpoints(RunFolder(path))[0])
+    killed = summary is None or summary.status == "KILLED"
+    return killed and bool(complete_checkpoints(RunFolder(path)).complete)
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:

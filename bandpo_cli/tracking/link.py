@@ -1,8 +1,7 @@
-"""`mlflow.json` in a run folder: which MLflow runs mirror it, and which of its files they have."""
+"""Links from a run folder to its MLflow runs (`mlflow.json`), with the digests of the files that were sent."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,19 +15,19 @@ from bandpo_cli.tracking.store import Store
 
 LINK = "mlflow.json"
 KEY_TAG = "bandpo.run"
-"""The tag with a link's `key`: a run whose making was not answered is found again by it, instead of made twice."""
+"""The MLflow tag with a link's `key`: it finds a run whose creation was not answered, so that none is created twice."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A run folder's mirror at one store.
+    """The link from a run folder to its run in one store; an entry of `mlflow.json`.
 
     Attributes:
-        uri: the store's address, passwords blotted out.
-        experiment: its experiment.
-        key: a word of our own that the MLflow run has as a tag.
-        run_id: MLflow's name for the run; None until it has answered.
-        files: digests of the files that were sent, by path in the run folder.
+        uri: the store's tracking URI, passwords redacted.
+        experiment: the experiment's name.
+        key: random identifier that the MLflow run has as the tag `KEY_TAG`.
+        run_id: MLflow's id of the run; None until the store has answered.
+        files: SHA-256 of the files that were sent, by path in the run folder.
     """
 
     uri: str
@@ -37,13 +36,13 @@ class Link:
     run_id: str | None = None
     files: dict[str, str] = field(default_factory=dict)
 
-    def fits(self, store: Store) -> bool:
-        """Tell whether this is the link to `store`."""
+    def is_for(self, store: Store) -> bool:
+        """Return whether this is the link to `store`."""
         return (self.uri, self.experiment) == (redact_credentials(store.uri), store.experiment)
 
 
 def read_links(folder: Path) -> list[Link]:
-    """Return the links of the run in `folder`, that of the run's own tracking first; [] where the file is damaged."""
+    """Return the links of the run in `folder`, that of the run's own store first; [] where the file is damaged."""
     try:
         found = json.loads((folder / LINK).read_text(encoding="utf-8"))
         entries = [found, *found.get("others", [])]
@@ -58,11 +57,14 @@ def read_links(folder: Path) -> list[Link]:
 
 def find_link(folder: Path, store: Store) -> Link | None:
     """Return the link of the run in `folder` to `store`, None where it has none."""
-    return next((link for link in read_links(folder) if link.fits(store)), None)
+    return next((link for link in read_links(folder) if link.is_for(store)), None)
 
 
 def new_link(folder: Path, store: Store) -> Link:
-    """Link the run in `folder` to a run of `store` that is yet to be made; a link that waits for its run is kept."""
+    """Return a link from `folder` to a run of `store` that does not exist yet, after writing it.
+
+    An existing link without a run is returned unchanged.
+    """
     link = find_link(folder, store)
     if link is None or link.run_id is not None or not link.key:
         link = Link(redact_credentials(store.uri), store.experiment, uuid4().hex)
@@ -71,11 +73,11 @@ def new_link(folder: Path, store: Store) -> Link:
 
 
 def write_link(folder: Path, link: Link) -> None:
-    """Keep `link`, in the place of the one to the same store."""
+    """Write `link` to `mlflow.json`; it replaces the link to the same store."""
     links = read_links(folder)
-    places = [(each.uri, each.experiment) for each in links]
-    if (link.uri, link.experiment) in places:
-        links[places.index((link.uri, link.experiment))] = link
+    stores = [(each.uri, each.experiment) for each in links]
+    if (link.uri, link.experiment) in stores:
+        links[stores.index((link.uri, link.experiment))] = link
     else:
         links.append(link)
     first, *others = map(asdict, links)
@@ -83,20 +85,14 @@ def write_link(folder: Path, link: Link) -> None:
 
 
 def record_sent_files(folder: Path, store: Store, digests: Mapping[str, str]) -> None:
-    """Keep in mind that `store` has files of the run in `folder`, as these digests by path tell them."""
+    """Record that `store` has files of the run in `folder`, given as SHA-256 by path in the folder."""
     link = find_link(folder, store)
     if link is not None and digests:
         write_link(folder, replace(link, files={**link.files, **digests}))
 
 
-def digest(file: Path) -> str:
-    """Return the SHA-256 of what `file` holds."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def link_version(folder: Path) -> tuple[int, int] | None:
-    """Return what changes whenever `mlflow.json` is written; None where there is none."""
+    """Return a value that changes whenever `mlflow.json` is written; None where there is no such file."""
     try:
         found = (folder / LINK).stat()
     except OSError:
@@ -105,5 +101,5 @@ def link_version(folder: Path) -> tuple[int, int] | None:
 
 
 def send_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold the right to send the run in `folder`: a tracker and `bandpo sync` that send at once would send twice."""
+    """Return the lock for sending the run in `folder`: without it a tracker and `bandpo sync` would send twice."""
     return file_lock(folder / ".mlflow.lock")

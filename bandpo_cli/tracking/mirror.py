@@ -1,11 +1,11 @@
-"""One run's record at MLflow, call by call: for the tracker's thread, and for sending a run later.
+"""The MLflow run of a run folder: calls that the tracker's thread and `bandpo sync` send.
 
-Every call either does its work or raises what MLflow and the network raise. Doing it twice does no harm: a
-run that is there is gone on with, and a step that it has is not sent again.
+Every call either completes or raises the error of MLflow or the network. Calls can be repeated: an existing run is
+continued, and a step that it has is not sent again.
 
-What MLflow 3.17 does, by its source and by trial: its import takes 1 to 2 s and a new SQLite file 2 s more,
-all on the processor; two threads call home unless told not to; a refused connection is tried for 4 minutes;
-a metric can neither be changed nor taken back.
+Behaviour of MLflow 3.17, from its source and from tests: its import takes 1 to 2 s and a new SQLite file 2 s more, all
+of it processor time; two threads send telemetry unless disabled; a refused connection is retried for 4 minutes; a
+metric can be neither changed nor deleted.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from bandpo_cli.tracking.store import Store, create_sqlite_store
 
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",  # else each new database tells of its migrations on stderr
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker tries again itself, and knows when the run ends
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # otherwise each new database prints its migrations to stderr
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker retries itself, and knows when the run ends
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 
 
 @dataclass(frozen=True)
 class MetricRecord:
-    """The metrics of one step, with the clock of when they were taken (milliseconds since 1970)."""
+    """The metrics of one step by legal MLflow name, with the time of the step (milliseconds since 1970)."""
 
     step: int
     metrics: Mapping[str, float]
@@ -41,17 +41,17 @@ class MetricRecord:
 
     @classmethod
     def of(cls, step: int, record: Mapping[str, object], clock_ms: int | None = None) -> MetricRecord:
-        """Return the finite numbers of `record`, stamped now if no clock is given."""
+        """Return the finite numbers of `record` with the time `clock_ms`, the current time by default."""
         return cls(step, finite_metrics(record), int(time.time() * 1000) if clock_ms is None else clock_ms)
 
 
 class Sent(NamedTuple):
-    """Metric values by what became of them.
+    """Numbers of metric values.
 
     Attributes:
         new: sent now.
-        there: already there for their step.
-        differing: of `there`, those of which MLflow has another value at that step and keeps it.
+        there: not sent, because MLflow already has a value of the metric at that step.
+        differing: of `there`, those for which MLflow has another value, which stays.
     """
 
     new: int
@@ -63,19 +63,25 @@ class MlflowMirror:
     """A run at MLflow.
 
     Attributes:
-        run_id: MLflow's own name for the run.
-        status: how MLflow shows the run: RUNNING, FINISHED, ...
+        run_id: MLflow's id of the run.
+        status: MLflow's status of the run: RUNNING, FINISHED, ...
+        params, tags: those that MLflow has.
     """
 
-    def __init__(self, client: Any, run_id: str, there: Any = None) -> None:
-        """`there` is the run as MLflow has it; without it everything that is sent counts as new."""
+    def __init__(self, client: Any, run_id: str, existing: Any = None) -> None:
+        """Wrap the run `run_id`.
+
+        Args:
+            client: an `MlflowClient`.
+            existing: the run as MLflow returned it; without it every value that is sent counts as new.
+        """
         self._client = client
         self.run_id = run_id
-        self.status = "RUNNING" if there is None else str(there.info.status)
-        self.params: dict[str, str] = {} if there is None else dict(there.data.params)
-        self.tags: dict[str, str] = {} if there is None else dict(there.data.tags)
-        self._uncertain: set[str] = set() if there is None else set(there.data.metrics)
-        self._seen: dict[str, dict[int, float]] = {}
+        self.status = "RUNNING" if existing is None else str(existing.info.status)
+        self.params: dict[str, str] = {} if existing is None else dict(existing.data.params)
+        self.tags: dict[str, str] = {} if existing is None else dict(existing.data.tags)
+        self._unconfirmed: set[str] = set() if existing is None else set(existing.data.metrics)
+        self._known_values: dict[str, dict[int, float]] = {}
 
     @classmethod
     def connect(
@@ -87,13 +93,15 @@ class MlflowMirror:
         tags: Mapping[str, str],
         start_ms: int | None = None,
     ) -> MlflowMirror:
-        """Make the run that mirrors `folder`, or go on with the one that `folder` is linked to.
+        """Return the MLflow run that `folder` is linked to, created if there is none, after sending `params`.
 
-        Params that the run has already stay as they are (MLflow allows no change). A new run begins at `start_ms`,
-        milliseconds since 1970, or now.
+        Params that an existing run has are not changed (MLflow does not allow it); its tags are not sent.
+
+        Args:
+            start_ms: start of a new run, milliseconds since 1970; now by default.
         """
         client = _client(store.uri)
-        mirror = _linked(cls, client, store, folder) or _make(
+        mirror = _linked(cls, client, store, folder) or _create(
             cls, client, store, folder, run_name, tags, start_ms
         )
         mirror.send_params(params)
@@ -101,30 +109,31 @@ class MlflowMirror:
 
     @classmethod
     def find(cls, store: Store, folder: Path) -> MlflowMirror | None:
-        """Return the run that mirrors `folder`, None where there is none; nothing of it is changed.
+        """Return the MLflow run that `folder` is linked to, None where there is none; changes nothing.
 
-        What is sent is added, whatever the run has at that step: a later evaluation does not replace an earlier one.
+        Values sent through it are added, even where the run has a value at that step: a later evaluation does not
+        replace an earlier one.
         """
         client = _client(store.uri)
         found = _linked(cls, client, store, folder)
         return None if found is None else cls(client, found.run_id)
 
-    def is_there(self) -> bool:
-        """Tell whether MLflow still has the run: it may have been deleted, or the database begun anew."""
+    def exists(self) -> bool:
+        """Return whether MLflow still has the run: it may have been deleted, or the database created anew."""
         return _active_run(self._client, self.run_id) is not None
 
     def send(self, records: Iterable[MetricRecord]) -> Sent:
-        """Send the metrics of `records` that the run does not have yet, in as few calls as MLflow allows."""
+        """Send the values of `records` that the run lacks, in as few calls as MLflow allows."""
         from mlflow.entities import Metric
 
         metrics: dict[tuple[str, int], Any] = {}
         there = differing = 0
         for record in records:
             for name, value in record.metrics.items():
-                seen = self._history(name)
-                if record.step in seen:
+                known = self._history(name)
+                if record.step in known:
                     there += 1
-                    differing += seen[record.step] != value
+                    differing += known[record.step] != value
                 else:
                     metrics.setdefault((name, record.step), Metric(name, value, record.clock_ms, record.step))
         for batch in _batches(metrics.values(), MAX_METRICS_PER_BATCH):
@@ -132,7 +141,7 @@ class MlflowMirror:
         return Sent(len(metrics), there, differing)
 
     def send_params(self, params: Mapping[str, str]) -> int:
-        """Send the params that the run has not got, and return how many."""
+        """Send the params that the run lacks, and return how many."""
         from mlflow.entities import Param
 
         missing = {key: value for key, value in params.items() if key not in self.params}
@@ -142,7 +151,7 @@ class MlflowMirror:
         return len(missing)
 
     def send_tags(self, tags: Mapping[str, str]) -> int:
-        """Send the tags that the run has not got, and return how many."""
+        """Send the tags that the run lacks, and return how many."""
         from mlflow.entities import RunTag
 
         missing = {key: value for key, value in tags.items() if key not in self.tags}
@@ -154,12 +163,12 @@ class MlflowMirror:
         return len(missing)
 
     def send_file(self, folder: Path, file: Path, under: str = "") -> None:
-        """Send `file`, which lies in `folder`, under the same path, below `under` if that is given."""
-        place = (PurePosixPath(under) / file.relative_to(folder).parent.as_posix()).as_posix()
-        self._client.log_artifact(self.run_id, str(file), None if place == "." else place)
+        """Send `file`, which lies in `folder`, to the same path in the run, or to that path in the folder `under`."""
+        parent = (PurePosixPath(under) / file.relative_to(folder).parent.as_posix()).as_posix()
+        self._client.log_artifact(self.run_id, str(file), None if parent == "." else parent)
 
     def files(self, under: Iterable[str] = ("",)) -> dict[str, int]:
-        """Return the sizes in bytes of the files that the run has directly in the folders `under`, by path."""
+        """Return the sizes in bytes of the run's files directly in the folders `under`, by path."""
         return {
             each.path: each.file_size
             for folder in under
@@ -168,13 +177,13 @@ class MlflowMirror:
         }
 
     def reopen(self) -> None:
-        """Show a run that had ended as running again."""
+        """Set the status of a run that had ended to RUNNING."""
         if self.status != "RUNNING":
             self._client.update_run(self.run_id, status="RUNNING")
             self.status = "RUNNING"
 
     def close(self, status: str, end_ms: int | None = None) -> None:
-        """End the run as FINISHED, FAILED or KILLED, at `end_ms` (milliseconds since 1970) or now."""
+        """End the run as FINISHED, FAILED or KILLED at `end_ms`, milliseconds since 1970; now by default."""
         self._client.set_terminated(self.run_id, status, end_ms)
         self.status = status
 
@@ -183,20 +192,20 @@ class MlflowMirror:
         try:
             self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
         except BaseException:
-            # Whether it has arrived, nobody knows: before these are sent again, MLflow is asked.
-            self._uncertain |= names
+            # The batch may have arrived: before these metrics are sent again, their history is requested.
+            self._unconfirmed |= names
             for name in names:
-                self._seen.pop(name, None)
+                self._known_values.pop(name, None)
             raise
         for metric in batch:
             self._history(metric.key)[metric.step] = metric.value
 
     def _history(self, name: str) -> dict[int, float]:
-        """Return the values of `name` that the run has, by step; asked of MLflow only where it may know more."""
-        if name not in self._seen:
-            asked = self._client.get_metric_history(self.run_id, name) if name in self._uncertain else []
-            self._seen[name] = {metric.step: metric.value for metric in asked}
-        return self._seen[name]
+        """Return the run's values of `name` by step; requested from MLflow only where it may have unknown ones."""
+        if name not in self._known_values:
+            metrics = self._client.get_metric_history(self.run_id, name) if name in self._unconfirmed else []
+            self._known_values[name] = {metric.step: metric.value for metric in metrics}
+        return self._known_values[name]
 
 
 def _client(uri: str) -> Any:
@@ -205,33 +214,33 @@ def _client(uri: str) -> Any:
     import mlflow.store.db.utils
     from mlflow.tracking import MlflowClient
 
-    # A database that is away is tried ten times by MLflow, for 25 minutes and three lines on stderr each: it has
-    # no setting for that. The tracker tries again itself.
+    # MLflow tries a database that does not answer ten times, over 25 minutes, with three lines on stderr each time.
+    # There is no setting for this. The tracker retries itself.
     mlflow.store.db.utils.MAX_RETRY_COUNT = 0
     create_sqlite_store(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _linked(cls: type[MlflowMirror], client: Any, store: Store, folder: Path) -> MlflowMirror | None:
-    """Return the run of `store` that mirrors `folder`; None when there was none or it is deleted there."""
+    """Return the run of `store` that `folder` is linked to; None when there is none or it was deleted there."""
     links = read_links(folder)
-    for link in sorted(links, key=lambda each: not each.fits(store)):
-        run_id = link.run_id if link.fits(store) else None
+    for link in sorted(links, key=lambda each: not each.is_for(store)):
+        run_id = link.run_id if link.is_for(store) else None
         run_id = run_id or _by_key(client, store, link.key)
-        there = None if run_id is None else _active_run(client, run_id)
-        if run_id is not None and there is not None:
-            if (link.run_id, link.fits(store)) != (run_id, True):
+        existing = None if run_id is None else _active_run(client, run_id)
+        if run_id is not None and existing is not None:
+            if (link.run_id, link.is_for(store)) != (run_id, True):
                 write_link(
                     folder,
                     replace(
                         link, uri=redact_credentials(store.uri), experiment=store.experiment, run_id=run_id
                     ),
                 )
-            return cls(client, run_id, there)
+            return cls(client, run_id, existing)
     return None
 
 
-def _make(
+def _create(
     cls: type[MlflowMirror],
     client: Any,
     store: Store,
@@ -241,14 +250,16 @@ def _make(
     start_ms: int | None,
 ) -> MlflowMirror:
     experiment = _experiment(client, store)
-    link = new_link(folder, store)  # before the run is made: where the answer gets lost, the key finds it
-    made = client.create_run(experiment, start_ms, {**tags, KEY_TAG: link.key}, run_name)
-    write_link(folder, replace(link, run_id=str(made.info.run_id)))
-    return cls(client, str(made.info.run_id), made)
+    link = new_link(
+        folder, store
+    )  # written before the run is created: if the answer is lost, the key finds the run
+    created = client.create_run(experiment, start_ms, {**tags, KEY_TAG: link.key}, run_name)
+    write_link(folder, replace(link, run_id=str(created.info.run_id)))
+    return cls(client, str(created.info.run_id), created)
 
 
 def _by_key(client: Any, store: Store, key: str) -> str | None:
-    """Return the run with this key: one whose making was not answered, or of a store that has moved."""
+    """Return the id of the run with this key: one whose creation was not answered, or whose store has moved."""
     experiment = client.get_experiment_by_name(store.experiment)
     if experiment is None or not key:
         return None
@@ -257,7 +268,7 @@ def _by_key(client: Any, store: Store, key: str) -> str | None:
 
 
 def _active_run(client: Any, run_id: str) -> Any:
-    """Return the run as MLflow has it, None when it is deleted or was never there."""
+    """Return the run from MLflow, None when it is deleted or does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -270,7 +281,7 @@ def _active_run(client: Any, run_id: str) -> Any:
 
 
 def _experiment(client: Any, store: Store) -> str:
-    """Return the id of the experiment, made when there is none; another run may make it at the same time."""
+    """Return the id of the experiment, created if there is none; another run may create it at the same time."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(store.experiment)

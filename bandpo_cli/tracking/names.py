@@ -1,4 +1,4 @@
-"""What MLflow takes as names, params and tags, made from what a run has."""
+"""Metrics, params and tags of a run in the form that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_PARAM = 6000
 MAX_TAG = 5000
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
-"""MLflow's own limits (mlflow/utils/validation.py); for tags the smaller one of servers before 2.9."""
+"""MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
 
 _WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
 
 
 def mlflow_name(name: str) -> str:
-    """Return `name` as MLflow takes it: ASCII letters, digits, `_ - . /` and blanks, no odd path, ≤ 250 long.
+    """Return `name` as a legal MLflow name: ASCII letters, digits, `_ - . /` and blanks, at most 250 characters.
 
     `@ < > = % +` become words (`mean@16` is `mean_at_16`), any other character `_`; then path parts that are
-    empty, `.` or `..` are dropped. A legal name stays as it is. Two names can meet (`a[b]` and `a(b)`).
+    empty, `.` or `..` are removed. A legal name is unchanged. Two names can collide (`a[b]` and `a(b)`).
     """
     spelled = re.sub(r"[@<>=%+]", lambda match: _WORDS[match[0]], name)
     plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", spelled)
@@ -34,7 +34,7 @@ def mlflow_name(name: str) -> str:
 
 
 def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
-    """Return the finite numbers of `record` under legal names, `step` left out."""
+    """Return the finite numbers of `record` by legal name, without `step`."""
     return {
         mlflow_name(key): float(value)
         for key, value in record.items()
@@ -46,9 +46,9 @@ def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
 
 
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
-    """Return `config` as `a.b.c` → text: strings as they are, anything else as JSON, at most 6000 characters.
+    """Return `config` as `a.b.c` → text: strings unchanged, anything else as JSON, at most 6000 characters.
 
-    Passwords in addresses are blotted out.
+    Passwords in addresses are redacted.
     """
     return {mlflow_name(key): redact_credentials(text)[:MAX_PARAM] for key, text in _leaves(config, "")}
 
@@ -62,9 +62,11 @@ def _leaves(config: Mapping[str, object], prefix: str) -> Iterator[tuple[str, st
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
-    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the versions.
+    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the package versions.
 
-    `parent` is the MLflow run that it is shown under.
+    Args:
+        env: content of `env.json`.
+        parent: id of the MLflow run that MLflow shows the run under.
     """
     tags = {
         "mlflow.source.name": str(env.get("command", "bandpo")),
@@ -83,5 +85,5 @@ def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (ImportError, KeyError, OSError):  # no such user in this container
+    except (ImportError, KeyError, OSError):  # a container may have no entry for the user
         return "unknown"

@@ -1,4 +1,4 @@
-"""An evaluation at MLflow: with the run that made the model where that is known there, else as a run of its own."""
+"""Evaluations at MLflow: added to the run that made the model where MLflow has it, else as a run of their own."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ def send_evaluation(
 ) -> str:
     """Send metrics and files, and return the name of the MLflow run that has them.
 
-    An evaluation that is sent again, because it was scored again, adds to what was sent before.
+    MLflow keeps the values that were sent before: scoring an evaluation again adds new ones.
 
     Args:
-        folder: the evaluation's.
-        run_folder: that of the run which made the model, if one did.
-        step: the checkpoint's; the metrics stand there in the run's curves.
-        files: files in `folder`; in another run they lie under `evals/<the evaluation's name>/`.
+        store: where to send.
+        folder: folder of the evaluation.
+        run_folder: folder of the run that made the model, None without one.
+        step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
+        metrics: values by name; those that are not finite are left out.
+        params, tags: of the MLflow run, where the evaluation has one of its own.
+        files: files in `folder`; in the run of `run_folder` they are stored under `evals/<evaluation>/`.
 
     Raises:
-        Exception: whatever MLflow and the network raise.
+        Exception: any error of MLflow and the network.
     """
     found = None if run_folder is None else MlflowMirror.find(store, run_folder)
     mirror = found or MlflowMirror.find(store, folder)

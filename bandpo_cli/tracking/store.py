@@ -1,7 +1,5 @@
-"""Whether a server answers at all, asked before MLflow is: its import alone costs seconds of the processor's time."""
+"""MLflow stores: their addresses, whether they answer, creation of a SQLite store, and the command that shows one."""
 
-# MERGED: A new SQLite store that is whole before anyone sees it. MLflow builds its tables by some fifty migrations, for seconds and without a lock: two runs of a sweep that start together spoil each other's, and one killed meanwhile leaves a file that no later run can open (both seen, 3.17).
-# MERGED: Where the MLflow record is kept, and how a person gets to see it.
 from __future__ import annotations
 
 import os
@@ -21,31 +19,68 @@ from bandpo_cli.storage.files import file_lock
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
+_SCHEMES_WITH_ARTIFACTS = ("http", "https", "databricks", "uc", "file", "")
+"""Kinds of store that choose the place of a run's files themselves; a bare path is a file store."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """An MLflow store.
+
+    Attributes:
+        uri: its tracking URI.
+        experiment: the experiment's name.
+        artifact_location: where a *new* experiment stores its files; None lets the store choose. A database would
+            choose `./mlruns` in the current folder of the run.
+    """
+
+    uri: str
+    experiment: str
+    artifact_location: str | None
+
+
+def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str, str] = os.environ) -> Store:
+    """Return the store of `config.uri`, else of MLFLOW_TRACKING_URI, else `mlflow.db` in the runs folder."""
+    runs_dir = runs_dir.absolute()
+    uri = config.uri or environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(runs_dir / "mlflow.db")
+    return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
+
+
+def ui_command(uri: str) -> str:
+    """Return the shell command, or the address to open, that shows the curves of the store `uri`."""
+    if uri.startswith(("http://", "https://", "databricks")):
+        return uri
+    database = sqlite_path(uri)
+    if database:
+        uri = sqlite_uri(_relative_to_cwd(database))
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+
 
 def check_reachable(uri: str, timeout_s: float) -> None:
-    """Return when the store `uri` answers, or is of a kind that only MLflow itself can ask (a file, databricks).
+    """Return when the store `uri` answers, or is of a kind that only MLflow can check (a file, databricks).
 
-    A web server answers with any status below 500, a database server by taking a connection.
+    A web server answers with any status below 500, a database server by accepting a connection. This check does not
+    import MLflow, which takes seconds of processor time.
 
     Raises:
-        OSError: nobody answers within `timeout_s` seconds, or a web server says that it cannot (5xx).
+        OSError: no answer within `timeout_s` seconds, or a web server answers with an error of its own (5xx).
     """
     try:
         parts = urlsplit(uri)
         scheme, host, port = parts.scheme.partition("+")[0], parts.hostname, parts.port
-    except ValueError:  # MLflow has the better words for an address that is none
+    except ValueError:  # MLflow reports an invalid address more precisely
         return
     if host is None:
         return
     if scheme in ("http", "https"):
-        place = f"[{host}]" if ":" in host else host
-        _ask(f"{scheme}://{place}{f':{port}' if port else ''}{parts.path.rstrip('/')}/health", timeout_s)
+        netloc = f"[{host}]" if ":" in host else host
+        _request(f"{scheme}://{netloc}{f':{port}' if port else ''}{parts.path.rstrip('/')}/health", timeout_s)
     elif scheme in _DATABASE_PORTS:
         socket.create_connection((host, port or _DATABASE_PORTS[scheme]), timeout_s).close()
 
 
-def _ask(url: str, timeout_s: float) -> None:
-    # Nothing is sent here but the question, so whose certificate it is can be left to MLflow, with its settings for it.
+def _request(url: str, timeout_s: float) -> None:
+    # The request has no content, so checking the certificate is left to MLflow and its settings.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
@@ -66,7 +101,7 @@ def _ask(url: str, timeout_s: float) -> None:
 
 
 def sqlite_uri(path: Path) -> str:
-    """Return the address of a SQLite file: SQLAlchemy reads % and ? in a path as signs of its own."""
+    """Return the address of a SQLite file; % and ?, which have a meaning in SQLAlchemy's addresses, are escaped."""
     return "sqlite:///" + path.as_posix().replace("%", "%25").replace("?", "%3F")
 
 
@@ -77,7 +112,12 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def create_sqlite_store(uri: str) -> None:
-    """Make the SQLite file of `uri` if there is none, beside its place and then moved there. Takes seconds."""
+    """Create the SQLite file of `uri` if there is none: beside its place, then moved there. Takes seconds.
+
+    MLflow creates its tables by some fifty migrations, which take seconds and hold no lock. Two runs of a sweep that
+    start together would break each other's file, and a run killed in between would leave a file that no later run can
+    open (both observed with MLflow 3.17).
+    """
     path = sqlite_path(uri)
     if path is None or path.exists() or os.name != "posix":
         return
@@ -86,41 +126,14 @@ def create_sqlite_store(uri: str) -> None:
         if not path.exists():
             unfinished = path.with_name(f".{path.name}.new")
             unfinished.unlink(missing_ok=True)
-            _make(sqlite_uri(unfinished))
+            _create_tables(sqlite_uri(unfinished))
             os.replace(unfinished, path)
 
 
-def _make(uri: str) -> None:
+def _create_tables(uri: str) -> None:
     from mlflow.tracking import MlflowClient
 
     MlflowClient(tracking_uri=uri, registry_uri=uri).get_experiment_by_name("Default")
-
-
-_SCHEMES_WITH_ARTIFACTS = ("http", "https", "databricks", "uc", "file", "")
-"""Kinds of store that say themselves where a run's files go; a bare path is a file store."""
-
-
-@dataclass(frozen=True)
-class Store:
-    """An MLflow store.
-
-    Attributes:
-        uri: its tracking URI.
-        experiment: the experiment's name.
-        artifact_location: where a *new* experiment keeps its files, None to let the store choose. A database
-            would choose `./mlruns` of whatever folder the run was started in.
-    """
-
-    uri: str
-    experiment: str
-    artifact_location: str | None
-
-
-def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str, str] = os.environ) -> Store:
-    """Return the store of `config.uri`, else of MLFLOW_TRACKING_URI, else `mlflow.db` in the runs folder."""
-    runs_dir = runs_dir.absolute()
-    uri = config.uri or environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(runs_dir / "mlflow.db")
-    return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
 
 
 def _artifact_location(uri: str, runs_dir: Path) -> str | None:
@@ -132,18 +145,8 @@ def _artifact_location(uri: str, runs_dir: Path) -> str | None:
     return (folder / "mlartifacts").as_uri()
 
 
-def ui_command(uri: str) -> str:
-    """Return what to type, or which address to open, to see the curves of the store `uri`."""
-    if uri.startswith(("http://", "https://", "databricks")):
-        return uri
-    database = sqlite_path(uri)
-    if database:
-        uri = sqlite_uri(_relative_to_cwd(database))
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-
-
 def _relative_to_cwd(path: Path) -> Path:
-    """Return `path` as seen from the current folder if it lies under it: shorter to read and to type."""
+    """Return `path` relative to the current folder if it lies in it, else unchanged."""
     try:
         return path.absolute().relative_to(Path.cwd())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run folder has and its MLflow run has not, sent later. The folder alone is read."""
+"""Sending to MLflow what a run folder has and its MLflow run lacks. Only the folder is read."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import run_artifacts
-from bandpo_cli.tracking.link import digest, find_link, read_links, record_sent_files, send_lock
+from bandpo_cli.storage.run_record import StoredRun, read_stored_run
+from bandpo_cli.tracking.link import find_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.run_record import StoredRun, read_stored_run
 from bandpo_cli.tracking.store import Store, sqlite_path, tracking_store
 
 RECORDS_PER_CALL = 50
-"""Steps that are made ready to be sent at a time: some thousand values."""
+"""Steps that are converted and sent at a time: some thousand values."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What a sync sent of a run, and what was there.
+    """Counts of what a sync sent of a run, and of what MLflow already had.
 
     Attributes:
-        metrics: values by what became of them.
-        params, tags, files: how many were sent.
-        files_there: how many files MLflow had as they are.
-        status: how MLflow shows the run now.
-        ended: whether that was changed now.
-        writing: whether a process is still writing the run; its files and its end are then left to that process.
+        metrics: values sent, already there, and conflicting.
+        params, tags, files: numbers sent.
+        files_there: number of files that MLflow already had unchanged.
+        status: status of the MLflow run after the sync.
+        ended: whether the sync set that status.
+        writing: whether a process is still writing the run; that process then sends the files and the final status.
     """
 
     metrics: Sent
@@ -42,16 +43,16 @@ class SyncResult:
     writing: bool
 
     @property
-    def nothing(self) -> bool:
-        """Tell whether nothing was sent."""
+    def is_empty(self) -> bool:
+        """Return whether nothing was sent."""
         return not (self.metrics.new or self.params or self.tags or self.files or self.ended)
 
 
 def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = os.environ) -> Store:
-    """Return where the record of `run` belongs: at `uri`, else where its settings say, else where it was sent first.
+    """Return the store of `run`: `uri`, else that of its settings, else the one it was first sent to.
 
-    A run that was never sent goes where `bandpo train` would send it now; the runs folder of a sweep's run is the
-    sweep's own.
+    A run that was never sent has the store that `bandpo train` would use now; for a run of a sweep, that of the runs
+    folder that contains the sweep.
     """
     runs_dir = run.path.absolute().parent
     while (runs_dir / "sweep.yaml").is_file():
@@ -67,17 +68,17 @@ def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = 
 
 
 def _is_usable_uri(uri: str) -> bool:
-    """Tell whether the address in a link leads somewhere: none without its password, none of a file that has moved."""
+    """Return whether the address in a link can be used: its password was not redacted and its file has not moved."""
     database = sqlite_path(uri)
     return "***@" not in uri and (database is None or database.exists())
 
 
 def sync_run(store: Store, path: Path) -> SyncResult:
-    """Send what `store` lacks of the run in the folder `path`: params, tags, metrics, files, how it ended.
+    """Send what `store` lacks of the run in the folder `path`: params, tags, metrics, files, final status.
 
     Raises:
         UserError: the folder is damaged.
-        Exception: whatever MLflow and the network raise.
+        Exception: any error of MLflow and the network.
     """
     with send_lock(path):
         run = read_stored_run(path)
@@ -85,7 +86,8 @@ def sync_run(store: Store, path: Path) -> SyncResult:
         parent = run.tracking.get("parent")
         tags = mirror.send_tags(run_tags(run.env, None if parent is None else str(parent)))
         params = mirror.send_params(flat_params(run.config))
-        metrics = _send_metrics(mirror, run.records)
+        records = [MetricRecord.of(each.step, each.line, each.clock_ms) for each in run.records]
+        metrics = _send_metrics(mirror, records)
         files, there, ended = 0, 0, False
         if run.status is not None:
             files, there = _send_files(mirror, store, path)
@@ -108,18 +110,18 @@ def _send_metrics(mirror: MlflowMirror, records: Sequence[MetricRecord]) -> Sent
 
 
 def _send_files(mirror: MlflowMirror, store: Store, folder: Path) -> tuple[int, int]:
-    """Send the files that MLflow has not as they are now; return how many were sent, and how many were there."""
+    """Send the new and changed files; return the numbers of files sent and of files that MLflow already had."""
     files = {path.relative_to(folder).as_posix(): path for path in run_artifacts(folder)}
     link = find_link(folder, store)
-    noted = {} if link is None else link.files
+    known = {} if link is None else link.files
     sizes = mirror.files(sorted({name.rpartition("/")[0] for name in files}))
     sent: dict[str, str] = {}
     try:
         for name, path in files.items():
-            found = digest(path)
-            if noted.get(name) != found or sizes.get(name) != path.stat().st_size:
+            digest = file_digest(path)
+            if known.get(name) != digest or sizes.get(name) != path.stat().st_size:
                 mirror.send_file(folder, path)
-                sent[name] = found
+                sent[name] = digest
     finally:
         record_sent_files(folder, store, sent)
     return len(sent), len(files) - len(sent)

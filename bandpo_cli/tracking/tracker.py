@@ -14,10 +14,11 @@ from typing import Protocol
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.environment import redact_credentials
-from bandpo_cli.tracking.link import digest, link_version, new_link, read_links, record_sent_files, send_lock
+from bandpo_cli.storage.files import file_digest
+from bandpo_cli.storage.run_record import read_records
+from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params
-from bandpo_cli.tracking.run_record import read_records
 from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
 from bandpo_cli.types import RunStatus
 
@@ -185,7 +186,7 @@ class MlflowTracker:
     def _connected(self) -> MlflowMirror:
         """Return the mirror, connected anew where MLflow has lost the run or `bandpo sync` has sent of it meanwhile."""
         known = self._mirror if link_version(self._folder) == self._link else None
-        if known is not None and (not self._failures or known.is_there()):
+        if known is not None and (not self._failures or known.exists()):
             return known
         self._mirror = None
         mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
@@ -199,7 +200,11 @@ class MlflowTracker:
         """Return the steps that the folder has and the queue has not: what was done before a resume."""
         queued = {self._records[index].step for index in range(len(self._records))}
         try:
-            return [record for record in read_records(self._folder) if record.step not in queued]
+            return [
+                MetricRecord.of(each.step, each.line, each.clock_ms)
+                for each in read_records(self._folder)
+                if each.step not in queued
+            ]
         except (UserError, OSError):
             return []
 
@@ -210,7 +215,7 @@ class MlflowTracker:
         try:
             while self._files:
                 file = self._files[0]
-                found = digest(file)
+                found = file_digest(file)
                 mirror.send_file(self._folder, file)
                 sent[file.relative_to(self._folder).as_posix()] = found
                 self._files.popleft()

@@ -20,7 +20,7 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.checkpoints import prune_checkpoints
+from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, sample_rows
 from bandpo_cli.training.components import Components, save_checkpoint
@@ -222,7 +222,7 @@ def _finish_step(
 
 def _save_on_stop(config: RunConfig, components: Components, folder: RunFolder, step: int) -> None:
     """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
-    if step > 0 and step not in folder.checkpoints():
+    if step > 0 and step not in complete_checkpoints(folder).complete:
         _save(components, folder, step)
         prune_checkpoints(folder, config.checkpoint)
 

@@ -126,7 +126,7 @@ def test_killed_half_way_and_resumed_it_ends_with_whole_runs_and_redoes_none(tmp
     (sweep / "plans" / "0.01-s0.yaml").unlink()
     gone = bandpo("--resume", "a", cwd=tmp_path)
     assert gone.returncode == 2
-    assert "settings of run '0.01-s0' are gone" in gone.stderr
+    assert "settings of run '0.01-s0' are missing" in gone.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, which stay, and what a crash left: decided from the disk alone."""
+"""Checkpoints on the disk: completeness, which ones are kept, and removal of what a crash left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 
 
 def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
-    """Write checkpoints with weights that are none, and a line of the record for each."""
+    """Write checkpoints with placeholder files."""
     for step in steps:
         folder = run.checkpoint_dir(step)
         (folder / "trainer").mkdir(parents=True)
@@ -45,12 +45,12 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "a")
 
 
-def test_what_was_written_is_read_back(run: RunFolder) -> None:
+def test_trainer_state_round_trip(run: RunFolder) -> None:
     make(run, 10)
     assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
 
 
-def _cut(folder: Path) -> None:
+def _truncated(folder: Path) -> None:
     (folder / "trainer" / "optimizer.safetensors").write_bytes(b"mom")
 
 
@@ -58,15 +58,15 @@ def _no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def _no_mark(folder: Path) -> None:
+def _no_state(folder: Path) -> None:
     (folder / "trainer" / "state.json").unlink()
 
 
-def _torn_mark(folder: Path) -> None:
+def _truncated_state(folder: Path) -> None:
     (folder / "trainer" / "state.json").write_text('{"format": 1, "st')
 
 
-def _list_mark(folder: Path) -> None:
+def _list_state(folder: Path) -> None:
     (folder / "trainer" / "state.json").write_text("[]")
 
 
@@ -83,29 +83,31 @@ def _another_step(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
-        (_cut, "optimizer.safetensors is damaged: 3 of 7 bytes"),
+        (_truncated, "optimizer.safetensors is damaged: 3 of 7 bytes"),
         (_no_weights, "model.safetensors is damaged: no of 7 bytes"),
-        (_no_mark, "No such file"),
-        (_torn_mark, "state.json is damaged"),
-        (_list_mark, "state.json is damaged"),
+        (_no_state, "state.json: No such file"),
+        (_truncated_state, "state.json: not readable as JSON"),
+        (_list_state, "state.json: expected a JSON object"),
         (_later_format, "format 99"),
         (_another_step, "holds step 11"),
     ],
 )
-def test_what_is_not_whole_is_never_taken_for_a_checkpoint(run: RunFolder, damage: Any, word: str) -> None:
+def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
+    run: RunFolder, damage: Any, word: str
+) -> None:
     make(run, 5, 10)
     damage(run.checkpoint_dir(10))
     with pytest.raises(UserError) as error:
         read_trainer_state(run.checkpoint_dir(10))
     assert word in str(error.value)
     assert "\n" not in str(error.value)
-    whole, damaged = complete_checkpoints(run)
-    assert (list(whole), list(damaged)) == ([5], [10])
+    complete, damaged = complete_checkpoints(run)
+    assert (list(complete), list(damaged)) == ([5], [10])
     remove_checkpoints_after(run, 5)
     assert names(run) == ["step-000005"]
 
 
-def test_leftovers_of_a_crash_go_and_a_users_own_files_stay(run: RunFolder) -> None:
+def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: RunFolder) -> None:
     make(run, 5, 10, 15)
     folder = run.path / "checkpoints"
     for name in (".step-000020.writing", ".step-000001.removing", ".mine", "best-so-far"):
@@ -114,7 +116,7 @@ def test_leftovers_of_a_crash_go_and_a_users_own_files_stay(run: RunFolder) -> N
     assert names(run) == [".mine", "best-so-far", "step-000005", "step-000010"]
 
 
-def test_a_run_without_checkpoints_has_none(run: RunFolder) -> None:
+def test_a_run_without_checkpoints(run: RunFolder) -> None:
     assert complete_checkpoints(run) == ({}, {})
     remove_checkpoints_after(run, -1)
     prune_checkpoints(run, CheckpointConfig())
@@ -128,8 +130,10 @@ scores = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.75]))
     st.one_of(st.none(), st.integers(1, 4)),
     st.integers(0, 3),
 )
-def test_the_last_and_the_best_stay(table: dict[int, float | None], last: int | None, best: int) -> None:
-    """Against the definition: a step stays if fewer than `last` are later, or fewer than `best` are better."""
+def test_the_last_and_the_best_checkpoints_are_kept(
+    table: dict[int, float | None], last: int | None, best: int
+) -> None:
+    """Compare with the definition: a step is kept if fewer than `last` are later, or fewer than `best` are better."""
     records = [
         {"step": step} if score is None else {"step": step, "eval/a/mean_at_4": score}
         for step, score in table.items()
@@ -146,7 +150,7 @@ def test_the_last_and_the_best_stay(table: dict[int, float | None], last: int | 
     assert kept_steps(table, records, CheckpointConfig(keep_last=last, keep_best=best)) == expected
 
 
-def test_the_best_is_the_mean_over_sets_or_the_metric_that_is_named() -> None:
+def test_the_best_is_by_the_mean_over_sets_or_by_the_configured_metric() -> None:
     records: list[dict[str, Any]] = [
         {"step": 1, "eval/a/mean_at_4": 0.9, "eval/b/mean_at_32": 0.1, "eval/a/pass_at_4": 0.1, "train/accuracy": 3},
         {"step": 2, "eval/a/mean_at_4": 0.5, "eval/b/mean_at_32": 0.6, "eval/a/pass_at_4": 0.2},
@@ -166,16 +170,16 @@ def test_the_best_is_the_mean_over_sets_or_the_metric_that_is_named() -> None:
     assert kept(keep_best=0) == {5}
 
 
-def test_pruning_looks_at_the_record_that_is_on_the_disk(run: RunFolder) -> None:
+def test_pruning_reads_the_metrics_on_the_disk_and_keeps_damaged_checkpoints(run: RunFolder) -> None:
     make(run, 5, 10, 15, 20)
     for step, value in ((5, 0.1), (10, 0.9), (15, 0.2), (20, 0.3)):
         run.append_metrics({"step": step, "eval/a/mean_at_4": value})
-    _cut(run.checkpoint_dir(15))
+    _truncated(run.checkpoint_dir(15))
     prune_checkpoints(run, CheckpointConfig(keep_last=1))
-    assert names(run) == ["step-000010", "step-000015", "step-000020"]  # what is damaged is not for pruning
+    assert names(run) == ["step-000010", "step-000015", "step-000020"]  # step 15 is damaged
 
 
-def test_nothing_is_removed_while_updates_are_skipped(run: RunFolder) -> None:
+def test_nothing_is_pruned_while_updates_are_skipped(run: RunFolder) -> None:
     make(run, 5, 10)
     make(run, 15, skipped=2)
     prune_checkpoints(run, CheckpointConfig(keep_last=1, keep_best=0))

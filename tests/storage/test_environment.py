@@ -1,4 +1,4 @@
-"""env.json explains a result without giving anything away."""
+"""Content of env.json: versions, commit and hardware, without secrets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from bandpo_cli.storage.environment import describe_environment, git_state, redact_credentials
 
 
-def test_it_says_what_ran_and_gives_no_secret_away(monkeypatch):
+def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     command = ["bandpo", "train", "--set", "tracking.uri=https://me:secret@example.org/mlflow"]
     env = describe_environment(command)
@@ -21,7 +21,7 @@ def test_it_says_what_ran_and_gives_no_secret_away(monkeypatch):
     assert env["hardware"]["cores"] >= env["hardware"]["usable_cores"] >= 1
 
 
-def test_it_imports_nothing_heavy():
+def test_describing_the_environment_imports_no_large_package():
     code = (
         "import sys; from bandpo_cli.storage.environment import describe_environment as d; d();"
         "print([m for m in ('torch', 'mlflow', 'pandas', 'transformers', 'numpy') if m in sys.modules])"
@@ -30,7 +30,7 @@ def test_it_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_git_state_tells_a_changed_file(tmp_path):
+def test_git_state_detects_a_changed_tracked_file(tmp_path):
     assert git_state(tmp_path) is None
     run = ["git", "-c", "user.name=a", "-c", "user.email=a@b.org"]
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
@@ -47,6 +47,6 @@ def test_git_state_tells_a_changed_file(tmp_path):
     assert git_state(tmp_path)["dirty"] is True
 
 
-def test_redact_takes_only_what_stands_before_the_at_sign_of_an_address():
+def test_only_the_credentials_of_an_address_are_redacted():
     assert redact_credentials("postgresql://u:p@db/x and mean@16") == "postgresql://***@db/x and mean@16"
     assert redact_credentials("http://localhost:5000/#/runs") == "http://localhost:5000/#/runs"

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: found under every name it has, whole or not there, and never half read."""
+"""Evaluation folder: lookup, atomic writes, parts, and damaged records."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROW = EvalRow(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> EvalFolder:
-    made = EvalFolder.create(tmp_path / "runs", "first")
-    made.write_record({"status": "running", "sets": {}})
-    return made
+    folder = EvalFolder.create(tmp_path / "runs", "first")
+    folder.write_record({"status": "running", "sets": {}})
+    return folder
 
 
-def test_parts_come_back_by_their_place_and_to_the_last_bit(folder: EvalFolder) -> None:
-    """In the order of sets and problems, whatever order they were written in."""
+def test_parts_round_trip_exactly_by_key(folder: EvalFolder) -> None:
+    """Parts are read in the order of sets and problems, independent of the order of writing."""
     keys = [PartKey(1, 0), PartKey(0, 128), PartKey(0, 4), PartKey(0, 100_000_000)]
     for key in keys:
         folder.write_part(key, [{**ROW, "problem_id": str(key)}, ROW])
@@ -36,7 +36,7 @@ def test_parts_come_back_by_their_place_and_to_the_last_bit(folder: EvalFolder) 
     assert folder.count_stored() == 8
 
 
-def test_the_table_replaces_the_parts(folder: EvalFolder) -> None:
+def test_the_complete_table_replaces_the_parts(folder: EvalFolder) -> None:
     folder.write_part(PartKey(0, 0), [ROW])
     folder.write_samples([ROW, ROW])
     assert not (folder.path / "parts").exists()
@@ -45,7 +45,7 @@ def test_the_table_replaces_the_parts(folder: EvalFolder) -> None:
     assert pq.read_table(folder.samples_path).to_pylist() == [ROW, ROW]
 
 
-def test_a_failed_write_leaves_what_was_there(folder: EvalFolder) -> None:
+def test_a_failed_write_keeps_the_old_file(folder: EvalFolder) -> None:
     folder.write_part(PartKey(0, 0), [ROW])
     with pytest.raises(TypeError):
         folder.write_record({"status": object()})
@@ -56,13 +56,13 @@ def test_a_failed_write_leaves_what_was_there(folder: EvalFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["first", "{runs}/first", "{runs}/first/", "{runs}/first/eval.json"])
-def test_it_is_found_by_name_folder_and_record(tmp_path: Path, folder: EvalFolder, name: str) -> None:
+def test_open_accepts_name_folder_and_record(tmp_path: Path, folder: EvalFolder, name: str) -> None:
     found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
     assert found.path == folder.path
     assert found.name == "first"
 
 
-def test_it_is_found_from_within_and_has_its_name_there(
+def test_open_in_the_current_folder_returns_the_name(
     tmp_path: Path, folder: EvalFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.path)
@@ -72,10 +72,10 @@ def test_it_is_found_from_within_and_has_its_name_there(
         EvalFolder.open(Path("runs"), "frist")
 
 
-def test_a_name_that_is_not_there_gets_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
     with pytest.raises(UserError, match=r"no evaluation 'frist' .*did you mean 'first'\?.*it has first"):
         EvalFolder.open(tmp_path / "runs", "frist")
-    with pytest.raises(UserError, match="it has none"):
+    with pytest.raises(UserError, match="it has no evaluations"):
         EvalFolder.open(tmp_path, "first")
     for name in ("", "x" * 5000, "a\0b"):
         with pytest.raises(UserError, match="no evaluation"):
@@ -94,12 +94,12 @@ def test_a_taken_name_is_refused(tmp_path: Path, folder: EvalFolder) -> None:
         (b"{", "not readable as JSON"),
         (b"\xff\xfe", "not readable as JSON"),
         (b"[" * 100_000, "not readable as JSON"),
-        (b"[]", "not the record of an evaluation"),
+        (b"[]", "expected a JSON object"),
         (b'{"sets": []}', "not the record of an evaluation"),
         (b'{"status": "finished"}', "not the record of an evaluation"),
     ],
 )
-def test_a_damaged_record_gets_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_damaged_record_raises_a_one_line_error(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "eval.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
@@ -107,13 +107,13 @@ def test_a_damaged_record_gets_one_line(tmp_path: Path, content: bytes, words: s
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_record_that_is_a_folder_or_missing(tmp_path: Path) -> None:
-    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+def test_a_record_that_is_a_folder_or_missing_raises(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "is a directory"), (tmp_path / "none", "No such file")):
         with pytest.raises(UserError, match=words):
             read_record(path)
 
 
-def test_names_that_no_file_can_have_are_not_there(tmp_path: Path) -> None:
+def test_impossible_file_names_do_not_exist(tmp_path: Path) -> None:
     assert path_exists(tmp_path)
     for name in ("x" * 300, "a\0b", "x/" * 3000):
         assert not path_exists(tmp_path / name)

@@ -1,4 +1,4 @@
-"""One writer a run: a second process is refused with the first one's name, and no death leaves the lock behind."""
+"""Run lock: a second process is refused with the id of the first, and the lock never outlives its process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from bandpo_cli.storage.files import run_lock
 
 HOLD = (
     "import os, sys, time; from pathlib import Path\n"
-    "from bandpo_cli.storage.files import sole_writer\n"
-    "with sole_writer(Path(sys.argv[1])):\n"
+    "from bandpo_cli.storage.files import run_lock\n"
+    "with run_lock(Path(sys.argv[1])):\n"
     "    if sys.argv[2] == 'fork' and os.fork() == 0:\n"
     "        time.sleep(20); os._exit(0)\n"
     "    print('held', flush=True); time.sleep(20)\n"
@@ -27,8 +27,8 @@ HOLD = (
 
 
 @contextmanager
-def holder(folder: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds the lock of `folder`; all that it started ends with the body."""
+def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds the lock of `folder` within the body; kill it and its children afterwards."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), how],
         stdout=subprocess.PIPE,
@@ -46,7 +46,7 @@ def holder(folder: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def test_a_second_process_is_refused_in_a_line_that_names_the_first(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_a_message_that_names_the_first(tmp_path: Path) -> None:
     with (
         holder(tmp_path) as process,
         pytest.raises(UserError) as error,
@@ -59,8 +59,8 @@ def test_a_second_process_is_refused_in_a_line_that_names_the_first(tmp_path: Pa
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
-def test_a_killed_holder_leaves_no_lock_not_even_to_its_child(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["single", "fork"])
+def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path: Path, how: str) -> None:
     with holder(tmp_path, how) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -68,7 +68,7 @@ def test_a_killed_holder_leaves_no_lock_not_even_to_its_child(tmp_path: Path, ho
             pass
 
 
-def test_the_lock_is_let_go_in_the_end_and_when_the_body_fails(tmp_path: Path) -> None:
+def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
         raise ZeroDivisionError
     with holder(tmp_path):
@@ -77,6 +77,6 @@ def test_the_lock_is_let_go_in_the_end_and_when_the_body_fails(tmp_path: Path) -
         pass
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_raises(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written to"), run_lock(tmp_path / "nowhere"):
         pytest.fail("there is no such folder")

@@ -1,4 +1,4 @@
-"""The run folder is the record that must survive: names stay inside, files are whole, lines are JSON."""
+"""Run folder: names stay in the runs folder, writes are atomic, metrics are strict JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import pytest
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage import files
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder, read_metrics, unused_name
+from bandpo_cli.storage.run_folder import (
+    RunFolder,
+    find_folder,
+    find_run,
+    read_metrics,
+    resume_command,
+    sync_command,
+    unused_name,
+)
 from bandpo_cli.storage.tables import sample_rows
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
@@ -38,7 +46,7 @@ from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
         ("x" * 300, "--name xxx"),
     ],
 )
-def test_a_name_that_is_not_one_folder_is_refused_with_one_that_is(tmp_path, name, instead):
+def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
     runs = tmp_path / "runs"
     with pytest.raises(UserError) as error:
         RunFolder.create(runs, name)
@@ -46,10 +54,10 @@ def test_a_name_that_is_not_one_folder_is_refused_with_one_that_is(tmp_path, nam
     assert "\n" not in str(error.value)
     assert not runs.exists()
     assert list(tmp_path.iterdir()) == []
-    RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # what it says to type works
+    RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # the suggested name works
 
 
-def test_a_taken_name_is_refused_with_another(tmp_path):
+def test_an_existing_name_is_refused_with_an_unused_one(tmp_path):
     RunFolder.create(tmp_path, "a")
     (tmp_path / "a" / "config.yaml").write_text("mine")
     with pytest.raises(UserError, match=r"--name a-2"):
@@ -57,14 +65,14 @@ def test_a_taken_name_is_refused_with_another(tmp_path):
     assert (tmp_path / "a" / "config.yaml").read_text() == "mine"
 
 
-def test_fresh_name_counts_past_what_is_there(tmp_path):
+def test_unused_name_skips_existing_files_and_folders(tmp_path):
     assert unused_name("kl", tmp_path) == "kl"
     (tmp_path / "kl").mkdir()
     (tmp_path / "kl-2").write_text("a file takes a name too")
     assert unused_name("kl", tmp_path) == "kl-3"
 
 
-def test_open_finds_a_run_by_name_and_by_path_and_helps_with_a_typing_error(run, tmp_path):
+def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path):
     runs = tmp_path / "runs"
     assert RunFolder.open(runs, "first").path == run.path
     assert RunFolder.open(Path("nowhere"), str(run.path)).path == run.path
@@ -72,6 +80,64 @@ def test_open_finds_a_run_by_name_and_by_path_and_helps_with_a_typing_error(run,
         RunFolder.open(runs, "frist")
     with pytest.raises(UserError, match="has no runs"):
         RunFolder.open(tmp_path / "none", "first")
+
+
+def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path):
+    for name, file, command in (("e", "eval.json", "eval"), ("s", "sweep.yaml", "sweep"), ("x", "notes", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        expected = f"bandpo {command} --resume {name} --runs-dir {tmp_path}" if command else "no config.yaml"
+        with pytest.raises(UserError) as error:
+            RunFolder.open(tmp_path, name)
+        assert expected in str(error.value)
+
+
+def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    for place in (runs / "a", tmp_path / "a", tmp_path / "b"):
+        place.mkdir(parents=True)
+        (place / "mark").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_folder("a", runs, "mark") == runs / "a"
+    assert find_folder("b", runs, "mark") == Path("b")
+    assert find_folder("~/b", runs, "mark") == tmp_path / "b"
+    assert find_folder("", runs, "mark") is None
+    assert find_folder("c", runs, "mark") is None
+    assert find_folder("a", runs, "other") is None
+    monkeypatch.chdir(tmp_path / "b")
+    assert find_folder(".", runs, "mark") == tmp_path / "b"
+
+
+def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path):
+    for name in ("a", "a@2"):
+        RunFolder.create(tmp_path, name).write_config("seed: 3\n")
+
+    def found(text):
+        run, step = find_run(text, tmp_path)
+        return run.name, step
+
+    assert found("a") == ("a", None)
+    assert found("a@10") == ("a", 10)
+    assert found("a@2") == ("a@2", None)
+    assert found("a@2@5") == ("a@2", 5)
+    assert find_run("b@10", tmp_path) is None
+    for step in ("x", "", "9" * 5000):
+        with pytest.raises(UserError, match="after @ goes a step"):
+            find_run(f"a@{step}", tmp_path)
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert find_run("a", tmp_path) is None  # the folder of a model
+
+
+def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other():
+    runs = Path("runs")
+    assert resume_command("train", runs / "a", runs) == "bandpo train --resume a"
+    assert resume_command("eval", Path("my runs/a"), Path("my runs")) == (
+        "bandpo eval --resume a --runs-dir 'my runs'"
+    )
+    assert resume_command("sweep", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
+    assert sync_command(runs / "a", runs) == "bandpo sync a"
+    assert sync_command(Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
 
 
 def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
@@ -82,7 +148,7 @@ def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
     assert folder.read_metrics() == [{"step": 7, "ratio/max": None, "kl/ref": None, "task": "é"}]
 
 
-def test_a_torn_last_line_is_no_record_and_rewind_takes_it_away(run):
+def test_a_truncated_last_line_is_ignored_and_removed_by_a_rollback(run):
     with run.metrics_path.open("a") as file:
         file.write('{"step": 4, "train/rew')
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
@@ -91,14 +157,14 @@ def test_a_torn_last_line_is_no_record_and_rewind_takes_it_away(run):
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
 
 
-def test_a_broken_line_in_the_middle_is_told_with_its_number(tmp_path):
+def test_a_damaged_line_is_reported_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n[2]\n')
     with pytest.raises(UserError, match="line 2"):
         read_metrics(path)
 
 
-def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
+def test_roll_back_removes_later_steps_only(run):
     for step in (2, 3):
         run.write_samples(step, [])
         run.write_eval(step, {})
@@ -112,7 +178,7 @@ def test_rewind_takes_back_what_a_resume_does_again_and_nothing_else(run):
     assert left == ["evals/step-000002.json", "samples/step-000002.parquet", "tokens/step-000002.parquet"]
 
 
-def test_samples_hold_every_completion(tmp_path):
+def test_samples_contain_every_completion(tmp_path):
     problem = Problem("p1", "1 2=3:", "3", "countdown", "countdown")
     completion = Completion((5, 6, 7), (-0.5, -0.25, -1.0), "stop", policy_version=4)
     rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(0.5, True, "correct"))
@@ -141,7 +207,7 @@ def test_samples_hold_every_completion(tmp_path):
     assert pq.read_table(empty).schema.equals(pq.read_table(path).schema)
 
 
-def test_token_columns_keep_infinite_bounds_and_refuse_a_wrong_name(tmp_path):
+def test_token_columns_allow_infinite_bounds_and_refuse_a_missing_column(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     columns = dict.fromkeys(("old_logprob", "ratio", "lower", "advantage"), np.zeros(2, np.float32))
     path = folder.write_tokens(100, {**columns, "upper": [np.inf, 2.0]})
@@ -150,7 +216,7 @@ def test_token_columns_keep_infinite_bounds_and_refuse_a_wrong_name(tmp_path):
         folder.write_tokens(100, columns)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = files.write_text(tmp_path / "summary.json", "old")
 
     def no_space(*_):
@@ -163,7 +229,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_whole_write_is_on_the_disk_before_it_takes_the_place(tmp_path, monkeypatch):
+def test_a_file_is_flushed_to_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
     calls = []
     replace, fsync = os.replace, os.fsync
     monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
@@ -173,7 +239,7 @@ def test_a_whole_write_is_on_the_disk_before_it_takes_the_place(tmp_path, monkey
     assert json.loads((tmp_path / "env.json").read_text()) == {"a": [None, 1]}
 
 
-def test_records_survive_a_process_that_is_killed(tmp_path):
+def test_metrics_survive_a_killed_process(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from bandpo_cli.storage.run_folder import RunFolder\n"
@@ -185,7 +251,7 @@ def test_records_survive_a_process_that_is_killed(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(5))
 
 
-def test_step_names_are_read_back(tmp_path):
+def test_step_names_round_trip(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.checkpoint_dir(100) == tmp_path / "checkpoints" / "step-000100"
     assert step_of(folder.checkpoint_dir(1234567)) == 1234567

@@ -1,4 +1,4 @@
-"""A real MLflow server that can be killed, frozen and started again, and what its database holds meanwhile."""
+"""A real MLflow server that tests kill, stop and restart, with queries of its database."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Triple = tuple[str, int, float]
 
 
 class MlflowServer:
-    """`mlflow server` on a port of its own, with a SQLite file and its own place for files, in `folder`."""
+    """`mlflow server` on a free port, with its SQLite file and artifacts in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class MlflowServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, unless it runs, and wait until it answers."""
+        """Start the server, unless it runs, and wait until it answers."""
         if self._process is not None:
             return
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
@@ -55,15 +55,15 @@ class MlflowServer:
         os.killpg(self._process.pid, number)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End it, by SIGTERM or SIGKILL, and wait for its end."""
+        """End the server by SIGTERM or SIGKILL, and wait for its end."""
         if self._process is not None:
             self.send(number)
-            self.send(signal.SIGCONT)  # a frozen one hears SIGTERM only then
+            self.send(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
             self._process.wait(60)
             self._process = None
 
     def answers(self) -> bool:
-        """Tell whether it answers within a second."""
+        """Return whether the server answers within a second."""
         try:
             check_reachable(self.uri, 1.0)
         except OSError:
@@ -71,17 +71,17 @@ class MlflowServer:
         return True
 
     def metrics(self, run: str) -> Counter[Triple]:
-        """Return what its database holds of the run, as (key, step, value), whether or not the server runs."""
+        """Return the run's metrics in the database as (key, step, value), whether or not the server runs."""
         query = (
             "SELECT key, step, value FROM metrics JOIN runs USING (run_uuid) WHERE name = ? AND NOT is_nan"
         )
-        return Counter(self._ask(query, run))
+        return Counter(self._query(query, run))
 
     def statuses(self, run: str) -> list[str]:
         """Return the status of each run of that name."""
-        return [status for (status,) in self._ask("SELECT status FROM runs WHERE name = ?", run)]
+        return [status for (status,) in self._query("SELECT status FROM runs WHERE name = ?", run)]
 
-    def _ask(self, query: str, run: str) -> list[tuple[Any, ...]]:
+    def _query(self, query: str, run: str) -> list[tuple[Any, ...]]:
         with closing(
             sqlite3.connect(f"file:{self.folder}/server.db?mode=ro", uri=True, timeout=30)
         ) as database:
@@ -89,7 +89,7 @@ class MlflowServer:
 
 
 def silent_port() -> socket.socket:
-    """Return a socket that takes connections and never answers; its port is `getsockname()[1]`."""
+    """Return a socket that accepts connections and never answers; its port is `getsockname()[1]`."""
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))
     silent.listen(64)

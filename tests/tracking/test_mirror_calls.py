@@ -1,4 +1,4 @@
-"""The calls that send metrics to MLflow: names, values, steps and clocks as MLflow has them."""
+"""The calls that send metrics to MLflow: names, values, steps and times in MLflow's units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror, Sent
 
 
 class Client:
-    """Takes what `log_batch` of MLflow's client is given."""
+    """Stand-in for MLflow's client that records the calls of `log_batch`."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[str, float, int, int]]] = []
@@ -18,7 +18,7 @@ class Client:
         self.batches.append([(each.key, each.value, each.timestamp, each.step) for each in metrics])
 
 
-def test_a_metric_is_sent_with_its_step_and_its_clock_in_milliseconds() -> None:
+def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds() -> None:
     client = Client()
     records = [
         MetricRecord.of(3, {"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, 1_700_000_000_123),
@@ -29,7 +29,7 @@ def test_a_metric_is_sent_with_its_step_and_its_clock_in_milliseconds() -> None:
     assert client.batches == [[(name, 0.5, 1_700_000_000_123, 3), (name, 0.75, 1_700_000_002_456, 4)]]
 
 
-def test_a_record_without_a_clock_has_that_of_now_in_mlflows_unit() -> None:
+def test_a_record_without_a_time_gets_the_current_time_in_mlflows_unit() -> None:
     from mlflow.utils.time import get_current_time_millis
 
     before = get_current_time_millis()
@@ -37,7 +37,7 @@ def test_a_record_without_a_clock_has_that_of_now_in_mlflows_unit() -> None:
     assert before <= clock <= get_current_time_millis()
 
 
-def test_no_call_has_more_metrics_than_mlflow_takes() -> None:
+def test_no_call_has_more_metrics_than_mlflow_allows() -> None:
     """MLflow refuses a batch of more than 1000 metrics."""
     client = Client()
     records = [

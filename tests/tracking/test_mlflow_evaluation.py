@@ -1,4 +1,4 @@
-"""An evaluation at a real MLflow store: beside the run that made the model, whose own state it never touches."""
+"""Evaluations at a real MLflow store: added to the run that made the model without changing its status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store_of(run: RunFolder) -> Store:
 
 
 def mirror(run: RunFolder, status: Any) -> None:
-    """Track the three steps of `run`, the last of which was evaluated, and end it so."""
+    """Track the three steps of `run`, each with an evaluation, and end it with `status`."""
     tracker = MlflowTracker(store_of(run), run.path, pytest.fail)
     tracker.start(run.name, {"seed": 3}, {})
     for record in run.read_metrics():
@@ -55,7 +55,7 @@ def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
-def test_the_run_that_made_the_model_gets_it_and_stays_as_it_is(
+def test_an_evaluation_is_added_to_the_run_that_made_the_model(
     run: RunFolder, evaluation: EvalFolder, status: str
 ) -> None:
     mirror(run, status)
@@ -69,29 +69,33 @@ def test_the_run_that_made_the_model_gets_it_and_stays_as_it_is(
     assert after["first"].data.tags == before["first"].data.tags
     points = [(p.step, p.value) for p in client.get_metric_history(info.run_id, "eval/a/mean_at_4")]
     assert sorted(points) == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.5)], (
-        "added to what training sent of that step"
+        "added to the values of training at that step"
     )
     assert [(p.step, p.value) for p in client.get_metric_history(info.run_id, "eval/a/mean_at_4_low")] == [
         (3, 0.25)
     ]
-    assert client.get_metric_history(info.run_id, "eval/a/mean_at_4_high") == [], "no interval, no number"
+    assert client.get_metric_history(info.run_id, "eval/a/mean_at_4_high") == [], (
+        "non-finite values are not sent"
+    )
     files = client.list_artifacts(info.run_id, "evals/an-evaluation")
     assert [file.path for file in files] == ["evals/an-evaluation/eval.json"]
 
 
-def test_it_has_a_run_of_its_own_where_no_run_made_the_model(run: RunFolder, evaluation: EvalFolder) -> None:
+def test_an_evaluation_of_another_model_gets_its_own_run(run: RunFolder, evaluation: EvalFolder) -> None:
     assert send(run, evaluation, step=None) == "an-evaluation"
     client, runs = runs_of(run)
-    there = runs["an-evaluation"]
-    assert there.info.status == "FINISHED"
-    assert there.data.params == {"seed": "7", "model.path": "x"}
-    assert there.data.tags["tag"] == "t"
-    assert there.data.metrics == {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25}
-    assert [file.path for file in client.list_artifacts(there.info.run_id)] == ["eval.json"]
+    found = runs["an-evaluation"]
+    assert found.info.status == "FINISHED"
+    assert found.data.params == {"seed": "7", "model.path": "x"}
+    assert found.data.tags["tag"] == "t"
+    assert found.data.metrics == {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25}
+    assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["eval.json"]
 
 
-def test_a_run_that_mlflow_does_not_know_is_no_obstacle(run: RunFolder, evaluation: EvalFolder) -> None:
-    """Trained without MLflow, or deleted there since: the evaluation stands by itself."""
+def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(
+    run: RunFolder, evaluation: EvalFolder
+) -> None:
+    """The run was trained without MLflow, or deleted there."""
     assert send(run, evaluation, run_folder=run.path) == "an-evaluation"
     mirror(run, "FINISHED")
     client, runs = runs_of(run)
@@ -100,12 +104,10 @@ def test_a_run_that_mlflow_does_not_know_is_no_obstacle(run: RunFolder, evaluati
     assert set(runs_of(run)[1]) == {"an-evaluation"}
 
 
-def test_sent_again_it_is_the_same_run_with_the_latest_figures(
-    run: RunFolder, evaluation: EvalFolder
-) -> None:
+def test_an_evaluation_that_is_sent_again_uses_the_same_run(run: RunFolder, evaluation: EvalFolder) -> None:
     send(run, evaluation, step=None)
-    METRICS_LATER = {**METRICS, "eval/a/mean_at_4": 0.75}
-    send_evaluation(store_of(run), evaluation.path, None, None, METRICS_LATER, {"seed": 7}, {}, [])
+    later_metrics = {**METRICS, "eval/a/mean_at_4": 0.75}
+    send_evaluation(store_of(run), evaluation.path, None, None, later_metrics, {"seed": 7}, {}, [])
     client, runs = runs_of(run)
     assert set(runs) == {"an-evaluation"}
     assert runs["an-evaluation"].data.metrics["eval/a/mean_at_4"] == 0.75
@@ -113,7 +115,7 @@ def test_sent_again_it_is_the_same_run_with_the_latest_figures(
     assert len(client.get_metric_history(runs["an-evaluation"].info.run_id, "eval/a/mean_at_4")) == 2
 
 
-def test_a_store_that_is_away_raises(run: RunFolder, evaluation: EvalFolder) -> None:
+def test_a_store_that_cannot_be_reached_raises(run: RunFolder, evaluation: EvalFolder) -> None:
     from mlflow.exceptions import MlflowException
 
     with pytest.raises(MlflowException):

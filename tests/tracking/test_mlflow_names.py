@@ -1,4 +1,4 @@
-"""What MLflow would refuse is made legal before it is sent: its own validators are the judge."""
+"""Names, params, tags and files in the form that MLflow accepts, checked with MLflow's own validators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bandpo_cli.types import status_of
         ("x" * 400, "x" * 250),
     ],
 )
-def test_names_become_legal_and_legal_ones_stay(name, legal):
+def test_names_become_legal_and_legal_names_are_unchanged(name, legal):
     from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
     assert mlflow_name(name) == legal
@@ -47,7 +47,7 @@ def test_only_finite_numbers_are_metrics():
     assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
 
 
-def test_params_are_flat_and_short_and_hold_no_password():
+def test_params_are_flat_and_short_and_contain_no_password():
     config = {
         "seed": 3,
         "bounds": {"method": "band", "relax": None, "delta": 0.05},
@@ -68,7 +68,7 @@ def test_params_are_flat_and_short_and_hold_no_password():
     }
 
 
-def test_tags_tell_source_commit_and_versions():
+def test_tags_have_source_commit_and_versions():
     env = {
         "command": "bandpo train",
         "git": {"commit": "abc", "dirty": True},
@@ -86,7 +86,7 @@ def test_tags_tell_source_commit_and_versions():
     assert "mlflow.source.git.commit" not in run_tags({"git": None})
 
 
-def test_store_is_the_setting_then_the_environment_then_a_file_beside_the_runs(tmp_path):
+def test_the_store_is_the_setting_then_the_environment_then_a_file_in_the_runs_folder(tmp_path):
     store = tracking_store(TrackingConfig(), tmp_path, {})
     assert store.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert store.artifact_location == (tmp_path / "mlartifacts").as_uri()
@@ -100,7 +100,7 @@ def test_store_is_the_setting_then_the_environment_then_a_file_beside_the_runs(t
     assert database.artifact_location == (tmp_path / "mlartifacts").as_uri()
 
 
-def test_ui_command_is_what_to_type(tmp_path, monkeypatch):
+def test_ui_command_is_a_shell_command_or_an_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert ui_command(here) == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
@@ -110,7 +110,7 @@ def test_ui_command_is_what_to_type(tmp_path, monkeypatch):
     assert ui_command("http://h:5000") == "http://h:5000"
 
 
-def test_of_many_sample_files_the_first_last_and_evaluated_go(run):
+def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run):
     for step in range(1, 41):
         run.write_samples(step, [])
     run.write_eval(20, {})
@@ -128,7 +128,7 @@ def test_of_many_sample_files_the_first_last_and_evaluated_go(run):
     ]
 
 
-def test_status_follows_how_the_loop_was_left():
+def test_the_status_follows_from_the_exception():
     assert status_of(None) == "FINISHED"
     assert status_of(RuntimeError()) == "FAILED"
     assert status_of(KeyboardInterrupt()) == "KILLED"

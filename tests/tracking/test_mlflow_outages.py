@@ -1,4 +1,4 @@
-"""No record is lost, and none is there twice, whatever happens to a real MLflow server while a run goes on."""
+"""Outages of a real MLflow server during a run: no record is lost, and none is sent twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServe
 
 @pytest.fixture
 def server(one_server: MlflowServer) -> MlflowServer:
-    """Return a server that runs; starting one takes seconds, so all tests share it, each with a run of its own name."""
+    """Return a running server. Starting one takes seconds, so all tests share it, each with its own run name."""
     one_server.start()
     return one_server
 
@@ -58,20 +58,20 @@ def expected(folder: RunFolder) -> Counter[Triple]:
 
 
 def log(tracker: MlflowTracker, folder: RunFolder, step: int) -> None:
-    figures = {f"train/figure_{i}": step + i / 7 for i in range(KEYS)}
-    record = {"step": step, **figures, "time/step": STEP_S}
+    metrics = {f"train/metric_{i}": step + i / 7 for i in range(KEYS)}
+    record = {"step": step, **metrics, "time/step": STEP_S}
     folder.append_metrics(record)
     tracker.log_metrics(step, record)
 
 
-def play(
+def track_steps(
     folder: RunFolder,
     uri: str,
     events: dict[int, Callable[[], object]],
     first: int = 1,
     lines: list[str] | None = None,
 ) -> list[str]:
-    """Log `STEPS` steps as a run does, an event before some of them, and finish; return the lines that were said."""
+    """Log `STEPS` steps as a run does, call the `events` before their steps, finish, and return the printed lines."""
     lines = [] if lines is None else lines
     tracker = MlflowTracker(Store(uri, "bandpo", None), folder.path, lines.append)
     tracker.start(folder.name, {"seed": 3}, {})
@@ -87,11 +87,11 @@ def play(
 def table(
     name: str, folder: RunFolder, on_time: Counter[Triple], live: Counter[Triple], end: Counter[Triple]
 ) -> int:
-    """Print what came when, by its own words, and return how many records are lost."""
+    """Print how many records were sent during the outage, later, and by sync; return how many are lost."""
     wanted = expected(folder)
     lost = len(set(wanted) - set(end))
     print(
-        f"\n{name:<34} {len(wanted):>5} records: {len(set(wanted) & set(on_time)):>5} before the outage's end, "
+        f"\n{name:<34} {len(wanted):>5} records: {len(set(wanted) & set(on_time)):>5} before the end of the outage, "
         f"{len(set(live) - set(on_time)):>4} later by the run itself, "
         f"{len(set(end) - set(live)):>4} by sync, {lost} lost"
     )
@@ -99,7 +99,7 @@ def table(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_server_that_is_ended_and_started_again_during_the_run(
+def test_a_server_that_is_killed_and_restarted_during_the_run(
     server: MlflowServer, folder: RunFolder, number: int
 ) -> None:
     before: list[Counter[Triple]] = []
@@ -112,10 +112,10 @@ def test_a_server_that_is_ended_and_started_again_during_the_run(
         before.append(server.metrics(folder.name))
         server.start()
 
-    lines = play(folder, server.uri, {12: end, 20: restart})
+    lines = track_steps(folder, server.uri, {12: end, 20: restart})
     live = server.metrics(folder.name)
     assert table(f"{signal.Signals(number).name}, back before the end", folder, before[0], live, live) == 0
-    assert live == expected(folder)  # equal as counts: nothing twice
+    assert live == expected(folder)  # equal as multisets: no duplicates
     assert 0 < len(before[0]) < len(live)
     assert server.statuses(folder.name) == ["FINISHED"]
     assert len(lines) == 1
@@ -123,13 +123,13 @@ def test_a_server_that_is_ended_and_started_again_during_the_run(
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a frozen server be noticed within seconds."""
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set timeouts of seconds, so that a stopped server is detected quickly."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    monkeypatch.setattr(tracker, "ANSWER_WITHIN_S", 2.0)
+    monkeypatch.setattr(tracker, "CONNECT_TIMEOUT_S", 2.0)
 
 
-def freeze(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
+def stop_server(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
     def act() -> None:
         wait_for(lambda: bool(server.metrics(folder.name)))
         server.send(signal.SIGSTOP)
@@ -137,20 +137,20 @@ def freeze(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
     return act
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_server_that_freezes_for_longer_than_a_request_may_take(
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(
     server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the frozen server had in its socket it does when it wakes, long after the tracker gave that up."""
+    """The server handles the request in its socket after it continues, long after the tracker's timeout."""
     before: list[Counter[Triple]] = []
     lines: list[str] = []
 
-    def wake() -> None:
+    def continue_server() -> None:
         wait_for(lambda: bool(lines))
         before.append(server.metrics(folder.name))
         server.send(signal.SIGCONT)
 
-    play(folder, server.uri, {12: freeze(server, folder), 36: wake}, lines=lines)
+    track_steps(folder, server.uri, {12: stop_server(server, folder), 36: continue_server}, lines=lines)
     live = server.metrics(folder.name)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     end = sync(server, folder, live)
@@ -161,59 +161,57 @@ def test_a_server_that_freezes_for_longer_than_a_request_may_take(
 
 
 def sync(server: MlflowServer, folder: RunFolder, live: Counter[Triple]) -> Counter[Triple]:
-    """Send what is missing, and check that what was sent is what was missing, and nothing the second time."""
+    """Sync, check that exactly the missing metrics were sent, and that a second sync sends nothing."""
     sent = sync_run(Store(server.uri, "bandpo", None), folder.path)
     end = server.metrics(folder.name)
     assert sent.metrics.new == sum(end.values()) - sum(live.values())
-    assert sync_run(Store(server.uri, "bandpo", None), folder.path).nothing
+    assert sync_run(Store(server.uri, "bandpo", None), folder.path).is_empty
     return end
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_frozen_when_the_run_ends_gets_the_rest_by_sync(
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
     server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    events = {15: freeze(server, folder), STEPS: lambda: wait_for(lambda: bool(lines))}
-    play(folder, server.uri, events, lines=lines)
+    events = {15: stop_server(server, folder), STEPS: lambda: wait_for(lambda: bool(lines))}
+    track_steps(folder, server.uri, events, lines=lines)
     assert len(lines) == 2
     assert f"bandpo sync {folder.name}" in lines[1]
-    frozen = server.metrics(folder.name)
+    before = server.metrics(folder.name)
     server.send(signal.SIGCONT)
     wait_for(lambda: server.answers())
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     end = sync(server, folder, server.metrics(folder.name))
-    assert table("SIGSTOP for good", folder, frozen, frozen, end) == 0
+    assert table("SIGSTOP until after the run", folder, before, before, end) == 0
     assert end == expected(folder)
     assert server.statuses(folder.name) == ["FINISHED"]
 
 
-def test_a_server_that_is_away_from_the_first_step_to_the_last(
-    server: MlflowServer, folder: RunFolder
-) -> None:
+def test_a_server_that_does_not_run_during_the_whole_run(server: MlflowServer, folder: RunFolder) -> None:
     server.stop()
-    lines = play(folder, server.uri, {})
+    lines = track_steps(folder, server.uri, {})
     assert len(lines) == 2
     assert f"the metrics of {STEPS} steps (from step 1)" in lines[1]
     server.start()
     end = sync(server, folder, Counter())
-    assert table("away all the time", folder, Counter(), Counter(), end) == 0
+    assert table("not running", folder, Counter(), Counter(), end) == 0
     assert end == expected(folder)
     assert server.statuses(folder.name) == ["FINISHED"]
 
 
-def test_a_run_that_is_killed_and_resumed_has_one_record_a_step(
+def test_a_run_that_is_killed_and_resumed_has_one_record_per_step(
     server: MlflowServer, folder: RunFolder
 ) -> None:
-    """The first process dies with the server away; the second goes on from step 20, the last five done again."""
-    dead = MlflowTracker(Store(server.uri, "bandpo", None), folder.path, lambda line: None)
-    dead.start(folder.name, {"seed": 3}, {})
+    """The first process dies while the server is down; the second resumes after step 20 and repeats five steps."""
+    first = MlflowTracker(Store(server.uri, "bandpo", None), folder.path, lambda line: None)
+    first.start(folder.name, {"seed": 3}, {})
     for step in range(1, 26):
         if step == 22:
             wait_for(lambda: max((step for _, step, _ in server.metrics(folder.name)), default=0) == 21)
             server.stop(signal.SIGKILL)
-        log(dead, folder, step)
-    dead._tries_left = 0  # its thread ends without a word, as that of a killed process
+        log(first, folder, step)
+    first._tries_left = 0  # its thread ends without sending anything, like that of a killed process
     server.start()
     assert server.statuses(folder.name) == ["RUNNING"]
     sync_run(Store(server.uri, "bandpo", None), folder.path)
@@ -221,11 +219,11 @@ def test_a_run_that_is_killed_and_resumed_has_one_record_a_step(
     folder.roll_back(20)
     seen: list[list[str]] = []
 
-    def look() -> None:
+    def check_running() -> None:
         wait_for(lambda: server.statuses(folder.name) != ["KILLED"])
         seen.append(server.statuses(folder.name))
 
-    lines = play(folder, server.uri, {30: look}, first=21)
+    lines = track_steps(folder, server.uri, {30: check_running}, first=21)
     assert lines == []
     assert seen == [["RUNNING"]]
     assert server.statuses(folder.name) == ["FINISHED"]
@@ -237,7 +235,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
         if holds():
             return
         time.sleep(0.1)
-    raise AssertionError("waited two minutes for it")
+    raise AssertionError("the condition did not hold within two minutes")
 
 
 TRAIN = [
@@ -253,7 +251,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "MLFLOW
 }
 
 
-def test_a_real_training_run_loses_nothing_to_a_server_that_is_killed_and_started_again(
+def test_bandpo_train_loses_nothing_when_the_server_is_killed_and_restarted(
     server: MlflowServer, tmp_path: Path
 ) -> None:
     command = [*BANDPO, *TRAIN, "--name", "killed", "--tracking-uri", server.uri]
@@ -276,7 +274,7 @@ def test_a_real_training_run_loses_nothing_to_a_server_that_is_killed_and_starte
     assert (tmp_path / "train.log").read_text().count("cannot be reached") <= 1
 
 
-def test_a_real_training_run_is_whole_though_its_server_never_answers(
+def test_bandpo_train_is_complete_although_its_server_never_answers(
     server: MlflowServer, tmp_path: Path
 ) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -287,14 +285,14 @@ def test_a_real_training_run_is_whole_though_its_server_never_answers(
 
     with silent_port() as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        done = run(*TRAIN, "--name", "unheard", "--tracking-uri", uri)
+        done = run(*TRAIN, "--name", "unanswered", "--tracking-uri", uri)
     assert done.returncode == 0, done.stderr
-    assert " ".join(done.stdout.split()).count("bandpo sync unheard") == 1
-    first, second = (run("sync", "unheard", "--tracking-uri", server.uri) for _ in range(2))
+    assert " ".join(done.stdout.split()).count("bandpo sync unanswered") == 1
+    first, second = (run("sync", "unanswered", "--tracking-uri", server.uri) for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "status FINISHED" in first.stdout
     assert "sent nothing" in second.stdout
-    folder = RunFolder(tmp_path / "runs" / "unheard")
-    end = server.metrics("unheard")
+    folder = RunFolder(tmp_path / "runs" / "unanswered")
+    end = server.metrics("unanswered")
     assert table("bandpo train, never answered", folder, Counter(), Counter(), end) == 0
     assert end == expected(folder)

@@ -1,4 +1,4 @@
-"""MLflow gets the whole record when it can be reached, and costs the run one line when it cannot."""
+"""MLflow gets the complete record if it can be reached; if not, the run prints one warning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _history(client, run_id: str, key: str) -> list[tuple[int, float]]:
 
 
 def _mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED", **options) -> list[str]:
-    """Track the three steps of `run`, return the lines that were said."""
+    """Track the three steps of `run` and return the printed lines."""
     lines: list[str] = []
     tracker = MlflowTracker(store, run.path, lines.append, **options)
     tracker.start(run.name, PARAMS, {"mlflow.source.git.commit": "abc"})
@@ -52,29 +52,29 @@ def _mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED", **opti
 
 
 def _check_complete(uri: str, run: RunFolder, status: str) -> None:
-    client, there = _only_run(uri)
-    assert there.info.status == status
-    assert there.info.run_name == "first"
-    assert there.data.params == {
+    client, found = _only_run(uri)
+    assert found.info.status == status
+    assert found.info.run_name == "first"
+    assert found.data.params == {
         "seed": "3",
         "bounds.method": "band",
         "bounds.delta": "0.05",
         **{f"extra_{i}": str(i) for i in range(150)},
     }
-    assert there.data.tags["mlflow.source.git.commit"] == "abc"
-    assert _history(client, there.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    top = [file.path for file in client.list_artifacts(there.info.run_id)]
+    assert found.data.tags["mlflow.source.git.commit"] == "abc"
+    assert _history(client, found.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    top = [file.path for file in client.list_artifacts(found.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "metrics.jsonl", "samples", "summary.json"]
-    samples = client.list_artifacts(there.info.run_id, "samples")
+    samples = client.list_artifacts(found.info.run_id, "samples")
     assert [file.path for file in samples] == ["samples/step-000010.parquet"]
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-def test_a_sqlite_file_beside_the_runs_gets_everything(run, status):
+def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, status):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert _mirror(run, store, status) == []
     _check_complete(store.uri, run, status)
-    assert list(Path.cwd().iterdir()) == []  # no ./mlruns, no ./mlflow.db where the user happens to be
+    assert list(Path.cwd().iterdir()) == []  # no ./mlruns and no ./mlflow.db in the current folder
     assert sorted(path.name for path in run.path.parent.iterdir()) == [
         ".mlflow.db.lock",
         "first",
@@ -83,7 +83,7 @@ def test_a_sqlite_file_beside_the_runs_gets_everything(run, status):
     ]
 
 
-def test_a_folder_name_with_blanks_and_signs_is_no_trouble(run):
+def test_a_runs_folder_with_blanks_and_special_characters_works(run):
     odd = run.path.parent.parent / "my runs %20 #1 é"
     run.path.parent.rename(odd)
     moved = RunFolder(odd / "first")
@@ -93,7 +93,7 @@ def test_a_folder_name_with_blanks_and_signs_is_no_trouble(run):
     _check_complete(store.uri, moved, "FINISHED")
 
 
-def test_a_resumed_run_goes_on_with_its_mlflow_run_and_sends_no_step_twice(run):
+def test_a_resumed_run_continues_its_mlflow_run_and_sends_no_step_twice(run):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     _mirror(run, store, "KILLED")
     run.append_metrics({"step": 4, "train/reward": 1.0})
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_with_its_mlflow_run_and_sends_no_step_twice(run):
     assert [step for step, _ in _history(client, there.info.run_id, "train/reward")] == [1, 2, 3, 4]
 
 
-def test_a_run_that_was_deleted_at_mlflow_is_made_anew(run):
+def test_a_run_that_was_deleted_at_mlflow_is_created_again(run):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     _mirror(run, store)
     client, there = _only_run(store.uri)
@@ -112,7 +112,7 @@ def test_a_run_that_was_deleted_at_mlflow_is_made_anew(run):
     _check_complete(store.uri, run, "FINISHED")
 
 
-def test_an_address_that_refuses_costs_one_warning_and_is_told_at_the_end(run):
+def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
     warnings: list[str] = []
     uri = NOWHERE.replace("//", "//me:secret@")
     said = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
@@ -128,7 +128,7 @@ def test_an_address_that_refuses_costs_one_warning_and_is_told_at_the_end(run):
 
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/no/such/folder/x.db", "databricks://none"])
-def test_a_bad_uri_costs_one_warning(run, uri):
+def test_an_invalid_uri_gives_one_warning(run, uri):
     warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
     assert (len(warnings), len(closing)) == (1, 1)
 
@@ -145,7 +145,7 @@ def _server_with(handler: type[BaseHTTPRequestHandler]):
         server.server_close()
 
 
-def test_a_server_that_answers_500_costs_one_warning(run):
+def test_a_server_that_answers_500_gives_one_warning(run):
     class Broken(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_error(500)
@@ -161,8 +161,8 @@ def test_a_server_that_answers_500_costs_one_warning(run):
     assert "500" in warnings[0]
 
 
-def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
-    """Two failures in the middle, one of them after MLflow had stored what it was sent."""
+def test_a_store_that_recovers_gets_every_step_once(run, monkeypatch):
+    """Two calls fail, the second one after MLflow has stored the metrics."""
     from bandpo_cli.tracking import tracker
     from bandpo_cli.tracking.mirror import MlflowMirror
 
@@ -178,8 +178,8 @@ def test_a_store_that_comes_back_gets_every_step_once(run, monkeypatch):
             raise TimeoutError("stored, but the answer was lost")
 
     monkeypatch.setattr(MlflowMirror, "send", flaky)
-    monkeypatch.setattr(tracker, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(tracker, "LAST_TRIES", 3)
+    monkeypatch.setattr(tracker, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(tracker, "FINAL_RETRIES", 3)
     warnings = _mirror(run, store)
     assert len(warnings) == 1
     _check_complete(store.uri, run, "FINISHED")
@@ -201,7 +201,7 @@ print("mlflow" in sys.modules, tracker._thread.is_alive())
 """
 
 
-def test_a_store_that_never_answers_holds_up_neither_a_step_nor_the_end_of_the_process(run):
+def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_process(run):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
@@ -214,14 +214,14 @@ def test_a_store_that_never_answers_holds_up_neither_a_step_nor_the_end_of_the_p
         )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    line, figures = done.stdout.splitlines()
+    line, state = done.stdout.splitlines()
     assert "200 steps" in line
-    # Not even MLflow's import was paid, and neither finish nor the process waited for the question's 10 s.
-    assert figures == "False True"
+    # MLflow was not imported, and neither finish nor the process waited for the check's timeout of 10 s.
+    assert state == "False True"
 
 
-def test_a_run_in_a_new_process_prints_nothing_and_calls_nobody(run):
-    """MLflow's migrations, its telemetry threads and its log lines stay out of the way."""
+def test_tracking_in_a_new_process_prints_nothing_and_sends_no_telemetry(run):
+    """MLflow's migrations, telemetry threads and log lines are suppressed."""
     code = (
         "import sys, threading; from pathlib import Path\n"
         "from bandpo_cli.config.run import TrackingConfig\n"
@@ -238,7 +238,7 @@ def test_a_run_in_a_new_process_prints_nothing_and_calls_nobody(run):
 
 @pytest.mark.slow
 def test_runs_that_start_together_share_a_new_database(run):
-    """A sweep's first runs make the SQLite file and the experiment at the same time."""
+    """The first runs of a sweep create the SQLite file and the experiment at the same time."""
     folders = [RunFolder.create(run.path.parent, f"job-{i}") for i in range(4)]
     code = (
         "import sys; from pathlib import Path\n"
@@ -266,7 +266,7 @@ def test_runs_that_start_together_share_a_new_database(run):
 
 
 @pytest.mark.slow
-def test_a_real_server_gets_everything_through_http(run, tmp_path):
+def test_a_real_server_gets_the_complete_record_through_http(run, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -295,7 +295,7 @@ def _wait_for(port: int, server: subprocess.Popen) -> None:
     raise AssertionError("the server did not start within a minute")
 
 
-def test_nothing_is_tracked_when_it_is_switched_off(run):
+def test_nothing_is_tracked_when_tracking_is_disabled(run):
     tracker = open_tracker(TrackingConfig(mlflow=False), run.path, print)
     assert isinstance(tracker, NullTracker)
     tracker.start("first", {}, {})
@@ -304,14 +304,14 @@ def test_nothing_is_tracked_when_it_is_switched_off(run):
     assert not (run.path.parent / "mlflow.db").exists()
 
 
-def test_finishing_a_run_that_never_started_says_nothing(run):
+def test_finishing_a_run_that_never_started_prints_nothing(run):
     said: list[str] = []
     MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, said.append).finish("FAILED", [])
     assert said == []
 
 
-def test_a_database_that_is_away_costs_one_warning_and_no_lines_of_mlflow(run, capfd):
-    """MLflow itself would try for 25 minutes, and hold a lock of its own meanwhile."""
+def test_a_missing_database_gives_one_warning_and_no_output_of_mlflow(run, capfd):
+    """MLflow itself would retry for 25 minutes, and hold its own lock meanwhile."""
     store = Store(f"sqlite:///{run.path}/no/such/folder/x.db", "bandpo", None)
     (run.path / "no").write_text("a file where the folder should be")
     warnings = _mirror(run, store, say=(closing := []).append)
@@ -319,9 +319,9 @@ def test_a_database_that_is_away_costs_one_warning_and_no_lines_of_mlflow(run, c
     assert capfd.readouterr().err == ""
 
 
-def test_a_first_run_that_was_killed_while_it_made_the_database_spoils_no_later_one(run):
+def test_a_run_that_was_killed_while_it_created_the_database_does_not_affect_later_runs(run):
     half = run.path.parent / ".mlflow.db.new"
-    half.write_bytes(b"SQLite format 3\0 and no more")
+    half.write_bytes(b"SQLite format 3\0 truncated")
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert _mirror(run, store) == []
     _check_complete(store.uri, run, "FINISHED")

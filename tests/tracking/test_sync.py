@@ -1,4 +1,4 @@
-"""A run folder alone is enough to give MLflow the whole record, once, with honest clocks and the right end."""
+"""`bandpo sync`: the run folder alone gives MLflow the complete record, once, with times and final status."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import LOCK
+from bandpo_cli.storage.files import LOCK, is_locked
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import read_records, read_stored_run
 from bandpo_cli.tracking.link import find_link, link_version, read_links, write_link
 from bandpo_cli.tracking.mirror import MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.run_record import is_locked, read_records, read_stored_run
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import store_for_run, sync_run
 from bandpo_cli.tracking.tracker import MlflowTracker
@@ -31,7 +31,7 @@ NO_VARIABLES: dict[str, str] = {}
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Return one SQLite store for all these tests: making its tables takes seconds."""
+    """Return one SQLite store for all tests of this module: creating its tables takes seconds."""
     return tracking_store(TrackingConfig(), tmp_path_factory.mktemp("store"), NO_VARIABLES)
 
 
@@ -87,7 +87,7 @@ def track(store: Store, folder: RunFolder, config: RunConfig, parent: str | None
     tracker.finish("FINISHED", [])
 
 
-def test_a_run_that_was_never_tracked_is_sent_whole_and_only_once(store: Store, folder: RunFolder) -> None:
+def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, folder: RunFolder) -> None:
     folder.write_summary({"status": "FAILED", "steps": 2})
     sent = sync_run(store, folder.path)
     assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (6, 0, 5, "FAILED")
@@ -99,13 +99,13 @@ def test_a_run_that_was_never_tracked_is_sent_whole_and_only_once(store: Store, 
     top = [file.path for file in client_of(store).list_artifacts(there.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
-    assert again.nothing
+    assert again.is_empty
     assert (again.metrics.there, again.files_there) == (6, 5)
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_it_sends_what_the_tracker_would_have_sent(store: Store, folder: RunFolder, tmp_path: Path) -> None:
-    """The params come from a YAML file here and from the settings in memory there: they must read the same."""
+def test_sync_sends_what_the_tracker_sends(store: Store, folder: RunFolder, tmp_path: Path) -> None:
+    """Sync takes the params from config.yaml, the tracker from the settings in memory: they must be equal."""
     config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
     folder.write_config(to_yaml(config))
     other = RunFolder.create(tmp_path / "runs", "second")
@@ -123,7 +123,7 @@ def test_it_sends_what_the_tracker_would_have_sent(store: Store, folder: RunFold
     assert history(store, other) == history(store, folder)
 
 
-def test_only_what_is_missing_is_sent(store: Store, folder: RunFolder) -> None:
+def test_only_missing_steps_are_sent(store: Store, folder: RunFolder) -> None:
     track(store, folder, RunConfig(seed=3))
     for step in (3, 4):
         folder.append_metrics({"step": step, "train/reward": 1.0, "time/step": 2.0})
@@ -132,8 +132,8 @@ def test_only_what_is_missing_is_sent(store: Store, folder: RunFolder) -> None:
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_a_step_that_was_done_again_is_not_there_twice(store: Store, folder: RunFolder) -> None:
-    """Its time is another one; MLflow keeps the first, and the sync says so."""
+def test_a_repeated_step_is_not_sent_again(store: Store, folder: RunFolder) -> None:
+    """Its time differs; MLflow keeps the first value, and the sync counts it."""
     sync_run(store, folder.path)
     before = history(store, folder)
     folder.roll_back(1)
@@ -143,27 +143,27 @@ def test_a_step_that_was_done_again_is_not_there_twice(store: Store, folder: Run
     assert history(store, folder) == before
 
 
-def test_a_changed_file_is_sent_again_and_one_that_mlflow_lost_too(store: Store, folder: RunFolder) -> None:
+def test_a_changed_file_and_a_file_that_mlflow_lost_are_sent_again(store: Store, folder: RunFolder) -> None:
     sync_run(store, folder.path)
-    folder.write_env({"versions": {"python": "3.12"}, "git": {"commit": "abc", "dirty": False}})  # as long
+    folder.write_env({"versions": {"python": "3.12"}, "git": {"commit": "abc", "dirty": False}})  # same size
     assert sync_run(store, folder.path).files == 1
     artifacts = Path(run_at(store, folder).info.artifact_uri.removeprefix("file://"))
     (artifacts / "metrics.jsonl").unlink()
     assert sync_run(store, folder.path).files == 1
-    assert sync_run(store, folder.path).nothing
+    assert sync_run(store, folder.path).is_empty
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from bandpo_cli.storage.files import sole_writer
-with sole_writer(Path(sys.argv[1])):
+from bandpo_cli.storage.files import run_lock
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, folder: RunFolder) -> None:
+def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFolder) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder.path)],
         stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, f
     assert not is_locked(folder.path)
     sent = sync_run(store, folder.path)
     assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
-    assert run_at(store, folder).info.status == "KILLED"  # it could not say so any more
+    assert run_at(store, folder).info.status == "KILLED"  # it was killed before it could write a summary
 
 
 @pytest.mark.parametrize(
@@ -191,29 +191,29 @@ def test_a_run_that_is_being_written_stays_running_until_its_end(store: Store, f
         ({"status": "FINISHED", "steps": 2}, "FINISHED"),
         ({"status": "FAILED", "steps": 2}, "FAILED"),
         ({"status": "KILLED", "steps": 2}, "KILLED"),
-        ({"status": "FAILED", "steps": 1}, "KILLED"),  # of before a resume that was killed
+        ({"status": "FAILED", "steps": 1}, "KILLED"),  # older than a resume that was killed
         ({"status": "lost"}, "KILLED"),
     ],
 )
-def test_how_a_run_has_ended(folder: RunFolder, summary: dict[str, Any] | None, status: str) -> None:
+def test_the_status_of_a_stored_run(folder: RunFolder, summary: dict[str, Any] | None, status: str) -> None:
     if summary is not None:
         folder.write_summary(summary)
     assert read_stored_run(folder.path).status == status
 
 
-def written(path: Path, second: float) -> None:
+def set_modified(path: Path, second: float) -> None:
     os.utime(path, (second, second))
 
 
-def test_clocks_come_from_the_seconds_of_the_steps_and_the_times_of_the_files(folder: RunFolder) -> None:
-    """By hand: the last line at 1000 s, so the one before at 998; its own completions say that it was at 900."""
-    written(folder.path / "metrics.jsonl", 1000)
-    written(folder.path / "evals" / "step-000000.json", 5000)  # a copy of a file says nothing
+def test_times_come_from_the_step_durations_and_the_modification_times(folder: RunFolder) -> None:
+    """By hand: the last line at 1000 s, so the one before at 998; then its completions were written at 900 s."""
+    set_modified(folder.path / "metrics.jsonl", 1000)
+    set_modified(folder.path / "evals" / "step-000000.json", 5000)  # a later modification time has no effect
     assert [record.clock_ms for record in read_records(folder.path)] == [996_000, 998_000, 1_000_000]
     samples = folder.write_samples(1, [])
-    written(samples, 900)
+    set_modified(samples, 900)
     assert [record.clock_ms for record in read_records(folder.path)] == [898_000, 900_000, 1_000_000]
-    written(folder.path / "config.yaml", 897)
+    set_modified(folder.path / "config.yaml", 897)
     run = read_stored_run(folder.path)
     assert (run.start_ms, run.end_ms) == (896_000, 1_000_000)
 
@@ -229,28 +229,28 @@ def test_clocks_come_from_the_seconds_of_the_steps_and_the_times_of_the_files(fo
         ("metrics.jsonl", '{"step": "x"}\n'),
     ],
 )
-def test_a_damaged_folder_is_told_by_its_file(folder: RunFolder, name: str, text: str) -> None:
+def test_a_damaged_folder_raises_with_the_name_of_the_file(folder: RunFolder, name: str, text: str) -> None:
     (folder.path / name).write_text(text)
-    with pytest.raises(UserError, match=name) as told:
+    with pytest.raises(UserError, match=name) as error:
         read_stored_run(folder.path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_run_whose_making_was_not_answered_is_found_and_not_made_twice(
+def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
     store: Store, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    make = MlflowClient.create_run
+    create = MlflowClient.create_run
 
-    def unheard(self: Any, *arguments: Any) -> None:
-        make(self, *arguments)
-        raise TimeoutError("made, but the answer was lost")
+    def unanswered(self: Any, *arguments: Any) -> None:
+        create(self, *arguments)
+        raise TimeoutError("created, but the answer was lost")
 
-    monkeypatch.setattr(MlflowClient, "create_run", unheard)
+    monkeypatch.setattr(MlflowClient, "create_run", unanswered)
     with pytest.raises(TimeoutError):
         sync_run(store, folder.path)
-    monkeypatch.setattr(MlflowClient, "create_run", make)
+    monkeypatch.setattr(MlflowClient, "create_run", create)
     sync_run(store, folder.path)
     (link,) = read_links(folder.path)
     client = client_of(store)
@@ -259,11 +259,11 @@ def test_a_run_whose_making_was_not_answered_is_found_and_not_made_twice(
     assert [each.info.run_id for each in found] == [link.run_id]
 
 
-def test_a_tracker_notices_that_a_sync_has_sent_meanwhile(store: Store, folder: RunFolder) -> None:
+def test_a_tracker_detects_that_a_sync_has_sent_metrics(store: Store, folder: RunFolder) -> None:
     tracker = MlflowTracker(store, folder.path, pytest.fail)
     mirror = MlflowMirror.connect(store, folder.path, folder.name, flat_params({}), {})
     tracker._mirror, tracker._link = mirror, link_version(folder.path)  # connected, with nothing sent yet
-    sync_run(store, folder.path)  # what the tracker has seen of MLflow is out of date now
+    sync_run(store, folder.path)  # what the tracker knows of MLflow is now out of date
     for record in folder.read_metrics():
         tracker.log_metrics(record["step"], record)
     tracker._reached = True
@@ -271,8 +271,10 @@ def test_a_tracker_notices_that_a_sync_has_sent_meanwhile(store: Store, folder: 
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_a_resumed_run_is_tracked_with_what_mlflow_missed_of_before(store: Store, folder: RunFolder) -> None:
-    """The first process never reached MLflow; the second tells the tracker of its own steps only."""
+def test_the_tracker_of_a_resumed_run_sends_the_earlier_steps_that_mlflow_lacks(
+    store: Store, folder: RunFolder
+) -> None:
+    """The first process never reached MLflow; the second gives the tracker its own steps only."""
     tracker = MlflowTracker(store, folder.path, pytest.fail)
     tracker.start(folder.name, {"seed": 3}, {})
     record = {"step": 3, "train/reward": 1.0, "time/step": 2.0}
@@ -282,7 +284,7 @@ def test_a_resumed_run_is_tracked_with_what_mlflow_missed_of_before(store: Store
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_a_sync_to_another_store_leaves_the_runs_own_link_first(store: Store, folder: RunFolder) -> None:
+def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store: Store, folder: RunFolder) -> None:
     track(store, folder, RunConfig(seed=3))
     elsewhere = Store(store.uri, "another experiment", store.artifact_location)
     sync_run(elsewhere, folder.path)
@@ -290,8 +292,8 @@ def test_a_sync_to_another_store_leaves_the_runs_own_link_first(store: Store, fo
     assert history(elsewhere, folder) == history(store, folder) == metrics_of(folder)
 
 
-def test_a_runs_folder_that_has_moved_keeps_its_mlflow_run(folder: RunFolder, store: Store) -> None:
-    """The address in the link leads nowhere; the run is found in the store by its key."""
+def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder: RunFolder, store: Store) -> None:
+    """The file of the address in the link does not exist; the run is found in the store by its key."""
     sync_run(store, folder.path)
     (link,) = read_links(folder.path)
     moved = replace(link, uri=f"sqlite:///{folder.path}/gone.db")
@@ -299,12 +301,12 @@ def test_a_runs_folder_that_has_moved_keeps_its_mlflow_run(folder: RunFolder, st
     write_link(folder.path, moved)
     found = store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
     assert found.uri == store.uri
-    assert sync_run(store, folder.path).nothing
+    assert sync_run(store, folder.path).is_empty
     assert run_at(store, folder).info.run_id == link.run_id
 
 
-def test_where_a_run_belongs(folder: RunFolder, store: Store) -> None:
-    """The option, the settings, where it was sent first, the environment, the runs folder: in this order."""
+def test_the_store_of_a_run(folder: RunFolder, store: Store) -> None:
+    """In this order: the option, the settings, the first store, the environment, the runs folder."""
     variables = {"MLFLOW_TRACKING_URI": "http://env"}
     runs = folder.path.parent
 
@@ -322,8 +324,8 @@ def test_where_a_run_belongs(folder: RunFolder, store: Store) -> None:
     assert uri("http://option", variables) == "http://option"
 
 
-def test_a_password_is_not_taken_for_what_it_was_blotted_out_with(folder: RunFolder) -> None:
+def test_a_redacted_password_is_not_used(folder: RunFolder) -> None:
     link = {"uri": "http://***@host", "experiment": "bandpo", "key": "k", "run_id": "r"}
     (folder.path / "mlflow.json").write_text(json.dumps(link))
-    whole = "http://me:secret@host"
-    assert store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": whole}).uri == whole
+    address = "http://me:secret@host"
+    assert store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": address}).uri == address

@@ -1,4 +1,4 @@
-"""A run with more steps than are sent at a time: each step is sent once, and the counts are of all of them."""
+"""`bandpo sync` of a run with more steps than one call sends: each step is sent once, and all are counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 2 * RECORDS_PER_CALL + 20
 
 
 class Mirror:
-    """Stands in for a run at MLflow: a store that has every third step, and every fifth with another value."""
+    """Stand-in for a run at MLflow that has every third step, and every fifth of these with another value."""
 
     status = "RUNNING"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import path_exists, read_text
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
 from bandpo_cli.reports.sweep.statistics import area_under
 from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.run_record import read_summary
 
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 _BIN = re.compile(r"clip/active_fraction/(p_[\d.e-]+_[\d.e-]+)")
@@ -164,15 +164,18 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
     """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps."""
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
-        if not path_exists(folder / "summary.json"):
-            raise UserError(f"not finished: {of_steps}, no summary.json")
-        summary = json.loads(read_text(folder / "summary.json", "damaged: summary.json"))
-        status = summary["status"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        summary = read_summary(folder)
+    except UserError:
         raise UserError("damaged: summary.json is not readable") from None
-    if status != "FINISHED":
-        error = str(summary.get("error") or "").split("\n")[0][:200]
-        raise UserError(f"{str(status).lower()} at {of_steps}{f': {error}' if error else ''}")
+    if summary is None:
+        raise UserError(f"not finished: {of_steps}, no summary.json")
+    if "status" not in summary.content:
+        raise UserError("damaged: summary.json is not readable")
+    if summary.status != "FINISHED":
+        error = str(summary.content.get("error") or "").split("\n")[0][:200]
+        raise UserError(
+            f"{str(summary.content['status']).lower()} at {of_steps}{f': {error}' if error else ''}"
+        )
     if isinstance(steps, int) and last < steps:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 

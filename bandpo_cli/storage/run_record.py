@@ -1,0 +1,178 @@
+"""Reading a run folder: its summary and final status, and its settings and metrics with the time of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from bandpo_cli.config.layers import read_layer
+from bandpo_cli.errors import UserError
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
+from bandpo_cli.storage.files import is_locked, read_json_object, step_name
+from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.types import RunStatus
+
+SUMMARY_FILE = "summary.json"
+
+_STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of `summary.json`.
+
+    Attributes:
+        status: how the run ended; None where the file has no valid status.
+        content: all keys of the file.
+    """
+
+    status: RunStatus | None
+    content: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedRecord:
+    """A line of `metrics.jsonl` with the time at which its step was done.
+
+    Attributes:
+        step: the step of the line.
+        line: all keys of the line.
+        clock_ms: milliseconds since 1970.
+    """
+
+    step: int
+    line: Mapping[str, Any]
+    clock_ms: int
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """The content of a run folder.
+
+    Attributes:
+        path: the folder.
+        config: `config.yaml`.
+        env: `env.json`; empty when the run ended before it was written.
+        records: the metrics, one record per step.
+        status: how the run ended; None while a process is writing it.
+        start_ms, end_ms: start of the run and time of its last write, milliseconds since 1970.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+    records: Sequence[TimedRecord]
+    status: RunStatus | None
+    start_ms: int
+    end_ms: int
+
+    @property
+    def tracking(self) -> Mapping[str, Any]:
+        """The section `tracking` of the settings."""
+        section = self.config.get("tracking")
+        return section if isinstance(section, Mapping) else {}
+
+
+def read_summary(run: Path) -> Summary | None:
+    """Return the summary of the run in the folder `run`, None where the run has none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run / SUMMARY_FILE
+    if not path_exists(path):
+        return None
+    content = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
+    return Summary(next((each for each in _STATUSES if each == content.get("status")), None), content)
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether the summary of the run in the folder `run` has the status FINISHED.
+
+    Return False for a missing and for a damaged summary.
+    """
+    try:
+        summary = read_summary(run)
+    except UserError:
+        return False
+    return summary is not None and summary.status == "FINISHED"
+
+
+def final_status(summary: Summary | None, last_step: int) -> RunStatus:
+    """Return how a run ended that no process writes any more.
+
+    This is the status of its summary. A summary that is missing, or older than the last resume (its `steps` is not
+    `last_step`), means that the process was ended without a chance to write one (SIGKILL, out of memory, power),
+    which is KILLED. An exception and Ctrl-C leave a summary.
+    """
+    if summary is None or summary.content.get("steps", last_step) != last_step:
+        return "KILLED"
+    return summary.status or "KILLED"
+
+
+def read_stored_run(path: Path) -> StoredRun:
+    """Read the folder of a run. Raises UserError, which names the file, where it is damaged."""
+    config = read_layer(path / "config.yaml", "run settings")
+    env = read_json_object(path / "env.json") if path_exists(path / "env.json") else {}
+    summary = read_summary(path)
+    if not config:
+        raise UserError(f"{path / 'config.yaml'}: it holds no settings, so this is not the folder of a run")
+    writing = is_locked(
+        path
+    )  # before the metrics: a run that ends in between is then completed by the next sync
+    lines = read_metrics(path / "metrics.jsonl")
+    records = _with_timestamps(path, lines)
+    written = _written_ms(path / "config.yaml") or 0
+    first = records[0].clock_ms - round(1000 * _seconds(lines[0], "time/step")) if records else written
+    end = max(_written_ms(path / name) or 0 for name in ("config.yaml", "metrics.jsonl", SUMMARY_FILE))
+    status = None if writing else final_status(summary, lines[-1]["step"] if lines else 0)
+    return StoredRun(path, config, env, records, status, min(first, written), end)
+
+
+def read_records(path: Path) -> list[TimedRecord]:
+    """Return the metrics of the run in the folder `path` with the time of each step.
+
+    `metrics.jsonl` has no times. The last line was written when the file was; every other line at the latest when
+    the next step began, which is `time/step` seconds before the next line. A pause between two steps (a resume) shows
+    in the modification time of the step's own file of completions or evaluation, where there is one. In a copy of the
+    folder with new file times the distances between steps are unchanged and the end is the time of the copy.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return _with_timestamps(path, read_metrics(path / "metrics.jsonl"))
+
+
+def _with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[TimedRecord]:
+    """Return `lines` with their times; see `read_records`."""
+    later = _written_ms(path / "metrics.jsonl") or 0
+    records = []
+    for line in reversed(lines):
+        step = line["step"]
+        if type(step) is not int or step < 0:
+            raise UserError(f"{path / 'metrics.jsonl'}: {step!r} is not a step; restore the file from a copy")
+        written = [
+            _written_ms(path / name)
+            for name in (f"samples/{step_name(step)}.parquet", f"evals/{step_name(step)}.json")
+        ]
+        times = [time for time in written if time is not None]
+        if times:
+            later = min(later, max(times) + round(1000 * _seconds(line, "time/checkpoint")))
+        records.append(TimedRecord(step, line, later))
+        later -= round(1000 * _seconds(line, "time/step"))
+    return records[::-1]
+
+
+def _seconds(line: Mapping[str, Any], key: str) -> float:
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _written_ms(path: Path) -> int | None:
+    """Return the modification time of a file in milliseconds since 1970, None where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns // 1_000_000
+    except OSError:
+        return None

@@ -1,0 +1,76 @@
+"""Reading `summary.json`: one reader decides whether a run is finished, resumable, or damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import final_status, is_finished, read_summary
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "a")
+
+
+def test_a_missing_summary_is_none_and_not_finished(folder: RunFolder) -> None:
+    assert read_summary(folder.path) is None
+    assert not is_finished(folder.path)
+    assert final_status(None, 3) == "KILLED"
+
+
+@pytest.mark.parametrize(
+    ("summary", "status", "finished"),
+    [
+        ({"status": "FINISHED", "steps": 3}, "FINISHED", True),
+        ({"status": "KILLED", "steps": 3}, "KILLED", False),
+        ({"status": "FAILED", "steps": 3, "error": "x"}, "FAILED", False),
+        ({"status": "lost"}, None, False),
+        ({"status": ["FINISHED"]}, None, False),
+        ({}, None, False),
+    ],
+)
+def test_the_status_is_one_of_three_words(
+    folder: RunFolder, summary: dict[str, Any], status: str | None, finished: bool
+) -> None:
+    folder.write_summary(summary)
+    found = read_summary(folder.path)
+    assert found is not None
+    assert (found.status, found.content) == (status, summary)
+    assert is_finished(folder.path) is finished
+    assert final_status(found, 3) == (status or "KILLED")
+
+
+def test_the_final_status_of_a_summary_older_than_the_last_step_is_killed(folder: RunFolder) -> None:
+    """`is_finished` does not compare the steps: resume and sweeps compare them with the settings themselves."""
+    folder.write_summary({"status": "FINISHED", "steps": 3})
+    found = read_summary(folder.path)
+    assert final_status(found, 4) == "KILLED"
+    assert is_finished(folder.path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b" " * (2**20 + 1)])
+def test_a_damaged_summary_raises_one_line_and_is_not_finished(folder: RunFolder, content: bytes) -> None:
+    (folder.path / "summary.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"summary\.json") as error:
+        read_summary(folder.path)
+    assert "\n" not in str(error.value)
+    assert not is_finished(folder.path)
+
+
+def test_a_checkpoint_without_training_state_holds_a_model_and_is_not_complete(folder: RunFolder) -> None:
+    for step in (20, 3):
+        folder.checkpoint_dir(step).mkdir(parents=True)
+        (folder.checkpoint_dir(step) / "config.json").write_text("{}")
+    folder.checkpoint_dir(5).mkdir()
+    assert list(model_checkpoints(folder).items()) == [
+        (3, folder.checkpoint_dir(3)),
+        (20, folder.checkpoint_dir(20)),
+    ]
+    assert complete_checkpoints(folder).complete == {}
+    assert list(complete_checkpoints(folder).damaged) == [3, 5, 20]
