@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from bandpo_cli.config.base import Choice, choice_of
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import task_defaults
 from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
@@ -24,12 +25,6 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
     findings = error.errors(include_url=False)
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     return _one_message(findings[0], model) + more
-
-
-def tags_of(section: type[BaseModel], tag: str) -> tuple[Any, ...]:
-    """Return the values of its tag that choose this kind of section, e.g. ("clip",) for `method` of ClipBounds."""
-    field = section.model_fields.get(tag)
-    return _literal_values(field.annotation) if field else ()
 
 
 def _one_message(finding: ErrorDetails, model: type[BaseModel]) -> str:
@@ -79,13 +74,11 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
     """
     path, tag = "", None
     owner: type[BaseModel] | None = model
-    options: list[type[BaseModel]] = []
+    choice: Choice | None = None
     for index, part in enumerate(loc):
-        if len(options) > 1:
-            chosen = [cls for cls in options if any(part in tags_of(cls, name) for name in cls.model_fields)]
-            if chosen:
-                owner, options, tag = chosen[0], [], str(part)
-                continue
+        if choice is not None:
+            owner, choice, tag = choice.classes().get(str(part)), None, str(part)
+            continue
         if isinstance(part, int):
             path += f"[{part}]"
             continue
@@ -95,16 +88,11 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
         field = owner.model_fields.get(part)
         if field is None:
             continue
-        options = _sections(field.annotation)
-        if len(options) == 1 and index + 1 < len(loc):
-            owner, options, tag = options[0], [], None
+        choice = choice_of(field)
+        inner = None if choice else _nested_section(field)
+        if inner is not None and index + 1 < len(loc):
+            owner, tag = inner, None
     return _Location(path, owner, tag)
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes that an annotation allows: `X`, `X | None`, `X | Y`, `tuple[X, ...]`."""
-    nested = get_args(annotation) or (annotation,)
-    return [cls for cls in nested if isinstance(cls, type) and issubclass(cls, BaseModel)]
 
 
 def _literal_values(annotation: Any) -> tuple[Any, ...]:
@@ -188,8 +176,8 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
         earlier = merged.get(key)
         if field is None or not isinstance(value, dict):
             merged[key] = value
-        elif field.discriminator is not None:
-            merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field)
+        elif (choice := choice_of(field)) is not None:
+            merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field, choice)
         else:
             inner = _nested_section(field)
             mergeable = inner is not None and isinstance(earlier, dict)
@@ -197,28 +185,23 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
     return merged
 
 
-def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, Any]:
-    """Merge two layers of a tagged choice; a changed tag drops what came before."""
-    tag = str(field.discriminator)
+def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice) -> dict[str, Any]:
+    """Merge two layers of a tagged choice; a changed tag drops the earlier layer."""
+    tag, classes = choice.tag, choice.classes()
     default = getattr(field.get_default(call_default_factory=True), tag, None)
     earlier_kind = earlier.get(tag, default)
     kind = value.get(tag, earlier_kind)
     if kind != earlier_kind:
         return dict(value)
-    kinds = {name: cls for cls in _section_classes(field) for name in tags_of(cls, tag)}
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(kind, str) or kind not in classes:
         return {**earlier, **value}
-    return {tag: kind, **merge(earlier, value, kinds[kind])}
-
-
-def _section_classes(field: FieldInfo) -> list[type[BaseModel]]:
-    options = get_args(field.annotation) or (field.annotation,)
-    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+    return {tag: kind, **merge(earlier, value, classes[kind])}
 
 
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
-    classes = _section_classes(field)
-    return classes[0] if len(classes) == 1 else None
+    """Return the settings class that a field allows: `X`, `X | None` or `tuple[X, ...]`; None for plain values."""
+    options = get_args(field.annotation) or (field.annotation,)
+    return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def resolve(layers: Iterable[Layer]) -> RunConfig:

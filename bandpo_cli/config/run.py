@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from bandpo_cli.config.base import Section
-from bandpo_cli.config.methods import BandSettings, MethodSettings
-from bandpo_cli.config.task import CountdownTask, TaskConfig
+from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
+from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
+from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
 
 
 class TrackingConfig(Section):
@@ -86,7 +87,7 @@ class VllmConfig(Section):
 class SamplingConfig(Section):
     """How the batch of rollouts of one step is drawn."""
 
-    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    engine: Annotated[str, BeforeValidator(check_engine_name)] = AUTO_ENGINE
     """`auto` takes vllm where it is installed and a GPU is there, else transformers."""
     prompts: PositiveInt = 64
     """Prompts a step (P)."""
@@ -255,11 +256,11 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: PositiveInt = 100
     model: ModelConfig = ModelConfig()
-    task: TaskConfig = CountdownTask()
+    task: Annotated[TaskSettings, TASK_CHOICE] = CountdownTask()
     sampling: SamplingConfig = SamplingConfig()
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()
-    bounds: MethodSettings = BandSettings()
+    bounds: Annotated[MethodSettings, METHOD_CHOICE] = BandSettings()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.grading.numbers import Number, equal, read_number, rounds_to
+from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
 _DISPLAY_COMMANDS = re.compile(
@@ -108,8 +109,27 @@ def voted_answer(text: str, grader: str) -> str | None:
     Equal votes are judged alike, but for decimals that stand for a quotient: 0.333333 is right for 1/3 in `math`, and
     neither 0.3333330 nor 333333/1000000 is.
     """
-    find, write = _VOTES.get(grader, (final_answer, _write_expression))
-    answer = find(text)
+    path = GRADERS[grader].vote if grader in GRADERS else GraderEntry.vote
+    answer: str | None = load_attribute(path)(text)
+    return answer
+
+
+def vote_expression(text: str) -> str | None:
+    """Return the final answer of `text` as a vote of the grader `math` and of custom graders."""
+    return _write_vote(final_answer(text), _write_expression)
+
+
+def vote_number(text: str) -> str | None:
+    """Return the final answer of `text` as a vote of the grader `number`."""
+    return _write_vote(final_answer(text), _write_number)
+
+
+def vote_countdown(text: str) -> str | None:
+    """Return `text` without spaces as a vote of the grader `countdown`."""
+    return _write_vote(text.strip(), lambda answer: _FREE_SPACES.sub("", answer))
+
+
+def _write_vote(answer: str | None, write: Callable[[str], str | None]) -> str | None:
     return None if not answer or len(answer) > MAX_ANSWER_CHARS else write(answer) or None
 
 
@@ -127,10 +147,3 @@ def _write_expression(answer: str) -> str:
 def _number_text(number: Number) -> str:
     scale = "" if number.scale == 1 else f" × {number.scale}"
     return f"{number.value}{scale}"
-
-
-_VOTES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str | None]]] = {
-    "number": (final_answer, _write_number),
-    "countdown": (str.strip, lambda answer: _FREE_SPACES.sub("", answer)),
-}
-"""By grader: what finds the answer in a text, and what writes it in one way."""

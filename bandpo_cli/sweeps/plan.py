@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 from bandpo_cli.config.layers import Layer, read_value, resolve
-from bandpo_cli.config.methods import BandSettings, MethodSettings
+from bandpo_cli.config.methods import BandSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
@@ -130,13 +130,12 @@ def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
 def _method_has_setting(config: RunConfig, key: str) -> bool:
     """Tell whether a setting applies; an unknown one does, and `resolve` then names it."""
     section, _, name = key.rpartition(".")
-    return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
+    return section != "bounds" or name in type(config.bounds).model_fields or name not in _bounds_fields()
 
 
-_BOUNDS_FIELDS = frozenset(
-    name for kind in get_args(get_args(MethodSettings)[0]) for name in kind.model_fields
-)
-"""The settings that some method has."""
+def _bounds_fields() -> set[str]:
+    """Return the settings that some method has."""
+    return {name for settings in method_classes().values() for name in settings.model_fields}
 
 
 def _method_before_rest(settings: Settings) -> list[Settings]:

@@ -13,9 +13,9 @@ from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.data import GRADERS, Source
+from bandpo_cli.config.data import Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (
     FieldNames,
     as_answer,
@@ -108,7 +108,7 @@ def load_questions(source: Source, part: SplitName, grader: str | None = None) -
         ConfigError: it is out of reach, damaged, has no field for the question or the answer, or no usable row.
     """
     label = source_label(source)
-    grader = grader or source.grader or (KNOWN[source.name].grader if source.name else "math")
+    grader = grader or source.grader or (DATASETS[source.name].grader if source.name else "math")
     rows = read_rows(source, part)
     seen = list(islice(rows, _LOOKED_AT))
     columns = list(dict.fromkeys(str(name) for row in seen for name in row))

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.registries import DIVERGENCES
 from tests.bounds.oracle import least_step, oracle
 
 CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05

@@ -11,16 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.config.methods import DIVERGENCES as CONFIG_NAMES
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import DIVERGENCES
 
 NAMES = st.sampled_from(list(DIVERGENCES))
 BATCH = 70_000
-
-
-def test_the_config_knows_the_same_names() -> None:
-    assert set(CONFIG_NAMES) == set(DIVERGENCES)
 
 
 @settings(max_examples=150, deadline=None)

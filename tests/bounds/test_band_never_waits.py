@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
+from bandpo_cli.registries import DIVERGENCES
 
 
 def test_the_meta_device_catches_a_host_that_asks() -> None:

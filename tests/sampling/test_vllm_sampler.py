@@ -91,7 +91,7 @@ def test_which_engine_is_built(calls: list[str], monkeypatch: pytest.MonkeyPatch
     """`auto` means vllm with a GPU and the package, transformers without either."""
 
     def built(choice: str, device: str, installed: bool) -> type:
-        monkeypatch.setattr("bandpo_cli.config.sampling.vllm_installed", lambda: installed)
+        monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: installed)
         policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
         return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
 

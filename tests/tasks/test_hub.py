@@ -10,10 +10,10 @@ from typing import Any
 import datasets
 import pytest
 
-from bandpo_cli.config.data import DATASETS, Source
+from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.questions import load_questions
 from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.tasks.rows import read_hub
@@ -119,7 +119,7 @@ def test_a_known_set_is_asked_for_and_read_as_its_card_says(
 ) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(datasets, "load_dataset", stored(row, calls))
-    known = KNOWN[name]
+    known = DATASETS[name]
     if known.eval_split:
         load_questions(Source(name=name), "heldout")
     if known.train_split:
@@ -132,16 +132,16 @@ def test_a_known_set_is_asked_for_and_read_as_its_card_says(
 
 
 def test_every_known_name_has_its_set_and_evaluation_sets_that_exist() -> None:
-    assert {name for name, _, _ in rows_of_the_known_sets()} == set(KNOWN) == set(DATASETS)
-    for known in KNOWN.values():
-        assert all(KNOWN[name].eval_split for name in known.evaluation)
+    assert {name for name, _, _ in rows_of_the_known_sets()} == set(DATASETS)
+    for known in DATASETS.values():
+        assert all(DATASETS[name].eval_split for name in known.evaluation)
         assert known.evaluation if known.train_split else known.eval_split
 
 
 def test_the_page_on_data_says_what_the_code_does() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
-    for name, known in KNOWN.items():
+    for name, known in DATASETS.items():
         assert f"| {known.hub_id}" in rows[name]
         assert f"| {known.question}, {known.answer} | `{known.grader}` |" in rows[name]
         assert f"({known.subset}" in rows[name] or known.subset is None
@@ -187,7 +187,7 @@ def test_a_hub_out_of_reach_gets_one_line_with_the_way_out(
     assert "\n" not in message
     assert "Couldn't reach" in message
     assert wayout in message
-    assert (source.path or KNOWN["gsm8k" if part == "train" else "aime24"].hub_id) in message
+    assert (source.path or DATASETS["gsm8k" if part == "train" else "aime24"].hub_id) in message
 
 
 def test_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
