@@ -15,7 +15,8 @@ import pytest
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.registry import QuestionAnswers, build_task
+from bandpo_cli.tasks.question_answers import QuestionAnswerTask
+from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.types import Message, Problem
 
 
@@ -28,11 +29,11 @@ def jsonl(path: Path, content: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswers:
+def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswerTask:
     task = build_task(
         DataTask.model_validate({"name": "data", "train": train, "heldout": heldout, **settings})
     )
-    assert isinstance(task, QuestionAnswers)
+    assert isinstance(task, QuestionAnswerTask)
     return task
 
 
