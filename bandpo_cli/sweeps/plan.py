@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bandpo_cli.config.layers import Layer, read_value, resolve
+from bandpo_cli.config.layers import Layer, nest, read_value, resolve
 from bandpo_cli.config.methods import BandSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
@@ -80,7 +80,7 @@ def _arm_layers(
             all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
         ):
             continue
-        layers: list[Layer] = [*map(nested, _method_before_rest(_resolve_match(kept, base, match)))]
+        layers: list[Layer] = [*map(nest, _method_before_rest(_resolve_match(kept, base, match)))]
         config = resolve([*base, *layers])
         name = _arm_name(named, kept, varying, config)
         if config in seen and seen[config] == name:
@@ -108,7 +108,7 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
             f"bounds.delta = {asked!r}: needs the tokens of a run to match on: --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
-    band = resolve([*base, *map(nested, _method_before_rest(others))]).bounds
+    band = resolve([*base, *map(nest, _method_before_rest(others))]).bounds
     if not isinstance(band, BandSettings):
         raise ConfigError(f"bounds.delta = {asked!r}: only a Band has a radius, not '{band.method}'")
     return {**settings, _DELTA: match(band, asked.removeprefix(MATCH_PREFIX))}
@@ -124,7 +124,7 @@ def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
 def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
     """Return the config with the method alone chosen: what tells which settings there are."""
     chosen = {key: value for key, value in settings.items() if key == _METHOD}
-    return resolve([*base, *map(nested, [chosen] if chosen else [])])
+    return resolve([*base, *map(nest, [chosen] if chosen else [])])
 
 
 def _method_has_setting(config: RunConfig, key: str) -> bool:
@@ -143,26 +143,6 @@ def _method_before_rest(settings: Settings) -> list[Settings]:
     method = {key: value for key, value in settings.items() if key == _METHOD}
     rest = {key: value for key, value in settings.items() if key != _METHOD}
     return [part for part in (method, rest) if part]
-
-
-def nested(settings: Settings) -> dict[str, Any]:
-    """Turn dotted settings into sections.
-
-    Raises:
-        ConfigError: one of them is no dotted name, or contradicts another.
-    """
-    layer: dict[str, Any] = {}
-    for key, value in settings.items():
-        parts = key.split(".")
-        if not all(parts):
-            raise ConfigError(f"'{key}': a setting is written as section.key")
-        section = layer
-        for part in parts[:-1]:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"'{key}': '{part}' has a plain value already")
-        section[parts[-1]] = value
-    return layer
 
 
 def _arm_name(named: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
