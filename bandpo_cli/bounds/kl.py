@@ -182,7 +182,7 @@ def _chebyshev(degree: int) -> np.ndarray:
 
 
 def evaluate_float32_table(logp: Array, delta: float, log_ratios: LogRatios) -> RatioBounds:
-    """Return the interval of ratios for float32 `logp` of shape (T,), undefined for NaN; `log_ratios` solves exactly."""
+    """Return the interval of ratios for float32 `logp` of shape (T,), undefined for NaN; `log_ratios` is exact."""
     xp = namespace(logp)
     lower, upper = _table(delta, log_ratios, type(logp).__qualname__, xp, device_of(logp))
     y = -logp

@@ -76,7 +76,7 @@ def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: Reco
     """Return the δ at which `band` clips the share of `tokens` that `method` clips; the δ of `band` is ignored.
 
     A wider Band clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
-    `reached` is the value nearest to `wanted` at the step. It applies to these ratios; a run with that δ has other ones.
+    `reached` is the value nearest to `wanted` at the step. It applies to these ratios; a run with that δ has others.
 
     Raises:
         ConfigError: the method clips none of the tokens, or more than any Band does.
