@@ -1,4 +1,4 @@
-"""Every method by hand-computed numbers, and the radius that matches another method."""
+"""Bounds of each method against values computed by hand, and the radius that matches another method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_method_returns_bounds_of_the_shape_of_its_input(method: str) -> No
     assert ratio_bounds(method_classes()[method]())(LOGP).lower.shape == LOGP.shape
 
 
-def test_clip_clip_higher_and_none() -> None:
+def test_bounds_of_clip_clip_higher_and_none() -> None:
     for config, wanted in (
         (ClipSettings(), (0.8, 1.2)),
         (ClipHigherSettings(), (0.8, 1.28)),
@@ -42,7 +42,7 @@ def test_clip_clip_higher_and_none() -> None:
         assert upper.tolist() == [wanted[1]] * 3
 
 
-def test_dcpo() -> None:
+def test_bounds_of_dcpo() -> None:
     lower, upper = ratio_bounds(DcpoSettings())(LOGP)
     assert lower.tolist() == pytest.approx([0.5, 0.5, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9)])
     assert upper.tolist() == pytest.approx(
@@ -52,7 +52,7 @@ def test_dcpo() -> None:
     assert (unknown.lower.item(), unknown.upper.item()) == (1.0, 1.0)
 
 
-def test_band_and_its_relaxation() -> None:
+def test_bounds_of_band_and_its_relaxation() -> None:
     plain = ratio_bounds(BandSettings(divergence="tv", delta=0.1))(LOGP)
     assert plain.upper.tolist() == pytest.approx([10.0, 2.25, 1 / 0.9])
     assert plain.lower.tolist() == pytest.approx([0.0, 0.0, 1 - 0.1 / 0.9])
@@ -63,15 +63,15 @@ def test_band_and_its_relaxation() -> None:
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("prob", [1e-9, 0.1, 0.7])
-def test_the_matching_radius_gives_that_upper_bound(name: str, prob: float) -> None:
+def test_the_matching_radius_gives_the_upper_bound(name: str, prob: float) -> None:
     delta = matching_delta(name, prob, 1.28)
     assert delta is not None
     assert band_bounds(np.log([prob]), name, delta).upper[0] == pytest.approx(1.28, rel=1e-7)
 
 
-def test_what_no_band_matches() -> None:
-    assert matching_delta("tv", 0.9, 1.2) is None  # past the simplex
-    assert matching_delta("kl", 0.5, 2.0) is None  # certain: an infinite radius
+def test_upper_bounds_that_no_band_matches() -> None:
+    assert matching_delta("tv", 0.9, 1.2) is None  # beyond the simplex
+    assert matching_delta("kl", 0.5, 2.0) is None  # needs an infinite radius
     assert matching_delta("tv", 0.5, 2.0) == pytest.approx(0.5)
     for prob, upper in ((1.0, 1.2), (0.0, 1.2), (0.1, 1.0), (0.1, math.nan)):
         with pytest.raises(ConfigError):
