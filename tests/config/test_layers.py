@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.data import Source
-from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 
@@ -201,6 +201,23 @@ def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> N
 def test_a_malformed_assignment_gives_the_expected_form(assignment: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.key=value"):
         read_assignments([assignment])
+
+
+def test_nested_and_dotted_settings() -> None:
+    nested = {"a": {"b": 1, "c": {"d": [1, 2]}}, "e": None}
+    assert flatten(nested) == {"a.b": 1, "a.c.d": [1, 2], "e": None}
+    assert nest(flatten(nested)) == nested
+    assert flatten({"a": {}, "b": 1}) == {"b": 1}
+    assert flatten({"a": {}, "b": 1}, keep_empty=True) == {"a": {}, "b": 1}
+    lists = {"a": [{"b": 1}, {"b": [2, 3]}]}
+    assert flatten(lists) == {"a": lists["a"]}
+    assert flatten(lists, expand_lists=True) == {"a.0.b": 1, "a.1.b": [2, 3]}
+
+
+@pytest.mark.parametrize("settings", [{"a..b": 1}, {"": 1}, {"a": 1, "a.b": 2}])
+def test_dotted_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key|has a plain value already"):
+        nest(settings)
 
 
 def test_the_shipped_countdown_file_equals_the_defaults() -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
@@ -38,19 +39,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     content = read_yaml(path, path.name)
     if not isinstance(content, dict):
         raise UserError("config.yaml holds no settings")
-    return dict(_flat(content, ""))
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values; a list of plain values is one."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        for index, inner in enumerate(value):
-            yield from _flat(inner, f"{path}.{index}")
-    else:
-        yield path, value
+    return flatten(content, expand_lists=True)
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
