@@ -1,4 +1,4 @@
-"""The one family of errors that are the user's to mend. The command line prints them in a line, exit code 2."""
+"""Errors that the command line prints as one line: mistakes of the user (exit code 2) and failed runs (exit code 1)."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ _MAX_MESSAGE_CHARS = 1000
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one line that a terminal shows as it is: no control characters, 1,000 characters at most.
+    """Return `text` as one printable line: no control characters, at most 1,000 characters.
 
-    A message repeats what the user gave: names of files, lines of a file from elsewhere. Those may hold anything.
+    A message quotes input: file names, lines of downloaded files. Those may contain anything.
     """
-    shown = "".join(map(_escape_unprintable, _shorten(text.strip())))
-    return _shorten(shown)
+    printable = "".join(map(_escape_unprintable, _shorten(text.strip())))
+    return _shorten(printable)
 
 
-def _escape_unprintable(letter: str) -> str:
-    if letter.isprintable():
-        return letter
-    return " " if letter in "\n\r\t" else letter.encode("unicode_escape").decode()
+def _escape_unprintable(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char in "\n\r\t" else char.encode("unicode_escape").decode()
 
 
 def _shorten(text: str) -> str:
-    """Leave out the middle: the beginning says where the mistake is, the end what to type instead."""
+    """Cut out the middle: the beginning names the mistake, the end what to type instead."""
     return (
         text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-(_MAX_MESSAGE_CHARS - 705) :]}"
     )
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: printed as one line without a traceback, exit code 2."""
+    """A mistake in the input of the user: printed as one line without a traceback, exit code 2."""
 
     def __init__(self, line: str) -> None:
         super().__init__(one_line(line))
 
 
 class RunError(Exception):
-    """A run that cannot go on, through no mistake of the user's: one line, exit code 1. The run folder is whole."""
+    """A run that cannot continue, without a mistake of the user: one line, exit code 1. The run folder is intact."""
 
     def __init__(self, line: str) -> None:
         super().__init__(one_line(line))
 
 
 class ConfigError(UserError):
-    """A setting that cannot be used. The message names the key, the value and what is allowed."""
+    """An invalid setting. The message names the key, the value and what is allowed."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
-    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)  # long ones take minutes
+    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)  # long names take minutes
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 

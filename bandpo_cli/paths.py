@@ -1,4 +1,4 @@
-"""Paths as users write them, looked at without an error of the file system's ever getting out."""
+"""Paths given by users: file system errors become False, an empty list, or a one-line ConfigError."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from bandpo_cli.errors import ConfigError
 
 MAX_CONFIG_BYTES = 2**20
-"""Bytes that a file of settings may have: more than ten thousand times what one needs."""
+"""Maximum size of a file of settings in bytes, more than ten thousand times what one needs."""
 
 
 def user_path(text: str) -> Path:
-    """Return the path with ~ as the user's home; a ~name that is nobody's stays as it is."""
+    """Return the path with ~ expanded to the home folder; a ~name of an unknown user stays unchanged."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -20,7 +20,7 @@ def user_path(text: str) -> Path:
 
 
 def path_exists(path: Path) -> bool:
-    """Tell whether there is a file or folder that can be looked at; a name that no file can have is none."""
+    """Return whether an accessible file or folder exists; False also for a name that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -28,7 +28,7 @@ def path_exists(path: Path) -> bool:
 
 
 def folders_containing(folder: Path, file: str) -> list[str]:
-    """Return the names of what lies in `folder` and has such a file; none where no such folder can be."""
+    """Return the sorted names of the subfolders of `folder` that contain `file`; none if `folder` cannot be read."""
     try:
         return sorted(path.parent.name for path in folder.glob(f"*/{file}"))
     except (OSError, ValueError):
@@ -36,35 +36,35 @@ def folders_containing(folder: Path, file: str) -> list[str]:
 
 
 def check_regular_file(path: Path, where: str) -> int:
-    """Return the size of a regular file, in bytes. A pipe or a device could be read for ever.
+    """Return the size of a regular file in bytes. Reading a pipe or a device might never end.
 
     Raises:
-        ConfigError: it is not there, or something else; the line begins with `where`.
+        ConfigError: the file does not exist or is not a regular file; the message begins with `where`.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}") from None
     except ValueError:
         raise ConfigError(f"{where}: no file can have that name") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a pipe or device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
         raise ConfigError(f"{where}: is {kind}; name a regular file")
-    return found.st_size
+    return status.st_size
 
 
-def read_text(path: Path, where: str, most: int = MAX_CONFIG_BYTES) -> str:
-    """Read a text file of `most` bytes at most, in UTF-8 with or without a byte order mark.
+def read_text(path: Path, where: str, max_bytes: int = MAX_CONFIG_BYTES) -> str:
+    """Read a UTF-8 text file of at most `max_bytes` bytes, with or without a byte order mark.
 
     Raises:
-        ConfigError: that is not what lies there; the line begins with `where`.
+        ConfigError: the file is missing, too large or not UTF-8 text; the message begins with `where`.
     """
     check_regular_file(path, where)
     try:
         with path.open("rb") as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise ConfigError(f"{where}: larger than {most:,} bytes, which no such file is")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ConfigError(f"{where}: larger than {max_bytes:,} bytes, the limit for such a file")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: not a text file (UTF-8 is expected)") from None

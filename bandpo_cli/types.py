@@ -1,9 +1,9 @@
-"""The few values that travel between the rooms. No torch here: a sampler in another process sends these too.
+"""Values that the packages exchange: problems, completions, grades, rollouts and the status of a run.
 
-Suffixes name a dimension: `_P` problem, `_G` completion of a group, `_T` token.
+No torch here: samplers and graders in other processes send these values too. Suffixes name a dimension: `_P` problem,
+`_G` completion of a group, `_T` token.
 """
 
-# MERGED: The grades that graders give.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: the model ended its answer itself; `length`: it was cut at the token limit."""
+"""`stop`: the model sampled an end token; `length`: the completion reached the token limit."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class Message:
 
 
 Prompt = str | tuple[Message, ...]
-"""Plain text goes before the model as it is; chat messages go through the tokenizer's chat template first."""
+"""Plain text is the model's input unchanged; chat messages are rendered by the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with what its grader needs.
+    """One question with the data of its grader.
 
     Attributes:
-        id: stable across runs and machines; also what splits held-out problems from training ones.
-        prompt: what is put before the model.
+        id: stable across runs and machines; it also decides whether the problem is held out.
+        prompt: the input of the model.
         answer: the reference that the grader reads (a target number, a LaTeX answer, ...).
-        source: the task or data set that it came from.
-        grader: who judges answers to it: a known name (`config.data.GRADERS`) or `module:function`.
-        extra: whatever else the grader needs; JSON-like values, since graders may run in another process.
+        source: the task or data set of the problem.
+        grader: the grader of its answers: a name in `registries.GRADERS` or `module:function`.
+        extra: further data for the grader; JSON-like values, since graders may run in another process.
     """
 
     id: str
@@ -53,9 +53,9 @@ class Completion:
 
     Attributes:
         token_ids: the sampled tokens, the end-of-sequence token included when it was sampled.
-        logprobs: log π(token) in nats under the *sampling* distribution (temperature applied), one a token.
-        finish_reason: why sampling ended.
-        policy_version: the number of optimizer steps behind the weights that sampled it.
+        logprobs: log π(token) in nats under the *sampling* distribution (temperature applied), one per token.
+        finish_reason: the reason why sampling ended.
+        policy_version: the number of optimizer steps of the weights that sampled it.
     """
 
     token_ids: tuple[int, ...]
@@ -66,14 +66,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Grade:
-    """A verdict on one completion.
+    """The grade of one completion.
 
     Attributes:
-        reward: what the advantage is computed from. A grader gives 1 for right, 0 for wrong, or a part of it; the
-            `reward` settings turn that into the reward that is trained on.
-        correct: what accuracy counts.
+        reward: the value that advantages are computed from. A grader returns 1 for a correct answer, 0 for a wrong one,
+            or a value between for partial credit; the `reward` settings map it to the reward of training.
+        correct: counted by accuracy.
         verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout` and `grader-error`
-            say that there was no verdict, and are counted apart.
+            mean that the answer was not graded, and are counted separately.
     """
 
     reward: float
@@ -82,12 +82,12 @@ class Grade:
 
 
 Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]
-"""Judges texts [N], each as an answer to its problem [N]."""
+"""Grades texts [N], each as an answer to its problem [N]."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion of a problem with its verdict; `prompt` is the text that the model was given."""
+    """A graded completion of a problem; `prompt` is the text input of the model."""
 
     problem: Problem
     prompt: str
@@ -99,20 +99,20 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """All rollouts of one problem: the unit that group-relative advantages are computed in."""
+    """All rollouts of one problem: the unit in which group-relative advantages are computed."""
 
     problem: Problem
     rollouts_G: tuple[Rollout, ...]
 
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in MLflow's words. KILLED: stopped from outside, by Ctrl-C or a signal."""
+"""The final status of a run, in MLflow's terms. KILLED: stopped by Ctrl-C or a signal."""
 
 
 def status_of(error: BaseException | None) -> RunStatus:
-    """Return how a run ended that left its loop by `error`, None for one that reached its end.
+    """Return the status of a run whose loop raised `error`; None stands for a run that reached its end.
 
-    Ctrl-C and an exit asked for by a signal handler (SystemExit) are KILLED, any other exception is FAILED.
+    Ctrl-C and the SystemExit of a signal handler are KILLED, any other exception is FAILED.
     """
     if error is None:
         return "FINISHED"
@@ -126,4 +126,4 @@ TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
 GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
 
 UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
-"""Verdicts that say nothing about the answer."""
+"""Verdicts of answers that were not graded."""

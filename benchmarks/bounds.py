@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.registries import DIVERGENCES
 
 DELTA = 0.05
 Elementwise = Callable[[torch.Tensor], torch.Tensor]

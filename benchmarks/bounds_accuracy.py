@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.bounds.divergences import find_divergence
 from bandpo_cli.bounds.solver import MIN_TOKENS_FOR_TABLE
 
 BATCH = {True: 4096, False: MIN_TOKENS_FOR_TABLE}
@@ -82,7 +82,7 @@ def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
     """Return both bounds of one token, computed alone or in a batch."""
-    count = BATCH[DIVERGENCES[name].solve is not None] if batch else 1
+    count = BATCH[find_divergence(name).solve is not None] if batch else 1
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()
 

@@ -1,4 +1,4 @@
-"""The final answer is found in the forms that models and data sets write, and in linear time in any text."""
+"""Extraction of final answers in the forms of models and data sets, from any text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DATA = Path(__file__).parents[1].parent / "shared" / "data"
         ("#### Answer: 3", "3"),
     ],
 )
-def test_forms(text: str, answer: str) -> None:
+def test_final_answers_in_known_forms(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
@@ -56,22 +56,22 @@ def test_forms(text: str, answer: str) -> None:
         "Answer: 1 \\boxed{1",
     ],
 )
-def test_no_answer(text: str) -> None:
+def test_texts_without_a_final_answer(text: str) -> None:
     assert final_answer(text) is None
 
 
-def test_last_boxed_looks_at_boxes_only() -> None:
+def test_last_boxed_ignores_other_forms() -> None:
     assert last_boxed("\\boxed{1} \\fbox{2}\nAnswer: 3\n#### 4") == "2"
     assert last_boxed("Answer: 3") is None
 
 
-def test_only_the_end_of_a_text_is_read() -> None:
+def test_only_the_end_of_a_text_is_searched() -> None:
     assert final_answer("Answer: 5\n" + "x" * (MAX_CHARS - 10)) == "5"
     assert final_answer("Answer: 5\n" + "x" * MAX_CHARS) is None
 
 
 @given(st.text(alphabet="{}\\ab", max_size=30))
-def test_braces_are_balanced_as_a_counter_by_hand_says(inside: str) -> None:
+def test_braces_are_balanced_as_by_a_simple_counter(inside: str) -> None:
     def closes_at(text: str) -> int | None:
         depth, position = 1, 0
         while position < len(text):
@@ -89,14 +89,14 @@ def test_braces_are_balanced_as_a_counter_by_hand_says(inside: str) -> None:
 
 
 @given(st.text(), st.sampled_from(["", "Answer: ", "\\boxed{", "#### "]), st.text())
-def test_any_text_is_read_without_an_error(before: str, marker: str, after: str) -> None:
+def test_any_text_is_accepted(before: str, marker: str, after: str) -> None:
     answer = final_answer(before + marker + after)
     assert answer is None or (answer and unwrap(answer) == answer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_the_hashes_of_gsm8k_are_all_found(name: str) -> None:
+def test_all_answers_of_gsm8k_are_found(name: str) -> None:
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip("needs the GSM8K files")
@@ -105,7 +105,7 @@ def test_the_hashes_of_gsm8k_are_all_found(name: str) -> None:
         assert final_answer(solution) == re.split(r"\n#### ", solution)[-1].strip()
 
 
-def test_minerva_solutions_all_have_an_answer() -> None:
+def test_all_solutions_of_minerva_have_an_answer() -> None:
     path = DATA / "minerva_math.jsonl"
     if not path.exists():
         pytest.skip("needs the Minerva file")

@@ -1,9 +1,9 @@
-"""Ratio bounds: the Band of a trust region and its peers.
+"""Ratio bounds of tokens: the Band of a trust region, and the methods it is compared with.
 
     from bandpo_cli.bounds import band_bounds
     lower, upper = band_bounds(old_logprobs, divergence="kl", delta=0.05, max_ratio=10.0)
 
-Importing this needs numpy alone; torch is used when a tensor comes in.
+The package imports numpy only; it uses torch when the input is a tensor.
 """
 
 from bandpo_cli.bounds.arrays import RatioBounds

@@ -1,4 +1,4 @@
-"""The Band operator on arrays: log-probabilities of any shape and type in, bounds of the same shape out."""
+"""The Band operator: ratio bounds from log-probabilities of any shape and type."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from bandpo_cli.errors import ConfigError
 def band_bounds(
     old_logprobs: Array, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = None
 ) -> RatioBounds:
-    """The interval of ratios π/π_old that D_f(π‖π_old) ≤ delta allows each token (arXiv 2603.04918).
+    """Return the interval of ratios π/π_old that D_f(π‖π_old) ≤ delta allows each token (arXiv 2603.04918).
 
     Args:
         old_logprobs: log π_old(token) in nats, any shape: a torch tensor on any device, a numpy array or numbers.
-        divergence: a name of `DIVERGENCES`, or `module:function` for an f of your own.
+        divergence: a name in `registries.DIVERGENCES`, or `module:function` for a custom f.
         delta: radius of the trust region, > 0; in nats for kl, reverse-kl and js.
         max_ratio: cap on the upper bound, > 1; None for none.
 
@@ -40,13 +40,14 @@ def band_bounds(
         `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
         0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for whole numbers, float32 for float32, float16 and
         bfloat16. Computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32
-        tokens has a way of its own around that (`kl_float32`).
+        tokens has a separate method without that loss (`kl.kl_bounds_float32`).
 
-    A log-probability above 0 counts as 0. For NaN the interval is [1, 1]: where nothing is known nothing may
-    move. −inf gives the limit p → 0. No value is looked at on an accelerator, so the host never waits; devices
-    that lack float64 (mps) are computed on the CPU. No gradient flows.
+    Raises:
+        ConfigError: the divergence is unknown, delta is not a finite number > 0, or max_ratio is not > 1.
 
-    Raises ConfigError for an unknown divergence, a delta that is not a number > 0, or a max_ratio not > 1.
+    A log-probability above 0 counts as 0. For NaN the interval is [1, 1], which allows no change. −inf gives the limit
+    p → 0. The host reads no value from an accelerator and therefore never waits for one; tensors on devices without
+    float64 (mps) are computed on the CPU. No gradient is recorded.
     """
     found = find_divergence(divergence)
     if not (delta > 0.0 and math.isfinite(delta)):
@@ -62,21 +63,21 @@ def band_bounds(
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
     flat, dtype = x.reshape(-1), output_dtype(x)
     lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
-    short = dtype == namespace(x).float32 and len(flat) >= MIN_TOKENS_FOR_TABLE
+    many_float32 = dtype == namespace(x).float32 and len(flat) >= MIN_TOKENS_FOR_TABLE
     with no_grad_no_warnings(lower):
         for part in blocks(flat):
             lower[part], upper[part] = _solve_block(
-                cast(flat[part], dtype), divergence, delta, max_ratio, short
+                cast(flat[part], dtype), divergence, delta, max_ratio, many_float32
             )
     return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
 def _solve_block(
-    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None, short: bool
+    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None, many_float32: bool
 ) -> RatioBounds:
-    """One block, by the float32 method where there is one and it is enough, else in float64."""
+    """Return the bounds of one block, in float32 where the divergence has a method for it, else in float64."""
     xp = namespace(logp)
-    if short and divergence.solve_float32 is not None:
+    if many_float32 and divergence.solve_float32 is not None:
         logp = xp.clip(logp, None, 0.0)
         return _clamp_to_interval(divergence.solve_float32(logp, delta), logp, max_ratio)
     logp = xp.clip(to_float64(logp), None, 0.0)
@@ -85,9 +86,9 @@ def _solve_block(
 
 
 def _clamp_to_interval(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
-    """0 ≤ lower ≤ 1 ≤ upper ≤ cap; a NaN on the way in becomes [1, 1]."""
+    """Return 0 ≤ lower ≤ 1 ≤ upper ≤ cap; [1, 1] where the log-probability is NaN."""
     xp = namespace(logp)
-    # max hands a NaN of either side on, and log p ≤ 0 never wins against a bound otherwise.
+    # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.
     lower, upper = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
     for bound in (lower, upper):
         xp.maximum(bound, logp, out=bound)
@@ -95,7 +96,7 @@ def _clamp_to_interval(roots: RatioBounds, logp: Array, max_ratio: float | None)
 
 
 def saturation(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
-    """Whether the region reaches ratio 0, and whether it reaches ratio 1/p (the simplex), at one p in (0, 1]."""
+    """Return whether the region contains ratio 0, and whether it contains ratio 1/p (the simplex), for p in (0, 1]."""
     p, m = np.float64(prob), np.maximum(np.float64(1.0 - prob), 1e-300)
     zero, minus_one = np.float64(0.0), np.float64(-1.0)
     with np.errstate(all="ignore"):

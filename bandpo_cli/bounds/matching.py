@@ -1,6 +1,5 @@
-"""The inverse question: at which radius is a Band as wide, at one probability, as a given ratio?"""
+"""Matching radii: the δ at which a Band is as wide as another method, at one probability or on recorded tokens."""
 
-# MERGED: At which radius does a Band clip as many of some recorded tokens as another method does?
 from __future__ import annotations
 
 import math
@@ -18,14 +17,16 @@ from bandpo_cli.errors import ConfigError
 
 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:
-    """The δ whose Band has this upper bound at p = `prob`; None where no Band has it.
+    """Return the δ whose Band has this upper bound at p = `prob`; None if no Band has it.
 
-    None has it where upper > 1/p, which the simplex forbids, and where upper = 1/p and f(0) is infinite (kl, neyman),
-    which only an infinite radius allows. Raises ConfigError for p outside (0, 1) or upper ≤ 1, and for `name` as
-    `find` does.
+    There is none for upper > 1/p, which the simplex forbids, and for upper = 1/p where f(0) is infinite (kl, neyman),
+    which only an infinite radius allows.
+
+    Raises:
+        ConfigError: p is outside (0, 1), upper ≤ 1, or `find_divergence` raises it for `name`.
     """
     if not 0.0 < prob < 1.0:
-        raise ConfigError(f"p must be in (0, 1) for its upper bound to say anything, not {prob!r}")
+        raise ConfigError(f"p must be in (0, 1) for its upper bound to determine a radius, not {prob!r}")
     if not upper > 1.0:
         raise ConfigError(f"the upper bound to match must be > 1, not {upper!r}")
     if upper * prob > 1.0:
@@ -36,18 +37,18 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
 
 
 MIN_DELTA, MAX_DELTA = 1e-9, 10.0
-"""The radii that are looked at: the smallest hardly allows any change, at the largest nearly all bounds saturate."""
+"""Range of the search: the smallest radius allows almost no change, at the largest nearly all bounds saturate."""
 _HALVINGS = 60
 
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """N tokens of rollouts, each at its own update.
+    """N tokens of rollouts, each at the update that trained on it.
 
     Attributes:
         old_logprobs: [N] float64, nats.
         ratios: [N] π/π_old at the time of the token's update.
-        advantages: [N]; the sign says which of the two bounds can bind.
+        advantages: [N]; the sign determines which of the two bounds can be active.
     """
 
     old_logprobs: NDArray[np.float64]
@@ -56,7 +57,7 @@ class RecordedTokens:
 
 
 class Match(NamedTuple):
-    """A radius, and the active clip fractions of the method and of the Band with it on the recorded tokens."""
+    """A radius, with the active clip fractions of the method (`wanted`) and of the Band (`reached`) on the tokens."""
 
     delta: float
     wanted: float
@@ -64,16 +65,16 @@ class Match(NamedTuple):
 
 
 def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
-    """Return the share of tokens whose clamp binds: above `upper` with a > 0, or below `lower` with a < 0."""
+    """Return the share of tokens with an active clip: above `upper` with a > 0, or below `lower` with a < 0."""
     bounds = ratio_bounds(config)(tokens.old_logprobs)
     return float(np.mean(clip_state(tokens.ratios, *bounds, tokens.advantages).active))
 
 
 def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
-    """Return the δ at which `band` clips the share of `tokens` that `method` clips; its own δ is not looked at.
+    """Return the δ at which `band` clips the share of `tokens` that `method` clips; the δ of `band` is ignored.
 
-    A wider Band clips fewer, so δ is found by bisection in its logarithm. The share is a step function of δ: `reached`
-    is the one nearest to `wanted` at the step. It answers for these ratios; a run with that δ makes other ones.
+    A wider Band clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
+    `reached` is the value nearest to `wanted` at the step. It applies to these ratios; a run with that δ has others.
 
     Raises:
         ConfigError: the method clips none of the tokens, or more than any Band does.
@@ -86,7 +87,7 @@ def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: Reco
     if wanted == 0.0:
         raise ConfigError(
             f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens, so every wide enough Band "
-            "matches it; record a run in which it binds (more optim.updates, a higher optim.lr)"
+            "matches it; record a run in which its clip is active (more optim.updates, a higher optim.lr)"
         )
     if clipped(MIN_DELTA) < wanted or clipped(MAX_DELTA) > wanted:
         raise ConfigError(
@@ -98,6 +99,6 @@ def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: Reco
         middle = (low + high) / 2
         low, high = (middle, high) if clipped(math.exp(middle)) > wanted else (low, middle)
     best = min((math.exp(low), math.exp(high)), key=lambda delta: abs(clipped(delta) - wanted))
-    # Six digits: the share cannot tell more apart, and a person has to read and type it.
+    # Six digits: the share resolves no more, and users read and type this number.
     delta = float(f"{best:.6g}")
     return Match(delta, wanted, clipped(delta))

@@ -1,14 +1,14 @@
-"""Every ratio-bound method as a function of the old log-probabilities, built from its settings.
+"""The ratio-bound methods as functions of the old log-probabilities, built from their settings.
 
-The loss is given the bounds and never learns where they came from. Adding a method is adding a settings class
-and an entry here.
+The loss receives the bounds and does not depend on the method. A new method needs a settings class in
+`config.methods`, a function here from these settings to a `BoundsFunction`, and an entry in `registries.METHODS`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bandpo_cli.bounds.arrays import (
     Array,
@@ -29,14 +29,16 @@ from bandpo_cli.config.methods import (
     MethodSettings,
     NoClipSettings,
 )
+from bandpo_cli.registries import METHODS, load_attribute
 
 BoundsFunction = Callable[[Array], RatioBounds]
-"""Old log-probabilities of any shape → bounds of that shape, with `band_bounds`' rules on types, NaN and devices."""
+"""Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""
 
 
 def ratio_bounds(config: MethodSettings) -> BoundsFunction:
-    """The method that `config` describes."""
-    return _BUILDERS[type(config)](config)
+    """Return the bounds function of the method that `config` describes."""
+    function: BoundsFunction = load_attribute(METHODS[config.method].bounds)(config)
+    return function
 
 
 class ClipState(NamedTuple):
@@ -67,6 +69,8 @@ def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> 
 
 
 def band(config: BandSettings) -> BoundsFunction:
+    """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
+
     def bounds(old_logprobs: Array) -> RatioBounds:
         band = band_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
         if config.relax is None:
@@ -80,26 +84,18 @@ def band(config: BandSettings) -> BoundsFunction:
     return bounds
 
 
-def _fixed(lower: float, upper: float) -> BoundsFunction:
-    def bounds(old_logprobs: Array) -> RatioBounds:
-        x = as_array(old_logprobs)
-        low, high = (empty_like(x, output_dtype(x)) for _ in range(2))
-        low[...], high[...] = lower, upper
-        return RatioBounds(low, high)
-
-    return bounds
-
-
 def clip(config: ClipSettings | ClipHigherSettings) -> BoundsFunction:
+    """Return [1−eps_low, 1+eps_high] for every token."""
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 
 
 def no_clip(config: NoClipSettings) -> BoundsFunction:
+    """Return [0, ∞] for every token."""
     return _fixed(0.0, math.inf)
 
 
 def dcpo(config: DcpoSettings) -> BoundsFunction:
-    """½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
+    """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
 
     def bounds(old_logprobs: Array) -> RatioBounds:
         x = as_array(old_logprobs)
@@ -117,10 +113,11 @@ def dcpo(config: DcpoSettings) -> BoundsFunction:
     return bounds
 
 
-_BUILDERS: dict[type, Callable[[Any], BoundsFunction]] = {
-    BandSettings: band,
-    ClipSettings: clip,
-    ClipHigherSettings: clip,
-    DcpoSettings: dcpo,
-    NoClipSettings: no_clip,
-}
+def _fixed(lower: float, upper: float) -> BoundsFunction:
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        low, high = (empty_like(x, output_dtype(x)) for _ in range(2))
+        low[...], high[...] = lower, upper
+        return RatioBounds(low, high)
+
+    return bounds

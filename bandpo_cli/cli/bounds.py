@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.registries import DIVERGENCES, METHODS
+
 FORMATS = ("table", "json", "csv")
 
 
@@ -30,8 +32,7 @@ def bounds(
             "--divergence",
             "-d",
             metavar="NAME",
-            help="kl, reverse-kl, tv, chi2, neyman, hellinger, le-cam, js, or your own f as "
-            "module:function; repeatable.",
+            help=f"{DIVERGENCES.names_text()}; repeatable.",
             show_default="kl",
         ),
     ] = None,
@@ -43,7 +44,10 @@ def bounds(
     ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHODS", help="Add clip, clip-higher, dcpo or none, apart by commas."),
+        typer.Option(
+            metavar="METHODS",
+            help=f"Add {METHODS.names_text(lambda method: not method.trust_region)}, apart by commas.",
+        ),
     ] = None,
     max_ratio: Annotated[
         float | None,
@@ -60,7 +64,8 @@ def bounds(
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="Find the delta whose upper bound equals this method's: clip, clip-higher, dcpo.",
+            help="Find the delta whose upper bound equals this method's: "
+            f"{METHODS.names_text(lambda method: method.bounded and not method.trust_region)}.",
         ),
     ] = None,
     at: Annotated[str | None, typer.Option(metavar="PROB", help="The probability at which to match.")] = None,

@@ -16,9 +16,10 @@ from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.matching import matching_delta
 from bandpo_cli.cli.bounds_input import names, probabilities
 from bandpo_cli.errors import UserError
+from bandpo_cli.registries import METHODS
 from bandpo_cli.reports.interval_table import PEERS
 
-MATCHABLE = tuple(name for name in PEERS if name != "none")
+MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded)
 
 
 def print_matches(method: str | None, at: str | None, regions: Sequence[str], style: str) -> None:

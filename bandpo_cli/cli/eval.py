@@ -17,6 +17,7 @@ from bandpo_cli.cli.options import (
     TableOrJson,
     TrackingUri,
 )
+from bandpo_cli.registries import GRADERS, tasks_text
 
 eval_app = typer.Typer(
     invoke_without_command=True,
@@ -53,8 +54,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="countdown, a known data set (gsm8k, math500, ...), or a .jsonl, .json, .csv or .parquet file; "
-            "repeatable.",
+            help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
             show_default="the run's own sets",
         ),
     ] = None,
@@ -110,7 +110,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who judges: math, number, countdown, or your own as module:function.",
+            help=f"Grader: {GRADERS.names_text()}.",
             show_default="what the data says",
         ),
     ] = None,

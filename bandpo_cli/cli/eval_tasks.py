@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, Source
+from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.tasks.datasets import evaluation_sources
+from bandpo_cli.registries import DATASETS, generated_tasks
 from bandpo_cli.tasks.rows import source_label
-
-_TASKS = ("countdown", *DATASETS)
 
 
 def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
@@ -27,13 +25,16 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
     if not tasks:
         return {}
     problems = {"evaluation": {"problems": None}}
-    if "countdown" in tasks:
-        if len(tasks) > 1:
-            raise ConfigError("--task countdown: it has a model and a form of its own; evaluate it by itself")
-        same = own is not None and isinstance(own.task, CountdownTask)
-        return problems | ({} if same else {"task": {"name": "countdown"}})
+    for name in generated_tasks():
+        if name in tasks:
+            if len(tasks) > 1:
+                raise ConfigError(
+                    f"--task {name}: it has a model and a form of its own; evaluate it by itself"
+                )
+            same = own is not None and own.task.name == name
+            return problems | ({} if same else {"task": {"name": name}})
     task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
-    if own is not None and not isinstance(own.task, CountdownTask):
+    if own is not None and isinstance(own.task, DataTask):
         task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
     return problems | {"task": task}
 
@@ -45,15 +46,16 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
             continue
         if Path(name).suffix.lower() in FILE_SUFFIXES:
             raise ConfigError(f"--task {name[:200]}: no such file")
+        known = [*generated_tasks(), *DATASETS]
         raise ConfigError(
-            f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
+            f"--task {name[:200]}: no such task or file{nearest(name, known)}; known: {', '.join(known)}, or a "
             f"{', '.join(FILE_SUFFIXES)} file"
         )
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []
     for name in tasks:
         if name in DATASETS:
-            sources += evaluation_sources(name)
+            sources += DATASETS[name].evaluation_sets()
         elif labels[_label_of(name)] == 1:
             sources.append({"path": name, "label": _label_of(name)})
         else:  # a/test.jsonl and b/test.jsonl are a-test and b-test

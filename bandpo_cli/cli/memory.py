@@ -12,6 +12,7 @@ from rich.table import Table
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
@@ -32,7 +33,7 @@ def print_memory(console: Console, config: RunConfig) -> None:
         place, room = card.name, card.total_memory
     else:
         place, room = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own_sampler = resolve_engine(config.sampling.engine, on_gpu) == "transformers"
+    own_sampler = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
     try:
         estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
     except UserError as error:

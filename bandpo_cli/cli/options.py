@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.registries import ENGINES
+
 RUNS = Path("runs")
 
 ConfigFiles = Annotated[
@@ -20,7 +22,7 @@ Assignments = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
 ]
 SamplerName = Annotated[
-    str | None, typer.Option(metavar="ENGINE", help="auto, transformers or vllm.", show_default="auto")
+    str | None, typer.Option(metavar="ENGINE", help=f"auto, {ENGINES.names_text()}.", show_default="auto")
 ]
 RunsDir = Annotated[
     Path,

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.cli.statement import method_stem
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
@@ -28,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def default_name(config: RunConfig) -> str:
     """Return a run's name where none is asked for."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return f"{method_stem(config.bounds)}-{config.task.name}-s{config.seed}-{stamp}"
+    return f"{config.bounds.slug()}-{config.task.name}-s{config.seed}-{stamp}"
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints
@@ -142,7 +141,7 @@ def _finished(folder: RunFolder) -> bool:
 
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting is given that is not the run's own and not harmless."""
-    before, after = (dict(_flat(each.model_dump(mode="json"))) for each in (own, config))
+    before, after = (flatten(each.model_dump(mode="json")) for each in (own, config))
     changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
     refused = [key for key in changed if key != "steps" and not key.startswith(_HARMLESS_STARTS)]
     if refused:
@@ -166,12 +165,3 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
 
 _NOT_SET = "nothing"
 _HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
-
-
-def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the plain values by dotted key; a list is one value."""
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            yield from _flat(inner, f"{path}{key}.")
-        else:
-            yield path + key, inner

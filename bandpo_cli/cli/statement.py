@@ -7,40 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.config.methods import (
-    BandSettings,
-    ClipHigherSettings,
-    ClipSettings,
-    DcpoSettings,
-    MethodSettings,
-)
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.tasks.base import Task
-
-
-def describe_method(bounds: MethodSettings) -> str:
-    """Name the method with the settings that matter, in a line."""
-    if isinstance(bounds, BandSettings):
-        cap = f", ratio ≤ {bounds.max_ratio:g}" if bounds.max_ratio is not None else ""
-        relaxed = (
-            f", never tighter than −{bounds.relax.eps_low:g}/+{bounds.relax.eps_high:g}"
-            if bounds.relax
-            else ""
-        )
-        return f"Band of the {bounds.divergence} trust region, δ = {bounds.delta:g}{cap}{relaxed}"
-    if isinstance(bounds, (ClipSettings, ClipHigherSettings)):
-        return f"{bounds.method}: ratio in [{1 - bounds.eps_low:g}, {1 + bounds.eps_high:g}]"
-    if isinstance(bounds, DcpoSettings):
-        return f"dcpo: dynamic bounds, ε = {bounds.eps_low:g}/{bounds.eps_high:g}"
-    return "none: no bound on the ratio"
-
-
-def method_stem(bounds: MethodSettings) -> str:
-    """Return the method's part of a run's name."""
-    if isinstance(bounds, BandSettings):
-        divergence = bounds.divergence.replace(":", "-").replace(".", "-")
-        return f"band-{divergence}-{bounds.delta:g}"
-    return bounds.method
 
 
 def describe_model(config: RunConfig) -> str:
@@ -62,7 +30,7 @@ def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
             f"{config.task.name}, {len(task.train_problems()):,} problems, "
             f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         ),
-        ("method", describe_method(config.bounds)),
+        ("method", config.bounds.describe()),
         (
             "a step",
             f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.registries import DIVERGENCES, METHODS
 
 
 def sweep(
@@ -16,10 +17,11 @@ def sweep(
         typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="M,M", help="Ratio bounds: band, clip, clip-higher, dcpo, none.")
+        str | None, typer.Option(metavar="M,M", help=f"Ratio bounds: {METHODS.names_text()}.")
     ] = None,
     divergence: Annotated[
-        str | None, typer.Option(metavar="D,D", help="Trust regions of the Band: kl, tv, chi2, ...")
+        str | None,
+        typer.Option(metavar="D,D", help=f"Trust regions of the Band: {DIVERGENCES.names_text()}."),
     ] = None,
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,

@@ -9,19 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.registries import DIVERGENCES, METHODS, tasks_text
 
 
 def train(
     config: ConfigFiles = None,
     method: Annotated[
         str | None,
-        typer.Option(help="Ratio bounds: band, clip, clip-higher, dcpo or none.", show_default="band"),
+        typer.Option(help=f"Ratio bounds: {METHODS.names_text()}.", show_default="band"),
     ] = None,
     divergence: Annotated[
         str | None,
         typer.Option(
-            help="Trust region of the Band: kl, reverse-kl, tv, chi2, neyman, hellinger, le-cam, js, or your own f as "
-            "module:function.",
+            help=f"Trust region of the Band: {DIVERGENCES.names_text()}.",
             show_default="kl",
         ),
     ] = None,
@@ -35,8 +35,8 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="What is learnt: countdown, a known data set (gsm8k, math, dapo-math-17k, ...), or a .jsonl, .json, "
-            ".csv or .parquet file of questions and answers.",
+            help=f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and "
+            "answers.",
             show_default="countdown",
         ),
     ] = None,

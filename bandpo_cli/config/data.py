@@ -1,69 +1,44 @@
-"""Where questions and answers come from, and who grades them."""
+"""Settings of the sources of questions and answers (`task.train`, `task.heldout`) and of their grader."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from bandpo_cli.config.base import Section
-from bandpo_cli.errors import nearest
-
-DatasetName = Literal[
-    "gsm8k", "math", "dapo-math-17k", "aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"
-]
-DATASETS: tuple[str, ...] = get_args(DatasetName)
-"""The data sets known by name."""
+from bandpo_cli.config.base import Section, check_known
+from bandpo_cli.registries import DATASETS, GRADERS
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""The endings of the local files that can be read."""
+"""The suffixes of the local files that can be read."""
 
-GRADERS = ("math", "number", "countdown")
-"""The graders known by name; any other is given as `module:function`."""
-
-
-def is_function_path(text: str) -> bool:
-    """Tell whether `text` has the form `package.module:function`."""
-    module, colon, function = text.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def known_grader(name: str) -> str:
-    """Accept a known grader or `module:function`; raise ValueError with the nearest name otherwise."""
-    if name in GRADERS or is_function_path(name):
-        return name
-    raise ValueError(
-        f"no grader of that name{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}, "
-        "or your own as module:function"
-    )
-
-
-GraderName = Annotated[str, AfterValidator(known_grader)]
+DatasetName = Annotated[str, BeforeValidator(lambda name: check_known(name, DATASETS))]
+GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
 
 
 class Fields(Section):
-    """Which fields of a row hold what; a dot goes into a nested one (`reward_model.ground_truth`).
+    """Names of the fields of a row; a dot selects a nested field (`reward_model.ground_truth`).
 
-    A name that is left out is looked for: first the verl layout (`prompt` as chat messages,
+    A name that is not given is detected: first the verl layout (`prompt` as chat messages,
     `reward_model.ground_truth`), then the usual names.
     """
 
     question: str | None = None
     """The question as text, or the whole prompt as chat messages."""
     answer: str | None = None
-    """The reference answer; the end of a worked solution (`#### 18`, a last \\boxed{}) is taken out of it."""
+    """The reference answer; the final answer of a worked solution (`#### 18`, a last \\boxed{}) is extracted."""
     level: str | None = None
-    """How hard the problem is, for `levels`."""
+    """The difficulty of the problem, for `levels`."""
     id: str | None = None
-    """What names the problem; without one it is named by a hash of its prompt and answer."""
+    """The identifier of the problem; without one it is a hash of the prompt and the answer."""
 
 
 class Source(Section):
-    """One source of problems. Written as a bare text it is a known data set's name or a path."""
+    """One source of problems. A plain string instead of a section is the name of a known data set or a path."""
 
     name: DatasetName | None = None
-    """A known data set: its place, its fields and the form of its answers are known. With `path` as well, that
-    file is read in its place (a local copy)."""
+    """A known data set: its hub id, its fields and the form of its answers are known. With `path` as well, that
+    file is read instead (a local copy)."""
 
     path: str | None = Field(None, min_length=1)
     """A local .jsonl, .json, .csv or .parquet file, or a data set's id on the Hugging Face hub."""
@@ -80,23 +55,23 @@ class Source(Section):
     """Keep problems of these levels only (MATH: 1 to 5)."""
 
     limit: PositiveInt | None = None
-    """Keep this many problems at most, evenly spread over the file."""
+    """Keep at most this many problems, evenly spread over the file."""
 
     grader: GraderName | None = None
-    """Judges this source's answers; null: the data set's own, `math` for any other."""
+    """Grader of this source's answers; null: the data set's own, `math` for any other source."""
 
     label: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)
-    """Its name in metrics; by default the data set's, or the file's without its ending."""
+    """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_text(cls, value: Any) -> Any:
+    def _read_plain_string(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"name": value} if value in DATASETS else {"path": value}
         return value
 
     @model_validator(mode="after")
-    def _has_a_place(self) -> Source:
+    def _check_has_location(self) -> Source:
         if self.name is None and self.path is None:
             raise ValueError(f"give it a name ({', '.join(DATASETS)}) or a path")
         return self
@@ -107,4 +82,4 @@ def _as_list(value: Any) -> Any:
 
 
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list)]
-"""Several sources; a single one may stand alone."""
+"""Several sources; a single one need not be in a list."""

@@ -1,10 +1,14 @@
-"""Pydantic's findings as one line that a user can act on."""
+"""Layers of settings and their validation: YAML files, then flags, then `--set a.b=c`.
 
-# MERGED: Layers of settings: YAML files, then flags, then `--set a.b=c`. Later layers win, key by key. Where a later layer changes the kind of a tagged choice (say `bounds.method`), the fields of the earlier kind are dropped: they mean nothing to the new one.
+Later layers win, key by key. Where a later layer changes the tag of a section (say `bounds.method`), the fields of the
+earlier layers are dropped, because they belong to another class. A validation error becomes one line that names the
+key, the value, what is allowed and the nearest valid name.
+"""
+
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -13,216 +17,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from bandpo_cli.config.base import Choice, choice_of
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import task_defaults
 from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
 from bandpo_cli.errors import ConfigError, nearest
 
-
-def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first finding as `key = value: what is wrong and what is allowed`, and how many more there are."""
-    findings = error.errors(include_url=False)
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    return _one_message(findings[0], model) + more
-
-
-def tags_of(section: type[BaseModel], tag: str) -> tuple[Any, ...]:
-    """Return the values of its tag that choose this kind of section, e.g. ("clip",) for `method` of ClipBounds."""
-    field = section.model_fields.get(tag)
-    return _literal_values(field.annotation) if field else ()
-
-
-def _one_message(finding: ErrorDetails, model: type[BaseModel]) -> str:
-    path, owner, tag = _locate(finding["loc"], model)
-    kind, value = finding["type"], finding["input"]
-    if kind == "extra_forbidden":
-        names = list(owner.model_fields) if owner else []
-        kind_of = f" of '{tag}'" if tag else ""
-        return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
-    if kind == "union_tag_invalid":
-        key = str(finding["ctx"]["discriminator"]).strip("'")
-        given = value.get(key) if isinstance(value, dict) else value
-        allowed = [name.strip(" '") for name in str(finding["ctx"]["expected_tags"]).split(",")]
-        return (
-            f"{path}.{key} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
-        )
-    if kind == "literal_error":
-        field = owner.model_fields.get(path.split(".")[-1]) if owner else None
-        allowed = [str(name) for name in _literal_values(field.annotation)] if field else []
-        allowed = allowed or [str(finding["ctx"]["expected"])]
-        return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
-    message = finding["msg"].removeprefix("Value error, ")
-    if not path:
-        return message
-    if kind in {"model_type", "model_attributes_type", "dict_type"}:
-        return f"{path} = {_short_repr(value)}: a section is expected here, with keys below it"
-    return f"{path} = {_short_repr(value)}: {message[0].lower()}{message[1:]}"
-
-
-def _short_repr(value: Any) -> str:
-    text = re.sub(r"://[^/@]*@", "://***@", repr(value))
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-class _Location(NamedTuple):
-    """Where a finding lies: the user's dotted key, the settings class that holds it, and the kind chosen there."""
-
-    path: str
-    owner: type[BaseModel] | None
-    tag: str | None
-
-
-def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
-    """Follow pydantic's location down the settings classes.
-
-    In a location a tagged choice adds its tag (`bounds`, `band`, `delta`), which is no key of the user's.
-    """
-    path, tag = "", None
-    owner: type[BaseModel] | None = model
-    options: list[type[BaseModel]] = []
-    for index, part in enumerate(loc):
-        if len(options) > 1:
-            chosen = [cls for cls in options if any(part in tags_of(cls, name) for name in cls.model_fields)]
-            if chosen:
-                owner, options, tag = chosen[0], [], str(part)
-                continue
-        if isinstance(part, int):
-            path += f"[{part}]"
-            continue
-        if owner is None or part in ("float", "int", "str") or part.startswith(("function-", "constrained-")):
-            continue
-        path += f".{part}" if path else part
-        field = owner.model_fields.get(part)
-        if field is None:
-            continue
-        options = _sections(field.annotation)
-        if len(options) == 1 and index + 1 < len(loc):
-            owner, options, tag = options[0], [], None
-    return _Location(path, owner, tag)
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings classes that an annotation allows: `X`, `X | None`, `X | Y`, `tuple[X, ...]`."""
-    nested = get_args(annotation) or (annotation,)
-    return [cls for cls in nested if isinstance(cls, type) and issubclass(cls, BaseModel)]
-
-
-def _literal_values(annotation: Any) -> tuple[Any, ...]:
-    """Return the values of a Literal, or of all Literals in a union."""
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)
-    return tuple(value for option in get_args(annotation) for value in _literal_values(option))
-
-
 Layer = Mapping[str, Any]
-
-
-def read_value(text: str, where: str) -> Any:
-    """Read one value as YAML does. Raises ConfigError, naming `where`."""
-    return parse_yaml(text, where)
-
-
-def read_layer(path: Path, where: str = "--config") -> Layer:
-    """Read one YAML file; `where` says what named it.
-
-    Raises:
-        ConfigError: the file cannot be read, is no YAML, or holds no mapping.
-    """
-    content = read_yaml(path, f"{where} {path}")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{where} {path}: expected `section:` with `key: value` lines, found {_describe_type(content)}"
-        )
-    return content
-
-
-def _describe_type(value: Any) -> str:
-    return {"list": "a list", "str": "a bare text"}.get(
-        type(value).__name__, f"a bare {type(value).__name__}"
-    )
-
-
-def read_assignments(assignments: Iterable[str]) -> Layer:
-    """Turn `["optim.lr=1e-4", ...]` of `--set` into one layer; values are read as YAML.
-
-    Raises:
-        ConfigError: an assignment is not of the form `a.b=value`, or one contradicts another.
-    """
-    layer: dict[str, Any] = {}
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise ConfigError(
-                f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4"
-            )
-        section = layer
-        for key in keys[:-1]:
-            section = section.setdefault(key, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"--set {assignment!r}: '{key}' was given a plain value by another --set")
-        section[keys[-1]] = parse_yaml(text, f"--set {assignment!r}")
-    return layer
-
-
-def flag_layer(flags: Mapping[tuple[str, ...], Any]) -> Layer:
-    """Turn the flags that were given, by the path of their setting, into a layer; None is a flag that was not."""
-    layer: dict[str, Any] = {}
-    for path, value in flags.items():
-        if value is None:
-            continue
-        section = layer
-        for key in path[:-1]:
-            section = section.setdefault(key, {})
-        section[path[-1]] = value
-    return layer
-
-
-def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
-    """Return `base` with `over` on top, both shaped like `model`; see the module for tagged choices."""
-    merged = dict(base)
-    for key, value in over.items():
-        field = model.model_fields.get(key)
-        earlier = merged.get(key)
-        if field is None or not isinstance(value, dict):
-            merged[key] = value
-        elif field.discriminator is not None:
-            merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field)
-        else:
-            inner = _nested_section(field)
-            mergeable = inner is not None and isinstance(earlier, dict)
-            merged[key] = merge(earlier, value, inner) if mergeable else value  # type: ignore[arg-type]
-    return merged
-
-
-def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo) -> dict[str, Any]:
-    """Merge two layers of a tagged choice; a changed tag drops what came before."""
-    tag = str(field.discriminator)
-    default = getattr(field.get_default(call_default_factory=True), tag, None)
-    earlier_kind = earlier.get(tag, default)
-    kind = value.get(tag, earlier_kind)
-    if kind != earlier_kind:
-        return dict(value)
-    kinds = {name: cls for cls in _section_classes(field) for name in tags_of(cls, tag)}
-    if not isinstance(kind, str) or kind not in kinds:
-        return {**earlier, **value}
-    return {tag: kind, **merge(earlier, value, kinds[kind])}
-
-
-def _section_classes(field: FieldInfo) -> list[type[BaseModel]]:
-    options = get_args(field.annotation) or (field.annotation,)
-    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
-
-
-def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
-    classes = _section_classes(field)
-    return classes[0] if len(classes) == 1 else None
+"""Settings by section, as in a YAML file: {"optim": {"lr": 1e-4}}."""
 
 
 def resolve(layers: Iterable[Layer]) -> RunConfig:
-    """Merge the layers, earliest first, over the defaults of the task that they name, and check the result.
+    """Merge the layers, earliest first, over the defaults of the task that they name, and validate the result.
 
     Raises:
         ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
@@ -238,5 +44,231 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write the resolved configuration; `read_layer` and `resolve` give the same one back."""
+    """Return the resolved configuration as YAML; `read_layer` and `resolve` turn it back into the same one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_value(text: str, where: str) -> Any:
+    """Return the value that `text` has in YAML. Raise ConfigError, which begins with `where`, if it has none."""
+    return parse_yaml(text, where)
+
+
+def read_layer(path: Path, where: str = "--config") -> Layer:
+    """Read one YAML file; `where` is the option or key that named the file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
+    """
+    content = read_yaml(path, f"{where} {path}")
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{where} {path}: expected `section:` with `key: value` lines, found {_describe_type(content)}"
+        )
+    return content
+
+
+def read_assignments(assignments: Iterable[str]) -> Layer:
+    """Return `["optim.lr=1e-4", ...]` of `--set` as one layer; values are read as YAML.
+
+    Raises:
+        ConfigError: an assignment is not of the form `a.b=value`, or one contradicts another.
+    """
+    layer: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(
+                f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4"
+            )
+        _set_nested(layer, keys, parse_yaml(text, f"--set {assignment!r}"), f"--set {assignment!r}")
+    return layer
+
+
+def flag_layer(flags: Mapping[tuple[str, ...], Any]) -> Layer:
+    """Return flags, by the path of their setting, as a layer; a value of None is a flag that was not given."""
+    layer: dict[str, Any] = {}
+    for path, value in flags.items():
+        if value is None:
+            continue
+        _set_nested(layer, path, value, "flags")
+    return layer
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted settings as sections: {"optim.lr": 1e-4} as {"optim": {"lr": 1e-4}}.
+
+    Raises:
+        ConfigError: one of them is not a dotted name, or contradicts another.
+    """
+    layer: dict[str, Any] = {}
+    for key, value in settings.items():
+        keys = key.split(".")
+        if not all(keys):
+            raise ConfigError(f"'{key}': a setting is written as section.key")
+        _set_nested(layer, keys, value, f"'{key}'")
+    return layer
+
+
+def flatten(
+    settings: Any, expand_lists: bool = False, keep_empty: bool = False, path: str = ""
+) -> dict[str, Any]:
+    """Return sections as dotted settings, the inverse of `nest`.
+
+    Args:
+        settings: a mapping of settings by section.
+        expand_lists: give each element of a list that holds mappings or lists a key of its own: `task.train.0.path`.
+        keep_empty: an empty mapping is a value; otherwise it has no key.
+        path: the key of `settings` itself.
+    """
+    nested: Iterable[tuple[Any, Any]]
+    if isinstance(settings, Mapping) and (settings or not keep_empty or not path):
+        nested = settings.items()
+    elif (
+        expand_lists
+        and isinstance(settings, list)
+        and any(isinstance(each, dict | list) for each in settings)
+    ):
+        nested = enumerate(settings)
+    else:
+        return {path: settings}
+    found: dict[str, Any] = {}
+    for key, value in nested:
+        found |= flatten(value, expand_lists, keep_empty, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
+    """Return `base` with `over` on top, both shaped like `model`; the module docstring describes tagged sections."""
+    merged = dict(base)
+    for key, value in over.items():
+        field = model.model_fields.get(key)
+        earlier = merged.get(key)
+        if field is None or not isinstance(value, dict):
+            merged[key] = value
+        elif (choice := choice_of(field)) is not None:
+            merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field, choice)
+        else:
+            inner = _nested_section(field)
+            mergeable = inner is not None and isinstance(earlier, dict)
+            merged[key] = merge(earlier, value, inner) if mergeable else value  # type: ignore[arg-type]
+    return merged
+
+
+def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the first error as `key = value: what is wrong and what is allowed`, with the number of further errors."""
+    errors = error.errors(include_url=False)
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return _one_message(errors[0], model) + more
+
+
+def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: str) -> None:
+    """Set a value in nested mappings; raise ConfigError, which begins with `where`, if a section has a plain value."""
+    section = layer
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{where}: '{key}' has a plain value already; give it one or the other")
+    section[keys[-1]] = value
+
+
+def _describe_type(value: Any) -> str:
+    return {"list": "a list", "str": "a bare text"}.get(
+        type(value).__name__, f"a bare {type(value).__name__}"
+    )
+
+
+def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice) -> dict[str, Any]:
+    """Merge two layers of a tagged choice; a changed tag drops the earlier layer."""
+    tag, classes = choice.tag, choice.classes()
+    default = getattr(field.get_default(call_default_factory=True), tag, None)
+    earlier_kind = earlier.get(tag, default)
+    kind = value.get(tag, earlier_kind)
+    if kind != earlier_kind:
+        return dict(value)
+    if not isinstance(kind, str) or kind not in classes:
+        return {**earlier, **value}
+    return {tag: kind, **merge(earlier, value, classes[kind])}
+
+
+def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the settings class that a field allows: `X`, `X | None` or `tuple[X, ...]`; None for plain values."""
+    options = get_args(field.annotation) or (field.annotation,)
+    return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
+    path, owner, tag = _locate(error["loc"], model)
+    kind, value = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        names = list(owner.model_fields) if owner else []
+        kind_of = f" of '{tag}'" if tag else ""
+        return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
+    if kind == "union_tag_invalid":
+        key = str(error["ctx"]["discriminator"])
+        given = value.get(key) if isinstance(value, dict) else value
+        allowed = str(error["ctx"]["expected_tags"]).split(", ")
+        return (
+            f"{path}.{key} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
+        )
+    if kind == "literal_error":
+        field = owner.model_fields.get(path.split(".")[-1]) if owner else None
+        allowed = [str(name) for name in _literal_values(field.annotation)] if field else []
+        allowed = allowed or [str(error["ctx"]["expected"])]
+        return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not path:
+        return message
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return f"{path} = {_short_repr(value)}: a section is expected here, with keys below it"
+    return f"{path} = {_short_repr(value)}: {message[0].lower()}{message[1:]}"
+
+
+def _short_repr(value: Any) -> str:
+    text = re.sub(r"://[^/@]*@", "://***@", repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Location(NamedTuple):
+    """Location of an error: the dotted key, the settings class that holds it, and the tag that chose this class."""
+
+    path: str
+    owner: type[BaseModel] | None
+    tag: str | None
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
+    """Follow pydantic's location down the settings classes.
+
+    A tagged section adds its tag to a location (`bounds`, `band`, `delta`), which is not a key in the settings.
+    """
+    path, tag = "", None
+    owner: type[BaseModel] | None = model
+    choice: Choice | None = None
+    for index, part in enumerate(loc):
+        if choice is not None:
+            owner, choice, tag = choice.classes().get(str(part)), None, str(part)
+            continue
+        if isinstance(part, int):
+            path += f"[{part}]"
+            continue
+        if owner is None or part in ("float", "int", "str") or part.startswith(("function-", "constrained-")):
+            continue
+        path += f".{part}" if path else part
+        field = owner.model_fields.get(part)
+        if field is None:
+            continue
+        choice = choice_of(field)
+        inner = None if choice else _nested_section(field)
+        if inner is not None and index + 1 < len(loc):
+            owner, tag = inner, None
+    return _Location(path, owner, tag)
+
+
+def _literal_values(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, or of all Literals in a union."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for option in get_args(annotation) for value in _literal_values(option))

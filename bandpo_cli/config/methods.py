@@ -1,4 +1,7 @@
-"""Settings of the ratio-bound methods (`bounds:` in a config file): one class a method, chosen by `method`."""
+"""Settings of the ratio-bound methods (`bounds:` in a config file): one class per method, chosen by `method`.
+
+A new method needs a class here, a function in `bounds.methods` and an entry in `registries.METHODS`.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,24 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bandpo_cli.config.base import Section
-from bandpo_cli.config.data import is_function_path
-from bandpo_cli.errors import nearest
+from bandpo_cli.config.base import Choice, Section
+from bandpo_cli.registries import DIVERGENCES, METHODS, load_attribute
 
-DIVERGENCES = ("kl", "reverse-kl", "tv", "chi2", "neyman", "hellinger", "le-cam", "js")
-"""The divergences known by name; any other f is given as `module:function`."""
+DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
 
 
-def known_divergence(name: str) -> str:
-    """Accept a known name or `module:function`; raise ValueError with the nearest name otherwise."""
-    if name in DIVERGENCES or is_function_path(name):
-        return name
-    raise ValueError(
-        f"no divergence of that name{nearest(name, DIVERGENCES)}; "
-        f"known: {', '.join(DIVERGENCES)}, or your own f as module:function"
-    )
+class MethodSettings(Section):
+    """Base class of the settings of a method. Each setting of a subclass has a default."""
 
+    method: str
 
-DivergenceName = Annotated[str, AfterValidator(known_divergence)]
+    def describe(self) -> str:
+        """Return the method with the settings that matter, in one line."""
+        return f"{self.method}: {METHODS[self.method].summary}"
+
+    def slug(self) -> str:
+        """Return the method's component of a run's name."""
+        return self.method
 
 
 class Relax(Section):
@@ -34,7 +36,7 @@ class Relax(Section):
     eps_high: float = Field(0.28, gt=0)
 
 
-class BandSettings(Section):
+class BandSettings(MethodSettings):
     """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
 
     method: Literal["band"] = "band"
@@ -45,24 +47,41 @@ class BandSettings(Section):
     max_ratio: float | None = Field(10.0, gt=1, description="cap on the upper bound; null for none")
     relax: Relax | None = None
 
+    def describe(self) -> str:
+        cap = f", ratio ≤ {self.max_ratio:g}" if self.max_ratio is not None else ""
+        relaxed = (
+            f", never tighter than −{self.relax.eps_low:g}/+{self.relax.eps_high:g}" if self.relax else ""
+        )
+        return f"Band of the {self.divergence} trust region, δ = {self.delta:g}{cap}{relaxed}"
 
-class ClipSettings(Section):
+    def slug(self) -> str:
+        divergence = self.divergence.replace(":", "-").replace(".", "-")
+        return f"band-{divergence}-{self.delta:g}"
+
+
+class ClipSettings(MethodSettings):
     """One fixed interval [1−eps_low, 1+eps_high] for every token (PPO, GRPO)."""
 
     method: Literal["clip"] = "clip"
     eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.2, gt=0)
 
+    def describe(self) -> str:
+        return _describe_interval(self)
 
-class ClipHigherSettings(Section):
+
+class ClipHigherSettings(MethodSettings):
     """The fixed interval with a higher upper end (DAPO)."""
 
     method: Literal["clip-higher"] = "clip-higher"
     eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.28, gt=0)
 
+    def describe(self) -> str:
+        return _describe_interval(self)
 
-class DcpoSettings(Section):
+
+class DcpoSettings(MethodSettings):
     """Bounds that widen as the token gets rarer (DCPO, arXiv 2509.02333)."""
 
     method: Literal["dcpo"] = "dcpo"
@@ -70,16 +89,31 @@ class DcpoSettings(Section):
     eps_high: float = Field(0.2, gt=0)
     max_ratio: float | None = Field(10.0, gt=1)
 
+    def describe(self) -> str:
+        return f"dcpo: dynamic bounds, ε = {self.eps_low:g}/{self.eps_high:g}"
 
-class NoClipSettings(Section):
+
+class NoClipSettings(MethodSettings):
     """No clipping: the control that every comparison needs."""
 
     method: Literal["none"] = "none"
 
+    def describe(self) -> str:
+        return "none: no bound on the ratio"
 
-MethodSettings = Annotated[
-    BandSettings | ClipSettings | ClipHigherSettings | DcpoSettings | NoClipSettings,
-    Field(discriminator="method"),
-]
 
-METHODS = ("band", "clip", "clip-higher", "dcpo", "none")
+def _describe_interval(settings: ClipSettings | ClipHigherSettings) -> str:
+    return f"{settings.method}: ratio in [{1 - settings.eps_low:g}, {1 + settings.eps_high:g}]"
+
+
+def method_classes() -> dict[str, type[MethodSettings]]:
+    """Return the settings class of each registered method."""
+    return {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
+
+
+METHOD_CHOICE = Choice(method_classes, "method")
+
+
+def method_defaults() -> dict[str, MethodSettings]:
+    """Return the default settings of each method that is compared by its name: all but those with a trust region."""
+    return {name: cls() for name, cls in method_classes().items() if not METHODS[name].trust_region}  # type: ignore[call-arg]

@@ -1,41 +1,41 @@
-"""Settings of what a run leaves behind beside its folder (`tracking:` in a config file)."""
+"""Configuration of a run, one class per section. The defaults train the embedded model on countdown."""
 
-# MERGED: The whole configuration of a run. Its defaults are the embedded default: countdown on the shipped model.
 from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from bandpo_cli.config.base import Section
-from bandpo_cli.config.methods import BandSettings, MethodSettings
-from bandpo_cli.config.task import CountdownTask, TaskConfig
+from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
+from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
+from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
 
 
 class TrackingConfig(Section):
-    """The MLflow mirror. The run folder is written whatever stands here."""
+    """The MLflow mirror. The run folder is written independently of these settings."""
 
     mlflow: bool = True
     """Send metrics, params and files to MLflow as well."""
 
     uri: str | None = Field(None, min_length=1)
-    """Where MLflow keeps its record: an http address or a database. null: what the environment's
-    MLFLOW_TRACKING_URI says, and without one the SQLite file mlflow.db in the runs folder."""
+    """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
+    without it the SQLite file mlflow.db in the runs folder."""
 
     experiment: str = Field("bandpo", min_length=1, max_length=500)
-    """The MLflow experiment that the run is filed under."""
+    """The MLflow experiment of the run."""
 
     parent: str | None = Field(None, min_length=1)
-    """The MLflow run that this one is shown under: a sweep's. Set by the sweep."""
+    """The MLflow parent run: that of a sweep, which sets this."""
 
     @field_validator("uri")
     @classmethod
-    def _no_password(cls, uri: str | None) -> str | None:
-        """A run's config.yaml is copied, shared and uploaded, so no password belongs in it."""
+    def _check_no_password(cls, uri: str | None) -> str | None:
+        """Raise ValueError for a password: the config.yaml of a run is copied, shared and uploaded."""
         if uri is not None and re.search(r"://[^/@]*:[^/@]*@", uri):
             raise ValueError(
-                "it holds a password, which the run folder would keep; set MLFLOW_TRACKING_URI instead"
+                "it contains a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
             )
         return uri
 
@@ -51,123 +51,123 @@ class ModelConfig(Section):
     path: str = EMBEDDED_MODEL
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward compute in. With bfloat16 the optimizer keeps float32 master weights."""
+    """The dtype of forward and backward passes. With bfloat16 the optimizer keeps float32 master weights."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels; `auto` takes PyTorch's own (sdpa)."""
+    """Attention kernels; `auto` is PyTorch's own (sdpa)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     prompts: Literal["auto", "chat", "raw"] = "auto"
-    """How chat messages become text: by the tokenizer's chat template, or joined as they are; `auto` takes the
-    template where there is one. Tasks that give plain text (countdown) are not touched."""
+    """How chat messages become text: by the tokenizer's chat template, or joined unchanged; `auto` uses the
+    template where there is one. Tasks with plain-text prompts (countdown) are not affected."""
     trust_remote_code: bool = False
-    """Run the Python files that the model's folder or hub page brings, with all that you may do on this machine. Only
-    architectures that transformers does not know need it; weights are read from safetensors alone all the same."""
+    """Run the Python files in the model's folder or hub repository, with all your permissions on this machine. Only
+    architectures that transformers does not know need it; weights are read from safetensors files only in any case."""
     device: str = "auto"
-    """`auto` takes a GPU when there is one; otherwise any torch device name."""
+    """A torch device name; `auto` is a GPU where there is one, else the CPU."""
 
 
 class VllmConfig(Section):
     """Settings of the vLLM engine."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine's weights and cache; the trainer shares the card. No use on a CPU."""
+    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU. Ignored on a CPU."""
     kv_cache_gb: Positive = 2.0
-    """Size of the key-value cache on a CPU, GiB. No use on a GPU."""
+    """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that one engine is spread over."""
+    """Number of GPUs per engine."""
     eager: bool = False
-    """Run without CUDA graphs and compilation: starts faster, samples slower."""
+    """Run without CUDA graphs and compilation: faster to start, slower to sample."""
     sleep: bool = True
-    """Give the GPU memory back to the trainer while it updates."""
+    """Free the engine's GPU memory while the trainer updates."""
     prefix_caching: bool = True
-    """Compute a prompt once for all its completions."""
+    """Compute each prompt once for all its completions."""
 
 
 class SamplingConfig(Section):
-    """How the batch of rollouts of one step is drawn."""
+    """Sampling of the batch of rollouts of one step."""
 
-    engine: Literal["auto", "transformers", "vllm"] = "auto"
-    """`auto` takes vllm where it is installed and a GPU is there, else transformers."""
+    engine: Annotated[str, BeforeValidator(check_engine_name)] = AUTO_ENGINE
+    """`auto` is vllm where it is installed and there is a GPU, else transformers."""
     prompts: PositiveInt = 64
-    """Prompts a step (P)."""
+    """Prompts per step (P)."""
     samples: Annotated[int, Field(ge=2)] = 16
-    """Completions a prompt (G): the group that advantages are relative to."""
+    """Completions per prompt (G): the group that advantages are relative to."""
     temperature: Positive = 1.0
     max_tokens: PositiveInt = 8
-    """Most tokens in a completion, its end-of-sequence token included."""
+    """Maximum number of tokens in a completion, its end-of-sequence token included."""
     max_prompt_tokens: PositiveInt = 64
-    """Problems with a longer prompt are dropped, and counted."""
+    """Problems with a longer prompt are dropped and counted."""
     max_sequences: PositiveInt = 2048
-    """Most completions that are decoded side by side; more are drawn in turn."""
+    """Maximum number of completions decoded in parallel; more are sampled in several batches."""
     dynamic: bool = False
-    """Dynamic sampling (DAPO): groups whose rewards are all alike teach nothing, so they are dropped and refilled
+    """Dynamic sampling (DAPO): groups whose rewards are all equal have no gradient, so they are dropped and replaced
     from further prompts."""
     dynamic_batches: PositiveInt = 10
-    """With `dynamic`: most batches drawn for one step; then the step goes on with the groups there are."""
+    """With `dynamic`: maximum number of batches sampled for one step; the step then uses the groups it has."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
-    def _whole_distribution(self) -> SamplingConfig:
-        for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if getattr(self, name) != whole:
+    def _check_not_truncated(self) -> SamplingConfig:
+        for name, untruncated in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != untruncated:
                 raise ValueError(
                     f"{name} = {getattr(self, name)}: truncated sampling is refused for training: the ratio π/π_old "
-                    f"needs π_old to be the whole distribution that the loss differentiates; leave it at {whole:g}"
+                    f"needs π_old to be the full distribution that the loss differentiates; leave it at {untruncated:g}"
                 )
         return self
 
 
 class GradingConfig(Section):
-    """The worker processes that judge answers."""
+    """The worker processes that grade answers."""
 
     workers: PositiveInt | None = None
-    """null: one a core, 8 at most. They start when the first answer needs one."""
+    """null: one per core, at most 8. They start when the first answer needs one."""
     deadline: Positive = 5.0
-    """Seconds that one answer may take; then its worker is killed and replaced, and the answer counts as a timeout."""
+    """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
     memory_gb: Positive = 2.0
-    """Memory that a worker may take beyond what its imports took, GiB; an answer that wants more is a grader error."""
+    """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
 
 
 class RewardConfig(Section):
-    """From a verdict to the reward."""
+    """The reward of a graded completion."""
 
     correct: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     wrong: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """The paper's rewards are 1 and −1. A grader's partial credit lies between the two in proportion."""
+    """The paper's rewards are 1 and −1. A grader's partial credit is interpolated linearly between the two."""
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Soft over-long penalty (DAPO): over the last this many tokens before sampling.max_tokens the reward falls
-    linearly by `overlong_penalty`; 0 for none."""
+    """Soft over-long penalty (DAPO): over this many tokens before sampling.max_tokens the reward falls linearly by
+    `overlong_penalty`; 0 for none."""
     overlong_penalty: NotNegative = 1.0
 
     @model_validator(mode="after")
-    def _right_is_better(self) -> RewardConfig:
+    def _check_correct_above_wrong(self) -> RewardConfig:
         if self.correct <= self.wrong:
             raise ValueError(f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}")
         return self
 
 
 class ObjectiveConfig(Section):
-    """What is maximised, the ratio bounds apart (those are `bounds`)."""
+    """The objective apart from the ratio bounds, which are `bounds`."""
 
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); false leaves them centred only (Dr. GRPO)."""
+    """Divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
     aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-sum-norm"] = "seq-mean-token-mean"
     dual_clip: Annotated[float, Field(gt=1)] | None = 10.0
-    """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null switches this off."""
+    """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null disables this."""
     reference_kl: NotNegative = 0.0
     """Coefficient of the k3 estimate of KL(π‖π_reference); 0 loads no reference model."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Whose log π_old the ratio is taken to: recomputed by the trainer, or as the sampler reported them."""
+    """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""
     importance_cap: Positive | None = 2.0
-    """Truncated importance sampling: where the sampler is another engine than the trainer and `old_logprobs` are
-    the trainer's, each token's loss is weighted by min(π_old/π_sampler, this); null for no correction."""
+    """Truncated importance sampling: where the sampler runs another engine than the trainer and `old_logprobs` are
+    the trainer's, each token's loss is weighted by min(π_old/π_sampler, importance_cap); null for no correction."""
 
 
 class OptimConfig(Section):
-    """AdamW and the way a batch becomes updates."""
+    """AdamW, its schedule, and the split of a batch into updates."""
 
     lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -175,37 +175,37 @@ class OptimConfig(Section):
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive | None = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 5
-    """Updates over which the learning rate rises linearly from 0."""
+    """Number of updates over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     updates: PositiveInt = 4
-    """Optimizer updates a batch of rollouts. With 1 the ratio is always 1 and no bound can bind."""
+    """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens in one forward pass, packed without padding; an update's gradient is accumulated over as many
-    passes as it takes."""
+    """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
+    many passes as necessary."""
     max_skips: Annotated[int, Field(ge=0)] = 0
-    """Most updates in a row that are skipped because a loss, gradient or log-prob is not finite; 0 stops the run at
-    the first. A skipped update changes no weights; the schedule goes on."""
+    """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
+    stops the run at the first. A skipped update changes no weights; the schedule continues."""
 
 
 class EvaluationConfig(Section):
-    """Evaluation on held-out problems while training."""
+    """Evaluation on held-out problems during training."""
 
     every: Annotated[int, Field(ge=0)] = 20
-    """Steps between evaluations, the start and the end always included; 0 switches evaluation off."""
+    """Steps between evaluations, the start and the end always included; 0 disables evaluation."""
     problems: PositiveInt | None = 128
-    """Most problems of each evaluation set; null for all."""
+    """Maximum number of problems of each evaluation set; null for all."""
     samples: PositiveInt = 16
-    """Completions a problem (n)."""
+    """Completions per problem (n)."""
     k: tuple[PositiveInt, ...] = (4, 16)
-    """The k of pass@k and maj@k; pass@1 is mean@n itself."""
+    """The values of k of pass@k and maj@k; pass@1 equals mean@n."""
     temperature: NotNegative = 1.0
-    """0 takes the likeliest token every time."""
+    """0 is greedy decoding."""
     batch: PositiveInt = 512
-    """Completions drawn before they are judged and stored (a problem's are never split): what an interrupted
-    evaluation can lose, and what the engine has to work on at a time. Other sizes draw other completions."""
+    """Completions sampled before they are graded and stored (those of one problem are never split): what an interrupted
+    evaluation can lose, and the engine's batch. Another size samples other completions."""
 
     @model_validator(mode="after")
-    def _k_within_samples(self) -> EvaluationConfig:
+    def _check_k_within_samples(self) -> EvaluationConfig:
         if any(k > self.samples for k in self.k):
             raise ValueError(
                 f"k = {max(self.k)} needs at least as many samples; evaluation.samples is {self.samples}"
@@ -213,7 +213,7 @@ class EvaluationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _greedy_once(self) -> EvaluationConfig:
+    def _check_greedy_samples(self) -> EvaluationConfig:
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
                 f"temperature = 0 gives the same completion each time; take samples = 1 instead of {self.samples}"
@@ -222,44 +222,44 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the policy is written to checkpoints/, with what training needs to go on from there, and which stay.
+    """Checkpoints: the policy and the state of training, written to checkpoints/, and how many are kept.
 
-    The last step is always written and always stays. `keep_last` and `keep_best` add up.
+    The last step is always written and always kept. `keep_last` and `keep_best` add up.
     """
 
     every: Annotated[int, Field(ge=0)] = 10
     """Steps between checkpoints; 0 writes the last one only, and an interrupted run then starts over."""
     keep_last: PositiveInt | None = 2
-    """Most recent checkpoints that stay; null keeps all."""
+    """Number of most recent checkpoints that are kept; null for all."""
     keep_best: Annotated[int, Field(ge=0)] = 1
-    """Checkpoints that stay beside them for being the best of all there were; 0 for none. Only a step that has
-    both an evaluation and a checkpoint can be one."""
+    """Number of best checkpoints that are kept in addition; 0 for none. Only a step with both an evaluation and a
+    checkpoint can be one."""
     best_metric: str | None = None
-    """What "best" goes by: a key of metrics.jsonl, higher is better; null for the mean over evaluation sets of
-    eval/<set>/mean_at_<n>."""
+    """The metric that "best" refers to: a key of metrics.jsonl, higher is better; null for the mean over evaluation
+    sets of eval/<set>/mean_at_<n>."""
 
     @field_validator("best_metric")
     @classmethod
-    def _of_the_policy(cls, key: str | None) -> str | None:
+    def _check_best_metric(cls, key: str | None) -> str | None:
         if key is not None and ("/" not in key or key.startswith("time/")):
             raise ValueError(
-                "it must be a key of metrics.jsonl that tells of the policy, such as train/accuracy or "
+                "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
                 "eval/countdown/pass_at_4"
             )
         return key
 
 
 class RunConfig(Section):
-    """Everything that decides what a run computes. Running the same one again gives the same run."""
+    """All settings that determine what a run computes. The same configuration gives the same run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: PositiveInt = 100
     model: ModelConfig = ModelConfig()
-    task: TaskConfig = CountdownTask()
+    task: Annotated[TaskSettings, TASK_CHOICE] = CountdownTask()
     sampling: SamplingConfig = SamplingConfig()
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()
-    bounds: MethodSettings = BandSettings()
+    bounds: Annotated[MethodSettings, METHOD_CHOICE] = BandSettings()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -267,7 +267,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> RunConfig:
+    def _check_batch_divides(self) -> RunConfig:
         prompts, updates = self.sampling.prompts, self.optim.updates
         if prompts % updates:
             raise ValueError(
@@ -277,7 +277,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _buffer_fits(self) -> RunConfig:
+    def _check_overlong_buffer(self) -> RunConfig:
         buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
         if buffer > most:
             raise ValueError(f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}")

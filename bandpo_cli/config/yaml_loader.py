@@ -1,4 +1,4 @@
-"""YAML from anyone: plain values alone, of a size and depth that settings have, or one line that says where not."""
+"""Strict YAML loader: plain values of limited size and depth; an error is one line with its position."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.paths import read_text
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
+"""Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
 
 
 def read_yaml(path: Path, where: str) -> Any:
-    """Read a file as `parse_yaml` does. Raises ConfigError; the line begins with `where`."""
+    """Return the value in a file, as `parse_yaml` does. Raise ConfigError, which begins with `where`."""
     return parse_yaml(read_text(path, where), where)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value that `text` holds, None for an empty one.
+    """Return the value of the document `text`, None for an empty one.
 
     Raises:
-        ConfigError: it is no YAML, gives a key twice, has a tag of a language's own, or is too large or too deep.
+        ConfigError: the text is not YAML, has a key twice, has a language-specific tag, or is too large or too deep.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
-    except Exception as error:  # noqa: BLE001 - the reader raises KeyError, IndexError and more for what is no value
-        said = getattr(error, "problem", None) or getattr(error, "reason", None)
-        problem = said or ("nested too deep" if isinstance(error, RecursionError) else type(error).__name__)
+    except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
+        reported = getattr(error, "problem", None) or getattr(error, "reason", None)
+        problem = reported or (
+            "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
+        )
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe reader, with a key given twice an error instead of the last one silently winning."""
+    """PyYAML's safe loader with limits; a duplicate key is an error, where PyYAML silently takes the last one."""
 
     _composed = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._composed += 1
-        if self._composed > MAX_VALUES:  # told on the way: the reader takes a minute for a megabyte
+        if self._composed > MAX_VALUES:  # checked during parsing, which takes a minute per megabyte
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
         return super().compose_node(parent, index)
@@ -66,15 +69,15 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Read a number. YAML has numbers to the base of 60, which take hours when they are long."""
+        """Construct a number. YAML has base-60 numbers, and long ones take hours to convert."""
         if not isinstance(node.value, str) or len(node.value) > MAX_DIGITS:
             raise _yaml_error(f"a number of more than {MAX_DIGITS} digits", node)
-        kind = (
+        construct = (
             yaml.SafeLoader.construct_yaml_int
             if node.tag.endswith("int")
             else yaml.SafeLoader.construct_yaml_float
         )
-        return kind(self, node)
+        return construct(self, node)
 
 
 for _tag in ("int", "float"):
@@ -85,20 +88,22 @@ def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
 
-def _check_expanded_size(most: int, root: yaml.Node) -> None:
-    """Refuse what comes to more than `most` values with every alias written out, or to none that ends."""
+def _check_expanded_size(max_values: int, root: yaml.Node) -> None:
+    """Raise an error for more than `max_values` values with all aliases expanded, and for an alias inside itself."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
         if not isinstance(node, yaml.CollectionNode):
             return 1
-        if depth > MAX_DEPTH:  # an alias within itself, too
+        if depth > MAX_DEPTH:  # also an alias inside itself
             raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
         if id(node) not in sizes:
-            inner = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
-            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
-            if sizes[id(node)] > most:
-                raise _yaml_error(f"more than {most:,} values", node)
+            children = (
+                child for each in node.value for child in (each if isinstance(each, tuple) else (each,))
+            )
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
+            if sizes[id(node)] > max_values:
+                raise _yaml_error(f"more than {max_values:,} values", node)
         return sizes[id(node)]
 
     size(root, 0)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.grading.numbers import Number, equal, read_number, rounds_to
+from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
 MAX_ANSWER_CHARS = 1000
@@ -112,8 +113,27 @@ def voted_answer(text: str, grader: str) -> str | None:
     Returns:
         The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.
     """
-    extract, canonicalize = _VOTES.get(grader, (final_answer, _canonical_expression))
-    answer = extract(text)
+    path = GRADERS[grader].vote if grader in GRADERS else GraderEntry.vote
+    answer: str | None = load_attribute(path)(text)
+    return answer
+
+
+def vote_expression(text: str) -> str | None:
+    """Return the vote of a completion for the grader `math` and for custom graders."""
+    return _canonical_vote(final_answer(text), _canonical_expression)
+
+
+def vote_number(text: str) -> str | None:
+    """Return the vote of a completion for the grader `number`."""
+    return _canonical_vote(final_answer(text), _canonical_number)
+
+
+def vote_countdown(text: str) -> str | None:
+    """Return the vote of a completion for the grader `countdown`: the complete text without spaces."""
+    return _canonical_vote(text.strip(), lambda answer: _FREE_SPACES.sub("", answer))
+
+
+def _canonical_vote(answer: str | None, canonicalize: Callable[[str], str | None]) -> str | None:
     return None if not answer or len(answer) > MAX_ANSWER_CHARS else canonicalize(answer) or None
 
 
@@ -136,10 +156,3 @@ def _canonical_expression(answer: str) -> str:
 def _number_text(number: Number) -> str:
     scale = "" if number.scale == 1 else f" × {number.scale}"
     return f"{number.value}{scale}"
-
-
-_VOTES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str | None]]] = {
-    "number": (final_answer, _canonical_number),
-    "countdown": (str.strip, lambda answer: _FREE_SPACES.sub("", answer)),
-}
-"""By grader: the function that extracts the answer from a text, and the function that canonicalizes it."""

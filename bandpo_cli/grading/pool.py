@@ -6,12 +6,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from bandpo_cli.config.data import GRADERS, is_function_path
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.grading.answers import grade_math, grade_number
-from bandpo_cli.grading.countdown import grade_countdown
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.workers import GraderArguments, WorkerPool
+from bandpo_cli.registries import GRADERS, is_function_path, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
@@ -24,14 +22,6 @@ FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 
 def _custom_function_arguments(problem: Problem, text: str) -> GraderArguments:
     return (text, problem.answer, dict(problem.extra))
-
-
-_FIRST_STAGES: dict[str, FirstStage] = {
-    "math": grade_math,
-    "number": grade_number,
-    "countdown": grade_countdown,
-}
-_FUNCTIONS = {"math": "bandpo_cli.grading.symbolic:is_equal"}
 
 
 class GraderPool:
@@ -92,7 +82,7 @@ class GraderPool:
     def _grade_in_workers(self, name: str, arguments: Sequence[GraderArguments]) -> list[Grade]:
         """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
         pool = self._worker_pool(name)
-        if name not in _FUNCTIONS:  # a custom function may depend on the complete text, or on a clock
+        if name not in GRADERS:  # a custom function may depend on the complete text, or on a clock
             return pool.run(arguments)
         distinct = list(dict.fromkeys(map(tuple, arguments)))
         grades = dict(zip(distinct, pool.run(distinct), strict=True))
@@ -100,7 +90,7 @@ class GraderPool:
 
     def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
         try:
-            return _FIRST_STAGES.get(problem.grader, _custom_function_arguments)(problem, text)
+            return _find_first_stage(problem.grader)(problem, text)
         except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
             self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
             return GRADER_ERROR
@@ -127,12 +117,18 @@ def check_grader(name: str) -> None:
 
 
 def _function(name: str) -> str:
-    if name not in _FUNCTIONS and not is_function_path(name):
-        raise ConfigError(
-            f"grader '{name}': none of that name{nearest(name, GRADERS)}; known: {', '.join(GRADERS)}, "
-            "or your own as module:function"
-        )
-    return _FUNCTIONS.get(name, name)
+    if name in GRADERS and (worker := GRADERS[name].worker) is not None:
+        return worker
+    if not is_function_path(name):
+        raise ConfigError(f"grader '{name}': none of that name{GRADERS.suggestion(name)}")
+    return name
+
+
+def _find_first_stage(name: str) -> FirstStage:
+    stage: FirstStage = (
+        load_attribute(GRADERS[name].first_stage) if name in GRADERS else _custom_function_arguments
+    )
+    return stage
 
 
 def _close(pools: dict[str, WorkerPool]) -> None:

@@ -8,7 +8,6 @@ loaded and read in the same way.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import resource
@@ -19,40 +18,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bandpo_cli.errors import nearest
+from bandpo_cli.registries import load_function
 from bandpo_cli.types import CORRECT, UNGRADED_VERDICTS, WRONG, Grade
 
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
-
-
-def load(name: str) -> Callable[..., Any]:
-    """Import `module:function`, the current folder searched first as `python -m` would.
-
-    Raises:
-        ValueError: in a line, why there is no such function.
-    """
-    module_name, _, function_name = name.partition(":")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(
-            f"importing '{module_name}' failed: {type(error).__name__}: {error} "
-            f"(searched the current folder {here} and the Python path)"
-        ) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise ValueError(
-            f"module '{module_name}' has no '{function_name}'{nearest(function_name, dir(module))}"
-        )
-    if not callable(function):
-        raise ValueError(f"'{function_name}' is no function but a {type(function).__name__}")
-    return function  # type: ignore[no-any-return]
 
 
 def grade_from_result(result: Any) -> Grade:
@@ -102,7 +72,7 @@ def main(name: str, deadline: float, memory_gb: float) -> None:
     """
     requests, replies = _claim_pipes()
     try:
-        function = load(name)
+        function = load_function(name)
     except ValueError as error:
         _reply(replies, {"error": str(error)})
         return

@@ -17,20 +17,9 @@ from rich.table import Table
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences import find_divergence
-from bandpo_cli.config.methods import (
-    ClipHigherSettings,
-    ClipSettings,
-    DcpoSettings,
-    MethodSettings,
-    NoClipSettings,
-)
+from bandpo_cli.config.methods import method_defaults
 
-PEERS: dict[str, MethodSettings] = {
-    "clip": ClipSettings(),
-    "clip-higher": ClipHigherSettings(),
-    "dcpo": DcpoSettings(),
-    "none": NoClipSettings(),
-}
+PEERS = method_defaults()
 """Methods without a divergence that an interval can be compared with, at their papers' settings."""
 
 

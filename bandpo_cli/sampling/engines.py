@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from bandpo_cli.config.run import RunConfig, SamplingConfig
 from bandpo_cli.config.sampling import check_engine, resolve_engine
 from bandpo_cli.models.load import Policy
+from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.sampling.base import Sampler, SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 
 __all__ = ["Sampler", "SamplingParams", "build_sampler"]
 
 
-def _transformers(config: SamplingConfig, policy: Policy) -> Sampler:
+def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
+    """Return the sampler that runs the trainer's own model."""
     return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
 
 
-def _vllm(config: SamplingConfig, policy: Policy) -> Sampler:
+def build_vllm_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
+    """Return a vLLM engine with the weights of the policy."""
     from bandpo_cli.sampling.vllm_sampler import VllmSampler  # vLLM takes seconds to import
 
     return VllmSampler(config, policy)
-
-
-ENGINES: dict[str, Callable[[SamplingConfig, Policy], Sampler]] = {
-    "transformers": _transformers,
-    "vllm": _vllm,
-}
 
 
 def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
@@ -38,4 +33,5 @@ def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
     """
     engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
     check_engine(engine)
-    return ENGINES[engine](config.sampling, policy)
+    sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
+    return sampler

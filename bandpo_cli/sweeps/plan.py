@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
-from bandpo_cli.config.layers import Layer, read_value, resolve
-from bandpo_cli.config.methods import BandSettings, MethodSettings
+from bandpo_cli.config.layers import Layer, nest, read_value, resolve
+from bandpo_cli.config.methods import BandSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
@@ -100,26 +100,6 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     return axes
 
 
-def nested(settings: Settings) -> dict[str, Any]:
-    """Return dotted settings as nested sections.
-
-    Raises:
-        ConfigError: a name has an empty part, or two settings contradict each other.
-    """
-    layer: dict[str, Any] = {}
-    for key, value in settings.items():
-        parts = key.split(".")
-        if not all(parts):
-            raise ConfigError(f"'{key}': not a setting; write it as section.key")
-        section = layer
-        for part in parts[:-1]:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"'{key}': '{part}' already has a value and cannot be a section")
-        section[parts[-1]] = value
-    return layer
-
-
 def _arm_layers(
     sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
 ) -> dict[str, list[Layer]]:
@@ -140,7 +120,7 @@ def _arm_layers(
             all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
         ):
             continue
-        layers: list[Layer] = [*map(nested, _method_before_rest(_resolve_match(kept, base, match)))]
+        layers: list[Layer] = [*map(nest, _method_before_rest(_resolve_match(kept, base, match)))]
         config = resolve([*base, *layers])
         name = _describe_arm(arm_name, kept, varying, config)
         if config in seen and seen[config] == name:
@@ -168,7 +148,7 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
             f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
-    band = resolve([*base, *map(nested, _method_before_rest(others))]).bounds
+    band = resolve([*base, *map(nest, _method_before_rest(others))]).bounds
     if not isinstance(band, BandSettings):
         raise ConfigError(f"bounds.delta = {delta!r}: only a Band has a radius, not '{band.method}'")
     return {**settings, _DELTA: match(band, delta.removeprefix(MATCH_PREFIX))}
@@ -184,19 +164,18 @@ def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
 def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
     """Return the config with only the method selected; it determines which settings exist."""
     chosen = {key: value for key, value in settings.items() if key == _METHOD}
-    return resolve([*base, *map(nested, [chosen] if chosen else [])])
+    return resolve([*base, *map(nest, [chosen] if chosen else [])])
 
 
 def _method_has_setting(config: RunConfig, key: str) -> bool:
     """Return whether a setting applies to the config's method; True for an unknown one, which `resolve` reports."""
     section, _, name = key.rpartition(".")
-    return section != "bounds" or name in type(config.bounds).model_fields or name not in _BOUNDS_FIELDS
+    return section != "bounds" or name in type(config.bounds).model_fields or name not in _bounds_fields()
 
 
-_BOUNDS_FIELDS = frozenset(
-    name for kind in get_args(get_args(MethodSettings)[0]) for name in kind.model_fields
-)
-"""The names of the settings of all methods."""
+def _bounds_fields() -> set[str]:
+    """Return the settings that some method has."""
+    return {name for settings in method_classes().values() for name in settings.model_fields}
 
 
 def _method_before_rest(settings: Settings) -> list[Settings]:

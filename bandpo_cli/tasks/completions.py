@@ -16,8 +16,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import Fields, Source, is_function_path
+from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import is_function_path
 from bandpo_cli.tasks.fields import as_answer, as_question, find_fields, to_json_value, value_at
 from bandpo_cli.tasks.questions import text_hash
 from bandpo_cli.tasks.rows import read_file, source_label

@@ -10,7 +10,7 @@ from functools import cached_property
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.questions import (
     LoadedQuestions,
     Question,
@@ -165,7 +165,7 @@ def _default_train(config: DataTask) -> tuple[Source, ...]:
         raise ConfigError(
             "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
         )
-    if KNOWN[config.name].train_split is None:
+    if DATASETS[config.name].train_split is None:
         raise ConfigError(
             f"task.name = '{config.name}': this data set is for evaluation only; use it in task.heldout "
             f"(--set task.heldout={config.name}) of another task"
@@ -176,7 +176,7 @@ def _default_train(config: DataTask) -> tuple[Source, ...]:
 def _default_heldout(config: DataTask) -> tuple[Source, ...]:
     if config.name == "data":
         return ()
-    known = KNOWN[config.name]
+    known = DATASETS[config.name]
     names = known.evaluation or ((config.name,) if known.eval_split else ())
     return tuple(Source(name=name) for name in names)
 

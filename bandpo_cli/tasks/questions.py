@@ -15,9 +15,9 @@ from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.data import GRADERS, Source
+from bandpo_cli.config.data import Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (
     FieldNames,
     as_answer,
@@ -133,7 +133,7 @@ def load_questions(source: Source, part: SplitName, grader: str | None = None) -
         ConfigError: If the source cannot be read, has no field for the question or the answer, or has no usable row.
     """
     label = source_label(source)
-    grader = grader or source.grader or (KNOWN[source.name].grader if source.name else "math")
+    grader = grader or source.grader or (DATASETS[source.name].grader if source.name else "math")
     rows = read_rows(source, part)
     first_rows = list(islice(rows, _SAMPLE_ROWS))
     columns = list(dict.fromkeys(str(name) for row in first_rows for name in row))

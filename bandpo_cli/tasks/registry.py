@@ -1,23 +1,16 @@
-"""Problems and prompts. A task is chosen by its config class, in one dict."""
+"""Builds the task that the settings describe; the kinds of tasks are the entries of `registries.TASKS`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from bandpo_cli.config.task import CountdownTask, DataTask, TaskConfig
-from bandpo_cli.tasks.base import ProblemStream, Task
-from bandpo_cli.tasks.countdown import Countdown
-from bandpo_cli.tasks.question_answers import QuestionAnswerTask
-
-__all__ = ["Countdown", "ProblemStream", "QuestionAnswerTask", "Task", "build_task"]
-
-_BUILDERS: dict[type, Callable[[Any], Task]] = {CountdownTask: Countdown, DataTask: QuestionAnswerTask}
+from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.registries import TASKS, load_attribute, task_kind
+from bandpo_cli.tasks.base import Task
 
 
-def build_task(config: TaskConfig) -> Task:
-    """Build the task of these settings; raise ConfigError for settings that leave it no problems.
+def build_task(config: TaskSettings) -> Task:
+    """Return the task of these settings; raise ConfigError for settings that leave it no problems.
 
-    Files and data sets are read when their problems are first asked for, and raise ConfigError then.
+    Files and data sets are read when their problems are first needed, and raise ConfigError then.
     """
-    return _BUILDERS[type(config)](config)
+    task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
+    return task

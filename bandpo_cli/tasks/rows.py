@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, Fields, Source
+from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS
 
 Row = dict[str, Any]
 SplitName = Literal["train", "heldout"]
@@ -40,7 +40,7 @@ def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
         ConfigError: If there is no such file or data set, or it cannot be read.
     """
     if source.path is None:
-        return _hub_rows(source, part, KNOWN[source.name].hub_id)  # type: ignore[index]  # a name or a path
+        return _hub_rows(source, part, DATASETS[source.name].hub_id)  # type: ignore[index]  # a name or a path
     path = user_path(source.path)
     exists = path_exists(path)
     if exists and path.is_dir():
@@ -120,7 +120,7 @@ def source_label(source: Source) -> str:
 
 def known_fields(source: Source) -> Fields:
     """Return the fields of the known data set that the source is or copies; empty fields for other sources."""
-    known = KNOWN[source.name] if source.name else None
+    known = DATASETS[source.name] if source.name else None
     return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
 
 
@@ -129,7 +129,7 @@ def _hub_rows(source: Source, part: SplitName, path: str) -> Iterator[dict[str, 
     if source.name is None:
         split = source.split or {"train": "train", "heldout": "test"}[part]
         return read_hub(path, source.subset, split, f"give a local file: --set task.{part}=FILE")
-    known = KNOWN[source.name]
+    known = DATASETS[source.name]
     known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
     if known_split is None:
         raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")

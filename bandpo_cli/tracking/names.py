@@ -6,9 +6,10 @@ import getpass
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from bandpo_cli.config.layers import flatten
 from bandpo_cli.storage.environment import redact_credentials
 
 MAX_KEY = 250
@@ -50,15 +51,12 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
     Passwords in addresses are redacted.
     """
-    return {mlflow_name(key): redact_credentials(text)[:MAX_PARAM] for key, text in _leaves(config, "")}
-
-
-def _leaves(config: Mapping[str, object], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
+    return {
+        mlflow_name(key): redact_credentials(
+            value if isinstance(value, str) else json.dumps(value, default=str)
+        )[:MAX_PARAM]
+        for key, value in flatten(config, keep_empty=True).items()
+    }
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:

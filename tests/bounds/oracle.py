@@ -1,4 +1,4 @@
-"""Bounds to 50 digits by halving, from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p)) alone."""
+"""Reference bounds with 50 digits, by bisection from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p))."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F = {
 
 
 def oracle(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
-    """(lower, upper) ratio of one token; halves the ratio on a logarithmic scale."""
+    """Return the (lower, upper) ratio of one token, by bisection of the ratio on a logarithmic scale."""
     f, p, m = F[name], mp.exp(mp.mpf(logp)), -mp.expm1(mp.mpf(logp))
 
     def outside(r: mp.mpf, other: mp.mpf) -> bool:
@@ -48,6 +48,6 @@ def oracle(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
 
 
 def least_step(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
-    """How far each bound moves, relatively, when one rounding error (1e-16) changes p: what double precision can do."""
+    """Return the relative change of each bound for one rounding error (1e-16) of p: the limit of double precision."""
     base, moved = oracle(name, logp, delta), oracle(name, mp.mpf(logp) - mp.mpf(10) ** -16, delta)
     return tuple(abs(a - b) / a if a else mp.mpf(0) for a, b in zip(base, moved, strict=True))

@@ -1,4 +1,4 @@
-"""The promised accuracy, against 50-digit roots: 1e-6 in float32, 1e-12 in float64, one token or a large batch."""
+"""Accuracy of the Bands against 50-digit roots: 1e-6 in float32, 1e-12 in float64, for one token and large batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.registries import DIVERGENCES
 from tests.bounds.oracle import least_step, oracle
 
 CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05
@@ -24,7 +24,7 @@ CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05
     "le-cam": (0.166355765755, 2.3458393562),
     "js": (0.0, 4.0946982543),
 }
-BATCH = 70_000  # so many that tables pay
+BATCH = 70_000  # enough for the tables to be used
 LOGPS = st.one_of(st.floats(-80, -1e-9), st.floats(-9, 1.9).map(lambda x: max(-(10**x), -80.0)))
 DELTAS = st.one_of(st.sampled_from([1e-4, 0.05, 2.0]), st.floats(-4, 0.301).map(lambda x: 10**x))
 
@@ -36,7 +36,7 @@ def assert_close(got: float, want: object, allowed: float, step: object, dtype: 
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_values_of_the_design(name: str) -> None:
+def test_bounds_equal_independently_computed_values(name: str) -> None:
     bounds = band_bounds([math.log(0.08)], name, 0.05)
     assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECKED[name], rel=1e-11)
 
@@ -49,7 +49,7 @@ def test_values_of_the_design(name: str) -> None:
 @example(logp=-1e-9, delta=1e-4)
 @example(logp=-1e-9, delta=2.0)
 @example(logp=math.log(0.5), delta=0.05)
-def test_one_token_against_the_oracle(name: str, logp: float, delta: float) -> None:
+def test_one_token_has_the_reference_bounds(name: str, logp: float, delta: float) -> None:
     for dtype, allowed in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         x = torch.tensor([logp], dtype=dtype)
         exact = x.double().item()
@@ -62,8 +62,8 @@ def test_one_token_against_the_oracle(name: str, logp: float, delta: float) -> N
 
 @pytest.mark.parametrize("delta", [1e-4, 0.05, 2.0])
 @pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
-def test_a_large_batch_against_the_oracle(name: str, delta: float) -> None:
-    """Tables serve these; tokens near p = 1, near p = 0, at the fold p = ½ and on both sides of saturation."""
+def test_a_large_batch_has_the_reference_bounds(name: str, delta: float) -> None:
+    """Tables are used; the tokens are near p = 1, near p = 0, at p = ½ and on both sides of saturation."""
     random = np.random.default_rng(1)
     logps = -np.concatenate([10 ** random.uniform(-9, 1.9, BATCH - 4), [80.0, 1e-9, math.log(2), 1.0]])
     checked = [*range(0, BATCH, BATCH // 12), *range(BATCH - 4, BATCH)]
@@ -78,8 +78,8 @@ def test_a_large_batch_against_the_oracle(name: str, delta: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
-def test_tables_agree_with_the_direct_solution_everywhere(name: str) -> None:
-    """A dense comparison, so that no piece of a table is left unchecked, kink included."""
+def test_tables_agree_with_the_direct_solution(name: str) -> None:
+    """The comparison is dense enough to check each piece of a table, the kink included."""
     logps = -np.exp(np.linspace(math.log(1e-9), math.log(80), 40_000))
     for delta in (0.003, 0.05, 0.4):
         batch = band_bounds(logps, name, delta)
@@ -88,12 +88,12 @@ def test_tables_agree_with_the_direct_solution_everywhere(name: str) -> None:
             direct = np.concatenate([bounds[side] for bounds in alone])
             visible = (
                 direct > 1e-3
-            )  # below, the kink's conditioning shows, which the oracle's tests allow for
+            )  # below, the conditioning at the kink dominates, which the reference tests allow for
             np.testing.assert_allclose(batch[side][visible], direct[visible], rtol=3e-12)
 
 
-def test_tiny_lower_bounds_of_kl_keep_their_digits() -> None:
-    """exp(−δ/p) down to the smallest normal numbers, where an exponent of 745 needs 15 digits of its own."""
+def test_small_lower_bounds_of_kl_have_full_precision() -> None:
+    """exp(−δ/p) down to the smallest normal numbers, where an exponent of 745 needs 15 digits."""
     for p in (0.0012, 0.0006, 0.000072):
         logp = math.log(p)
         want = oracle("kl", logp, 0.05)[0]

@@ -1,4 +1,4 @@
-"""What holds for every divergence whatever the numbers: order, shapes, types, and what becomes of odd input."""
+"""Properties of all Bands: order of the bounds, shapes, types, and the handling of NaN and infinities."""
 
 from __future__ import annotations
 
@@ -11,28 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
-from bandpo_cli.config.methods import DIVERGENCES as CONFIG_NAMES
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import DIVERGENCES
 
 NAMES = st.sampled_from(list(DIVERGENCES))
 BATCH = 70_000
 
 
-def test_the_config_knows_the_same_names() -> None:
-    assert set(CONFIG_NAMES) == set(DIVERGENCES)
-
-
 @settings(max_examples=150, deadline=None)
 @given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 30))
-def test_order(name: str, logp: float, delta: float) -> None:
+def test_bounds_are_ordered(name: str, logp: float, delta: float) -> None:
     lower, upper = band_bounds([logp], name, delta)
     assert 0 <= lower[0] <= 1 <= upper[0] <= math.exp(-logp) * (1 + 1e-12)
 
 
 @settings(max_examples=100, deadline=None)
 @given(name=NAMES, logp=st.floats(-60, -1e-8), delta=st.floats(1e-4, 2), factor=st.floats(1.01, 3))
-def test_a_larger_radius_never_allows_less(name: str, logp: float, delta: float, factor: float) -> None:
+def test_a_larger_radius_gives_a_wider_interval(name: str, logp: float, delta: float, factor: float) -> None:
     small, large = band_bounds([logp], name, delta), band_bounds([logp], name, delta * factor)
     assert large.lower[0] <= small.lower[0] * (1 + 1e-12)
     assert large.upper[0] >= small.upper[0] * (1 - 1e-12)
@@ -40,7 +35,9 @@ def test_a_larger_radius_never_allows_less(name: str, logp: float, delta: float,
 
 @settings(max_examples=60, deadline=None)
 @given(name=NAMES, delta=st.floats(1e-4, 2))
-def test_new_probabilities_grow_with_the_old_one_and_mirror_at_a_half(name: str, delta: float) -> None:
+def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one_half(
+    name: str, delta: float
+) -> None:
     p = np.linspace(0.01, 0.99, 99)
     lower, upper = band_bounds(np.log(p), name, delta)
     assert (np.diff(p * lower) >= -1e-12).all()
@@ -50,7 +47,7 @@ def test_new_probabilities_grow_with_the_old_one_and_mirror_at_a_half(name: str,
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("count", [1, BATCH])
-def test_odd_input(name: str, count: int) -> None:
+def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
     odd = [math.nan, 3.0, 0.0, -math.inf, -1e4]
     for dtype in (torch.float64, torch.float32):
         x = torch.full((count + len(odd),), -1.0, dtype=dtype)
@@ -66,7 +63,7 @@ def test_odd_input(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_shapes_and_types(name: str) -> None:
+def test_shapes_and_dtypes(name: str) -> None:
     wanted = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
     for given_type, returned in (wanted | {torch.float64: torch.float64}).items():
         for shape in ((), (0,), (3,), (2, 0, 3), (2, 3, 4)):
@@ -79,12 +76,12 @@ def test_shapes_and_types(name: str) -> None:
     assert band_bounds(-torch.rand(6, 4).T[::2], name).upper.shape == (2, 6)
 
 
-def test_bfloat16_is_computed_in_more() -> None:
+def test_bfloat16_is_computed_in_higher_precision() -> None:
     x = torch.tensor([-1e-3, -0.01, -3.0], dtype=torch.bfloat16)
     assert torch.equal(band_bounds(x).lower, band_bounds(x.float()).lower)
 
 
-def test_no_gradient_flows_and_the_input_stays_as_it_was() -> None:
+def test_no_gradient_is_recorded_and_the_input_is_not_modified() -> None:
     x = torch.tensor([-1.0, math.nan, 2.0], requires_grad=True)
     before = x.detach().clone()
     assert not band_bounds(x).upper.requires_grad
@@ -92,8 +89,7 @@ def test_no_gradient_flows_and_the_input_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "js"])
-def test_inference_mode(name: str) -> None:
-    """Tables made in inference mode outlive the mode."""
+def test_tables_created_in_inference_mode_are_usable_outside(name: str) -> None:
     x = -torch.rand(BATCH)
     with torch.inference_mode():
         inside = band_bounds(x, name, 0.0625)
@@ -102,23 +98,27 @@ def test_inference_mode(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["kl", "tv", "js"])
-def test_blocks_leave_no_seam(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is worked on in several blocks has the bounds of one that is worked on whole."""
+def test_bounds_do_not_depend_on_the_blocks(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch processed in several blocks has the bounds of the same batch processed in one."""
     x = -torch.logspace(-9, 1.9, BATCH + 7, dtype=dtype)
-    whole = band_bounds(x, name, 0.05)
+    at_once = band_bounds(x, name, 0.05)
     monkeypatch.setattr("bandpo_cli.bounds.arrays.CPU_BLOCK", BATCH // 3)
-    for in_blocks, at_once in zip(band_bounds(x, name, 0.05), whole, strict=True):
-        torch.testing.assert_close(in_blocks, at_once, rtol=2e-12 if dtype == torch.float64 else 3e-7, atol=0)
+    for in_blocks, expected in zip(band_bounds(x, name, 0.05), at_once, strict=True):
+        torch.testing.assert_close(
+            in_blocks, expected, rtol=2e-12 if dtype == torch.float64 else 3e-7, atol=0
+        )
 
 
-def test_the_limits_of_kl() -> None:
+def test_limits_of_kl() -> None:
     """As p → 1 the bounds go to (e^−δ, 1); as p → 0 the upper probability goes to 1−e^−δ."""
     lower, upper = band_bounds([-1e-12, -60.0], "kl", 0.05)
     assert (lower[0], upper[0]) == pytest.approx((math.exp(-0.05), 1.0), rel=1e-9)
     assert upper[1] * math.exp(-60.0) == pytest.approx(-math.expm1(-0.05), rel=1e-12)
 
 
-def test_the_cap() -> None:
+def test_max_ratio_caps_the_upper_bound_only_above_it() -> None:
     assert band_bounds([-10.0, -0.1], max_ratio=10.0).upper[0] == 10.0
     assert band_bounds([-0.1], max_ratio=10.0).upper == band_bounds([-0.1]).upper
 
@@ -126,11 +126,11 @@ def test_the_cap() -> None:
 @pytest.mark.parametrize(
     "settings_", [{"delta": 0.0}, {"delta": math.nan}, {"delta": -1.0}, {"max_ratio": 1.0}]
 )
-def test_settings_that_cannot_be(settings_: dict[str, float]) -> None:
+def test_invalid_arguments_raise_config_error(settings_: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings_))):
         band_bounds([-1.0], **settings_)
 
 
-def test_a_misspelt_name() -> None:
+def test_an_unknown_name_raises_config_error_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'helinger' is not known \(did you mean 'hellinger'\?\)"):
         band_bounds([-1.0], "helinger")

@@ -1,4 +1,4 @@
-"""Where the trust region reaches an end of the simplex: ratio 0, or the certain token at ratio 1/p."""
+"""Saturation: the trust region contains an end of the simplex, ratio 0 or the certain token at ratio 1/p."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import mpmath as mp
 import pytest
 
 from bandpo_cli.bounds.band import saturation
-from bandpo_cli.bounds.divergences import DIVERGENCES
+from bandpo_cli.bounds.divergences import find_divergence
+from bandpo_cli.registries import DIVERGENCES
 from tests.bounds.oracle import oracle
 
 
@@ -16,13 +17,13 @@ from tests.bounds.oracle import oracle
 @pytest.mark.parametrize("prob", [1e-3, 0.08, 0.6, 0.97])
 @pytest.mark.parametrize("delta", [0.02, 0.3, 1.5])
 def test_saturation_is_where_the_bounds_reach_the_ends(name: str, prob: float, delta: float) -> None:
-    """At 50 digits: the region reaches ratio 0, or the certain token at 1/p."""
+    """The reference bounds have 50 digits."""
     lower, upper = oracle(name, math.log(prob), delta)
-    at_zero, at_simplex = saturation(DIVERGENCES[name], prob, delta)
+    at_zero, at_simplex = saturation(find_divergence(name), prob, delta)
     assert at_zero == (lower == 0)
     assert at_simplex == (upper == 1 / mp.exp(mp.mpf(math.log(prob))))
 
 
 def test_a_certain_token_saturates_at_the_simplex() -> None:
-    for name, divergence in DIVERGENCES.items():
-        assert saturation(divergence, 1.0, 1e-3)[1], name
+    for name in DIVERGENCES:
+        assert saturation(find_divergence(name), 1.0, 1e-3)[1], name

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sampling import vllm_installed
+from bandpo_cli.config.sampling import is_installed
 
 SMALL = [
     "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -124,7 +124,7 @@ def test_a_mistake_gets_one_line_before_anything_loads(
     assert not list(tmp_path.iterdir()), "nothing may be written"
 
 
-@pytest.mark.skipif(vllm_installed(), reason="vLLM is installed here")
+@pytest.mark.skipif(is_installed("vllm"), reason="vLLM is installed here")
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
     done = bandpo("train", "--sampler", "vllm", cwd=tmp_path, code=WITHOUT_TORCH)
     assert done.returncode == 2, done.stderr

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from bandpo_cli.cli.statement import config_warnings, describe_method, method_stem, run_statement
+from bandpo_cli.cli.statement import config_warnings, run_statement
 from bandpo_cli.cli.views import (
     LiveTrainView,
     PlainTrainView,
@@ -118,8 +118,8 @@ def test_eval_figures_read_as_people_write_them() -> None:
     ],
 )
 def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
-    assert line in describe_method(bounds)  # type: ignore[arg-type]
-    assert method_stem(bounds) == stem  # type: ignore[arg-type]
+    assert line in bounds.describe()  # type: ignore[attr-defined]
+    assert bounds.slug() == stem  # type: ignore[attr-defined]
 
 
 def test_completions_without_a_verdict_are_told_apart() -> None:

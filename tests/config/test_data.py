@@ -1,4 +1,4 @@
-"""The `task` section for data sets: what may be written, and what `--task NAME|FILE` comes to."""
+"""Settings of data set tasks: accepted forms of a source, and the meaning of `--task NAME|FILE`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, GRADERS, Fields, Source
-from bandpo_cli.config.task import TASKS, DataTask, task_from_argument
+from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
+from bandpo_cli.config.task import DataTask, task_from_argument, task_names
+from bandpo_cli.registries import DATASETS, GRADERS
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from bandpo_cli.config.task import TASKS, DataTask, task_from_argument
         ),
     ],
 )
-def test_a_source_as_text_or_as_a_section(written: Any, source: Source) -> None:
+def test_a_source_is_a_string_or_a_section(written: Any, source: Source) -> None:
     assert Source.model_validate(written) == source
     assert DataTask.model_validate({"name": "data", "train": written}).train == (source,)
     assert DataTask.model_validate({"name": "data", "train": [written, "y.jsonl"]}).train[0] == source
@@ -45,44 +46,44 @@ def test_a_source_as_text_or_as_a_section(written: Any, source: Source) -> None:
         ({"path": "x", "fields": {"question": "q", "anwser": "a"}}, "anwser"),
     ],
 )
-def test_a_source_that_is_refused(settings: dict[str, Any], part: str) -> None:
+def test_invalid_sources_are_refused(settings: dict[str, Any], part: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Source.model_validate(settings)
     assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("grader", [*GRADERS, "module:function", "package.module:function"])
-def test_graders_by_name_or_as_a_function(grader: str) -> None:
+def test_a_grader_is_a_name_or_a_function_path(grader: str) -> None:
     assert Source(path="x", grader=grader).grader == grader
 
 
 @pytest.mark.parametrize("template", ["answer-line", "boxed", "plain", "{question}", "Q: {question} {a}"])
-def test_templates_by_name_or_as_text(template: str) -> None:
+def test_a_template_is_a_name_or_a_text(template: str) -> None:
     assert DataTask(name="gsm8k", template=template).template == template
 
 
 @pytest.mark.parametrize(
     ("template", "part"), [("boxd", "did you mean 'boxed'"), ("Q: {}", "{question} in it")]
 )
-def test_a_template_without_a_place_for_the_question(template: str, part: str) -> None:
+def test_a_template_without_the_question_is_refused(template: str, part: str) -> None:
     with pytest.raises(ValidationError) as caught:
         DataTask(name="gsm8k", template=template)
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_s_name_is_itself_a_layer(name: str) -> None:
+@pytest.mark.parametrize("name", task_names())
+def test_a_task_name_as_argument(name: str) -> None:
     assert task_from_argument(name) == {"name": name}
 
 
-def test_a_file_is_what_the_task_data_trains_on(tmp_path: Path) -> None:
+def test_a_file_as_argument_is_the_training_data_of_the_task_data(tmp_path: Path) -> None:
     for ending in (*FILE_SUFFIXES, ".JSONL"):
         assert task_from_argument(f"a/x{ending}") == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
     assert task_from_argument(str(tmp_path)) == {"name": "data", "train": [{"path": str(tmp_path)}]}
-    assert task_from_argument("gsm8") == {"name": "gsm8"}, "left for the check of the settings to refuse"
+    assert task_from_argument("gsm8") == {"name": "gsm8"}, "the validation of the settings refuses it"
 
 
-def test_a_folder_called_like_a_task_does_not_hide_the_task(
+def test_a_task_name_has_precedence_over_a_folder_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gsm8k").mkdir()
@@ -90,5 +91,5 @@ def test_a_folder_called_like_a_task_does_not_hide_the_task(
     assert task_from_argument("gsm8k") == {"name": "gsm8k"}
 
 
-def test_the_names_of_tasks() -> None:
-    assert set(TASKS) == {"countdown", "data", *DATASETS}
+def test_names_of_tasks() -> None:
+    assert task_names() == ("countdown", "data", *DATASETS)

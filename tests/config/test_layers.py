@@ -1,4 +1,4 @@
-"""Layers of settings: what wins, what is dropped, and the one line that a mistake gets."""
+"""Layers of settings: precedence, dropped fields of another kind, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.data import Source
-from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 
@@ -26,7 +26,7 @@ def test_later_layers_win_key_by_key() -> None:
     assert (config.optim.lr, config.optim.updates) == (3e-3, 8)
 
 
-def test_a_changed_kind_drops_the_earlier_kinds_fields() -> None:
+def test_another_tag_drops_the_fields_of_earlier_layers() -> None:
     band = {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}}
     assert (
         resolve([band, {"bounds": {"method": "clip"}}]).bounds
@@ -36,7 +36,7 @@ def test_a_changed_kind_drops_the_earlier_kinds_fields() -> None:
     assert dcpo.model_dump() == {"method": "dcpo", "eps_low": 0.1, "eps_high": 0.2, "max_ratio": 10.0}
 
 
-def test_the_same_kind_again_drops_nothing() -> None:
+def test_the_same_tag_keeps_the_fields_of_earlier_layers() -> None:
     config = resolve([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "band", "divergence": "tv"}}])
     assert config.bounds.model_dump(exclude={"relax"}) == {
         "method": "band",
@@ -46,7 +46,7 @@ def test_the_same_kind_again_drops_nothing() -> None:
     }
 
 
-def test_a_task_of_data_sets_is_merged_key_by_key() -> None:
+def test_a_data_set_task_is_merged_key_by_key() -> None:
     file = {"task": {"name": "gsm8k", "train": ["gsm8k", "mine.jsonl"], "system": "Be brief."}}
     task = resolve([file, read_assignments(["task.template=boxed"])]).task
     assert (task.name, len(task.train), task.system, task.template) == ("gsm8k", 2, "Be brief.", "boxed")
@@ -54,7 +54,7 @@ def test_a_task_of_data_sets_is_merged_key_by_key() -> None:
     assert resolve([file, {"task": {"train": "x.jsonl"}}]).task.train == (Source(path="x.jsonl"),)
 
 
-def test_another_data_set_s_name_drops_the_earlier_one_s_sources() -> None:
+def test_the_name_of_another_data_set_drops_the_sources_of_earlier_layers() -> None:
     file = {"task": {"name": "gsm8k", "train": ["mine.jsonl"], "template": "boxed"}}
     for name in ("math", "data"):
         assert resolve([file, {"task": {"name": name}}]).task == resolve([{"task": {"name": name}}]).task
@@ -63,13 +63,13 @@ def test_another_data_set_s_name_drops_the_earlier_one_s_sources() -> None:
     assert from_countdown == resolve([{"task": {"name": "gsm8k"}}]).task
 
 
-def test_a_single_source_is_merged_too() -> None:
+def test_a_single_source_is_merged_key_by_key() -> None:
     file = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}}
     task = resolve([file, read_assignments(["task.train.limit=100"])]).task
     assert task.train == (Source(name="math", levels=(3, 4, 5), limit=100),)
 
 
-def test_a_task_of_data_sets_comes_back_from_its_yaml(tmp_path: Path) -> None:
+def test_a_data_set_task_round_trips_through_yaml(tmp_path: Path) -> None:
     sources = ["gsm8k", {"path": "x.jsonl", "fields": {"answer": "a.b"}, "levels": [1, 2], "label": "x"}]
     config = resolve(
         [{"task": {"name": "gsm8k", "train": sources, "heldout": "aime24", "template": "{question}"}}]
@@ -79,20 +79,20 @@ def test_a_task_of_data_sets_comes_back_from_its_yaml(tmp_path: Path) -> None:
     assert resolve([read_layer(path)]) == config
 
 
-def test_a_password_is_kept_out_of_config_and_message() -> None:
+def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI") as caught:
         resolve([{"tracking": {"uri": "postgresql://ann:secret@db/mlflow"}}])
     assert "secret" not in str(caught.value)
     assert resolve([{"tracking": {"uri": "postgresql://db/mlflow"}}]).tracking.uri == "postgresql://db/mlflow"
 
 
-def test_the_order_within_one_set_layer_does_not_matter() -> None:
-    forth = read_assignments(["bounds.method=clip", "bounds.eps_high=0.3"])
-    back = read_assignments(["bounds.eps_high=0.3", "bounds.method=clip"])
-    assert resolve([forth]) == resolve([back])
+def test_the_order_of_assignments_does_not_matter() -> None:
+    first = read_assignments(["bounds.method=clip", "bounds.eps_high=0.3"])
+    second = read_assignments(["bounds.eps_high=0.3", "bounds.method=clip"])
+    assert resolve([first]) == resolve([second])
 
 
-def test_resolved_yaml_gives_the_same_config(tmp_path: Path) -> None:
+def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
     config = resolve(
         [{"bounds": {"method": "band", "divergence": "js", "relax": {"eps_low": 0.1}}, "steps": 7}]
     )
@@ -157,7 +157,7 @@ def test_resolved_yaml_gives_the_same_config(tmp_path: Path) -> None:
         ({"steps": "many"}, ["steps = 'many'", "integer"]),
     ],
 )
-def test_a_mistake_gets_one_line_with_the_way_out(layer: dict[str, Any], parts: list[str]) -> None:
+def test_an_invalid_setting_gives_a_one_line_message(layer: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve([layer])
     message = str(caught.value)
@@ -179,7 +179,7 @@ def test_a_mistake_gets_one_line_with_the_way_out(layer: dict[str, Any], parts: 
         (b"[" * 5000, "not readable as YAML"),
     ],
 )
-def test_a_damaged_file_gets_one_line(tmp_path: Path, content: bytes, part: str) -> None:
+def test_an_unreadable_file_gives_a_one_line_message(tmp_path: Path, content: bytes, part: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -189,25 +189,42 @@ def test_a_damaged_file_gets_one_line(tmp_path: Path, content: bytes, part: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_an_empty_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_layer(tmp_path / "nowhere.yaml")
     empty = tmp_path / "empty.yaml"
-    empty.write_text("# nothing yet\n")
+    empty.write_text("# empty\n")
     assert read_layer(empty) == {}
 
 
 @pytest.mark.parametrize("assignment", ["optim.lr", "=3", "optim..lr=3", ".lr=1"])
-def test_a_malformed_assignment_says_how_to_write_it(assignment: str) -> None:
+def test_a_malformed_assignment_gives_the_expected_form(assignment: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.key=value"):
         read_assignments([assignment])
 
 
-def test_the_example_is_the_embedded_default() -> None:
+def test_nested_and_dotted_settings() -> None:
+    nested = {"a": {"b": 1, "c": {"d": [1, 2]}}, "e": None}
+    assert flatten(nested) == {"a.b": 1, "a.c.d": [1, 2], "e": None}
+    assert nest(flatten(nested)) == nested
+    assert flatten({"a": {}, "b": 1}) == {"b": 1}
+    assert flatten({"a": {}, "b": 1}, keep_empty=True) == {"a": {}, "b": 1}
+    lists = {"a": [{"b": 1}, {"b": [2, 3]}]}
+    assert flatten(lists) == {"a": lists["a"]}
+    assert flatten(lists, expand_lists=True) == {"a.0.b": 1, "a.1.b": [2, 3]}
+
+
+@pytest.mark.parametrize("settings", [{"a..b": 1}, {"": 1}, {"a": 1, "a.b": 2}])
+def test_dotted_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key|has a plain value already"):
+        nest(settings)
+
+
+def test_the_shipped_countdown_file_equals_the_defaults() -> None:
     assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()
 
 
-def test_config_imports_no_torch() -> None:
+def test_config_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, bandpo_cli.config.layers; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Checks between settings of a run, and defaults that come from elsewhere."""
+"""Checks between settings of a run, and defaults that equal those of torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from bandpo_cli.errors import ConfigError
     ],
     ids=["top-p", "top-k", "min-p", "rewards", "buffer", "greedy", "k", "best", "updates"],
 )
-def test_settings_that_contradict_each_other_are_refused_and_their_limit_is_not(
+def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     refused: dict[str, Any], accepted: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=next(reversed(refused))):
@@ -42,13 +42,13 @@ def test_settings_that_contradict_each_other_are_refused_and_their_limit_is_not(
     resolve([accepted])
 
 
-def test_adamw_has_the_betas_and_eps_of_torch() -> None:
-    torchs = inspect.signature(torch.optim.AdamW).parameters
-    assert OptimConfig().betas == torchs["betas"].default
-    assert OptimConfig().eps == torchs["eps"].default
+def test_adamw_defaults_equal_those_of_torch() -> None:
+    expected = inspect.signature(torch.optim.AdamW).parameters
+    assert OptimConfig().betas == expected["betas"].default
+    assert OptimConfig().eps == expected["eps"].default
 
 
-def test_a_flag_of_zero_is_a_value_and_none_is_a_flag_that_was_not_given() -> None:
+def test_a_flag_of_zero_is_a_value_and_none_is_not() -> None:
     flags = {("seed",): 0, ("bounds", "delta"): None, ("optim", "warmup_steps"): 0, ("optim", "lr"): 1e-4}
     assert flag_layer(flags) == {"seed": 0, "optim": {"warmup_steps": 0, "lr": 1e-4}}
     assert resolve([{"seed": 3}, flag_layer(flags)]).seed == 0

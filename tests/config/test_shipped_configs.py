@@ -1,4 +1,4 @@
-"""Every file in configs/ resolves, and the paper's settings are in those that carry its name."""
+"""Shipped config files: each resolves, and those of the paper have its settings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
 
 
 def config_of(*files: Path) -> RunConfig:
+    """Return the config of these files, merged in this order."""
     return resolve(map(read_layer, files))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
-def test_each_file_resolves_and_says_what_it_needs(file: Path) -> None:
+def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
     config_of(file)
     assert file.read_text(encoding="utf-8").startswith("# ")
     if file.parent.name != "methods":
@@ -34,7 +35,7 @@ def test_each_file_resolves_and_says_what_it_needs(file: Path) -> None:
 
 
 def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
-    """The runs of a sweep file; any `match:` gets this radius, since its recorded run is the user's."""
+    """Return the runs of a sweep file; `match:` gives `radius`, since the recorded run is not shipped."""
     return plan_runs(SweepConfig.model_validate(read_layer(sweep)), match=lambda band, method: radius)
 
 
@@ -45,7 +46,7 @@ def test_each_sweep_can_be_planned(file: Path) -> None:
     assert file.read_text(encoding="utf-8").startswith("# ")
 
 
-def test_the_sweeps_are_those_that_the_docs_speak_of() -> None:
+def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     counts = {file.stem: (len({run.arm for run in runs_of(file)}), len(runs_of(file))) for file in SWEEPS}
     assert counts == {"radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64)}
     methods = {run.arm: run.config.bounds for run in runs_of(CONFIGS / "sweeps" / "methods.yaml")}
@@ -54,8 +55,8 @@ def test_the_sweeps_are_those_that_the_docs_speak_of() -> None:
         assert bounds == config_of(shipped).bounds
 
 
-def test_the_recorded_run_of_rare_tokens_is_of_its_kind() -> None:
-    """A radius is matched on the sweep's own clip, but for the seed, which the sweep does not use."""
+def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() -> None:
+    """The radius is matched on the clip arm of the sweep, with a seed that the sweep does not use."""
     runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
     pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
     clip = next(run.config for run in runs if run.arm == "clip")
@@ -68,14 +69,14 @@ def test_the_recorded_run_of_rare_tokens_is_of_its_kind() -> None:
     list(product(MODELS, METHODS)),
     ids=lambda file: file.stem if isinstance(file, Path) else "",
 )
-def test_the_papers_models_and_methods_go_together(model: Path, method: Path) -> None:
+def test_each_model_of_the_paper_combines_with_each_method(model: Path, method: Path) -> None:
     config = config_of(PAPER / "base.yaml", model, method, PAPER / "dynamic-sampling.yaml")
     assert config.model_dump()["bounds"] == config_of(method).model_dump()["bounds"]
     assert config.model.path == read_layer(model)["model"]["path"]
     assert config.sampling.dynamic
 
 
-def test_the_papers_models_and_methods_are_all_there() -> None:
+def test_all_models_and_methods_of_the_paper_are_shipped() -> None:
     assert {config_of(model).model.path for model in MODELS} == {
         "Qwen/Qwen2.5-3B-Instruct",
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
@@ -119,7 +120,7 @@ PAPER_SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", PAPER_SETTINGS)
-def test_the_papers_settings(key: str) -> None:
+def test_settings_of_the_paper(key: str) -> None:
     value: Any = config_of(PAPER / "base.yaml")
     for part in key.split("."):
         value = getattr(value, part)
@@ -130,8 +131,8 @@ def test_the_papers_settings(key: str) -> None:
     assert value == PAPER_SETTINGS[key]
 
 
-def test_tasks_of_worked_answers_have_defaults_of_their_own() -> None:
-    """Eight tokens and a rate for a million parameters are right for countdown and for nothing else."""
+def test_data_set_tasks_have_the_defaults_of_language_models() -> None:
+    """Eight tokens and a learning rate for a million parameters are suitable for countdown only."""
     gsm8k = resolve([{"task": {"name": "gsm8k"}}])
     assert (gsm8k.sampling.max_tokens, gsm8k.sampling.max_prompt_tokens, gsm8k.optim.lr) == (1024, 1024, 1e-6)
     given = resolve([{"task": {"name": "gsm8k"}, "optim": {"lr": 3e-6}}])

@@ -95,7 +95,7 @@ def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytes
     """`auto` is vllm if a GPU and the package are there, else transformers."""
 
     def built(choice: str, device: str, installed: bool) -> type:
-        monkeypatch.setattr("bandpo_cli.config.sampling.vllm_installed", lambda: installed)
+        monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: installed)
         policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
         return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
 

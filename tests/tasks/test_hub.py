@@ -10,10 +10,10 @@ from typing import Any
 import datasets
 import pytest
 
-from bandpo_cli.config.data import DATASETS, Source
+from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.datasets import KNOWN
+from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.questions import load_questions
 from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.tasks.rows import read_hub
@@ -119,7 +119,7 @@ def test_known_datasets_are_requested_and_read_as_their_cards_describe(
 ) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(datasets, "load_dataset", fake_load_dataset(row, calls))
-    known = KNOWN[name]
+    known = DATASETS[name]
     if known.eval_split:
         load_questions(Source(name=name), "heldout")
     if known.train_split:
@@ -132,16 +132,16 @@ def test_known_datasets_are_requested_and_read_as_their_cards_describe(
 
 
 def test_all_known_names_have_a_dataset_with_existing_evaluation_sets() -> None:
-    assert {name for name, _, _ in rows_of_known_datasets()} == set(KNOWN) == set(DATASETS)
-    for known in KNOWN.values():
-        assert all(KNOWN[name].eval_split for name in known.evaluation)
+    assert {name for name, _, _ in rows_of_known_datasets()} == set(DATASETS)
+    for known in DATASETS.values():
+        assert all(DATASETS[name].eval_split for name in known.evaluation)
         assert known.evaluation if known.train_split else known.eval_split
 
 
 def test_documentation_lists_the_known_datasets() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(" `"): row for row in page.splitlines() if row.startswith("| `")}
-    for name, known in KNOWN.items():
+    for name, known in DATASETS.items():
         assert f"| {known.hub_id}" in rows[name]
         assert f"| {known.question}, {known.answer} | `{known.grader}` |" in rows[name]
         assert f"({known.subset}" in rows[name] or known.subset is None
@@ -187,7 +187,7 @@ def test_unreachable_hub_is_reported_in_one_line_with_a_hint(
     assert "\n" not in message
     assert "Couldn't reach" in message
     assert hint in message
-    assert (source.path or KNOWN["gsm8k" if part == "train" else "aime24"].hub_id) in message
+    assert (source.path or DATASETS["gsm8k" if part == "train" else "aime24"].hub_id) in message
 
 
 def test_offline_mode_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

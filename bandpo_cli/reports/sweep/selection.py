@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
@@ -135,7 +136,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     content = read_yaml(path, path.name)
     if not isinstance(content, dict):
         raise UserError("config.yaml holds no settings")
-    return dict(_flatten(content, ""))
+    return flatten(content, expand_lists=True)
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
@@ -305,18 +306,6 @@ def _check_unique(folders: Iterable[Path]) -> None:
         if folder.resolve() in seen:
             raise UserError(f"{folder}: given twice; name each run once")
         seen.add(folder.resolve())
-
-
-def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, plain value) pairs; a list of plain values is one value."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        for index, inner in enumerate(value):
-            yield from _flatten(inner, f"{path}.{index}")
-    else:
-        yield path, value
 
 
 def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:

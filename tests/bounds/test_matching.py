@@ -1,4 +1,4 @@
-"""The radius at which a Band clips as many recorded tokens as another method: checked by scanning radii."""
+"""Radius at which a Band clips as many recorded tokens as another method, checked against a scan of radii."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
     return RecordedTokens(old, ratios, rng.normal(size=count))
 
 
-def test_the_share_is_the_one_that_training_reports() -> None:
+def test_the_clip_fraction_equals_the_metric_of_training() -> None:
     given = tokens()
     for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
         bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
@@ -39,7 +39,7 @@ def test_the_share_is_the_one_that_training_reports() -> None:
 
 
 @pytest.mark.parametrize("divergence", ["kl", "tv", "chi2", "js"])
-def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
+def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
     given, band = tokens(), BandSettings(divergence=divergence)
     found = match_clip_fraction(band, ClipSettings(), given)
     assert found.wanted == clip_fraction(ClipSettings(), given)
@@ -52,16 +52,16 @@ def test_no_radius_of_a_fine_grid_is_nearer(divergence: str) -> None:
     assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
 
 
-def test_what_cannot_be_matched_is_said() -> None:
+def test_an_impossible_match_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"clip clips none of the 2,000 recorded tokens"):
         match_clip_fraction(BandSettings(), ClipSettings(), tokens(spread=1e-3))
-    # A ratio a hair above 1: the narrow interval clips it, and no Band of a radius worth the name does.
+    # A ratio just above 1: the narrow interval clips it, and no Band of the searched radii does.
     free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))
     with pytest.raises(ConfigError, match=r"no Band of kl clips .* it can clip between"):
         match_clip_fraction(BandSettings(), ClipSettings(eps_low=0.2, eps_high=1e-13), free)
 
 
-def test_tokens_come_back_from_the_run_folder(tmp_path: Path) -> None:
+def test_recorded_tokens_are_read_from_the_run_folder(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
     with pytest.raises(UserError, match="no recorded tokens there"):
         read_token_tables(folder.path)

@@ -1,4 +1,4 @@
-"""On an accelerator nothing makes the host wait. The meta device has no values: whoever asks for one fails."""
+"""Bounds on an accelerator without host synchronization. Reading a value from the meta device raises an error."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.bounds.divergences import DIVERGENCES
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
+from bandpo_cli.registries import DIVERGENCES
 
 
-def test_the_meta_device_catches_a_host_that_asks() -> None:
+def test_reading_a_value_from_the_meta_device_fails() -> None:
     x = torch.empty(5, device="meta")
-    for ask in (lambda: bool((x < 0).all()), lambda: x.max().item(), lambda: x.tolist()):
+    for read in (lambda: bool((x < 0).all()), lambda: x.max().item(), lambda: x.tolist()):
         with pytest.raises((RuntimeError, NotImplementedError)):
-            ask()
+            read()
 
 
 @pytest.mark.parametrize("count", [5, 100_000])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_bands(name: str, count: int) -> None:
+def test_bands_read_no_value(name: str, count: int) -> None:
     lower, upper = band_bounds(torch.empty(count, device="meta"), name, 0.07, max_ratio=10.0)
     assert lower.device.type == upper.device.type == "meta"
     assert lower.shape == upper.shape == (count,)
@@ -28,13 +28,13 @@ def test_bands(name: str, count: int) -> None:
 @pytest.mark.parametrize(
     "config", [BandSettings(relax=Relax()), ClipSettings(), DcpoSettings(), NoClipSettings()]
 )
-def test_methods(config: BandSettings) -> None:
+def test_methods_read_no_value(config: BandSettings) -> None:
     assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
 
 
 @pytest.mark.parametrize("name", ["reverse-kl", "js", "kl"])
-def test_the_accelerators_way_gives_the_same_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host may not ask, the solver runs all its steps: on a CPU that can be compared."""
+def test_the_accelerator_path_gives_the_same_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator the solver runs all its steps; the test runs that path on the CPU."""
     x = -torch.logspace(-9, 1.8, 40_000, dtype=torch.float64)
     usual = band_bounds(x, name, 0.05)
     for module in ("arrays", "solver"):

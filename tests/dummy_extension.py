@@ -1,0 +1,138 @@
+"""One dummy entry in each registry. A process imports this module before it runs the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from bandpo_cli.bounds.methods import BoundsFunction
+from bandpo_cli.config.methods import MethodSettings
+from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.registries import (
+    DATASETS,
+    DIVERGENCES,
+    ENGINES,
+    GRADERS,
+    METHODS,
+    TASKS,
+    Dataset,
+    DivergenceEntry,
+    EngineEntry,
+    GraderEntry,
+    MethodEntry,
+    TaskEntry,
+)
+from bandpo_cli.types import Completion, Problem
+
+
+class DummySettings(MethodSettings):
+    """The interval [1−width, 1+width]."""
+
+    method: Literal["dummy"] = "dummy"
+    width: float = 0.1
+
+
+def dummy_bounds(config: DummySettings) -> BoundsFunction:
+    """Return the interval for every token."""
+    from bandpo_cli.bounds.methods import clip
+    from bandpo_cli.config.methods import ClipSettings
+
+    return clip(ClipSettings(eps_low=config.width, eps_high=config.width))
+
+
+def f_dummy(u: Any, x: Any) -> Any:
+    """Return (u−1)², which is chi2."""
+    return x * x
+
+
+class DummySampler:
+    """Returns the same completions for every prompt: "4" and "5" in turn."""
+
+    shares_weights = True
+
+    def __init__(self, config: SamplingConfig, policy: Any) -> None:
+        self._answers = [
+            (*policy.tokenizer.encode(text, add_special_tokens=False), policy.tokenizer.eos_token_id)
+            for text in ("4", "5")
+        ]
+        self._version = 0
+
+    def sample(self, prompts_P: Sequence[Any], params: Any, seed: int) -> list[list[Completion]]:
+        """Return [P][n] completions."""
+        group = [self._answers[index % 2] for index in range(params.samples)]
+        return [
+            [Completion(ids, (-1.0,) * len(ids), "stop", self._version) for ids in group] for _ in prompts_P
+        ]
+
+    def sync(self, model: Any, version: int) -> None:
+        """Record the version."""
+        self._version = version
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class DummyTaskSettings(TaskSettings):
+    """Sums of two numbers."""
+
+    name: Literal["dummy"] = "dummy"
+    problems: int = 2
+
+
+class DummyTask:
+    """Problems whose answer is 4, and one held-out problem."""
+
+    name = "dummy"
+
+    def __init__(self, config: DummyTaskSettings) -> None:
+        self._config = config
+
+    def train_problems(self) -> list[Problem]:
+        """Return the training problems."""
+        return [_problem(index) for index in range(self._config.problems)]
+
+    def heldout_sets(self) -> Mapping[str, list[Problem]]:
+        """Return the evaluation set."""
+        return {self.name: [_problem(self._config.problems)]}
+
+    def notes(self) -> list[str]:
+        """Return no notes."""
+        return []
+
+
+def _problem(index: int) -> Problem:
+    return Problem(f"dummy/{index}", f"{index} + {4 - index} =", "4", "dummy", "dummy")
+
+
+def first_stage(problem: Problem, text: str) -> tuple[str, str]:
+    """Return the arguments of `judge`."""
+    return text, problem.answer
+
+
+def judge(text: str, answer: str) -> bool:
+    """Return whether the text is the answer. It runs in a worker process."""
+    return text == answer
+
+
+METHODS.register(MethodEntry("dummy", "a dummy", f"{__name__}:DummySettings", f"{__name__}:dummy_bounds"))
+DIVERGENCES.register(DivergenceEntry("dummy", "a dummy", f"{__name__}:f_dummy"))
+ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:DummySampler", shares_weights=True))
+GRADERS.register(GraderEntry("dummy", "a dummy", f"{__name__}:first_stage", worker=f"{__name__}:judge"))
+TASKS.register(TaskEntry("dummy", "a dummy", f"{__name__}:DummyTaskSettings", f"{__name__}:DummyTask"))
+DATASETS.register(
+    Dataset(
+        "dummy-set",
+        "a dummy",
+        os.environ.get("DUMMY_DATASET", ""),
+        "q",
+        "a",
+        train_split="train",
+        eval_split="test",
+        grader="dummy",
+    )
+)
