@@ -89,7 +89,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["--name", ""], ["--name ''"]),
     (["--name", LONG], ["at most 200"]),
     (["--name", "my-run"], ["exists already", "--name my-run-2"]),
-    (["--name", "mlflow.db"], ["MLflow keeps its files"]),
+    (["--name", "mlflow.db"], ["MLflow uses that name"]),
     (["--runs-dir", "one.jsonl"], ["--runs-dir", "is a file"]),
     (["--tracking-uri", "http://me:secret@host/"], ["password"]),
     (["--format", "yaml"], ["--format yaml", "table, json"]),
