@@ -7,8 +7,7 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.cli.machine import system_error_message
-from bandpo_cli.errors import RunError, UserError, one_line
+from bandpo_cli.errors import RunError, UserError, one_line, system_error_message
 from bandpo_cli.sweeps.pool import exit_with_parent
 
 INTERRUPTED = 130

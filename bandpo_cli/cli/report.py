@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
 
 FORMATS = ("table", "json")
 
@@ -53,23 +53,17 @@ def report(
 
     [bold]bandpo report deltas --format json[/bold]  in scripts
     """
-    from bandpo_cli.errors import UserError, nearest
-
-    if format_ not in FORMATS:
-        raise UserError(f"--format {format_}: allowed: {', '.join(FORMATS)}{nearest(format_, FORMATS)}")
-    import json
-
-    from rich.console import Console
-
+    style = check_choice("--format", format_, FORMATS)
+    from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.reports.sweep import select_runs, write_report
-    from bandpo_cli.reports.sweep.terminal import print_report
-    from bandpo_cli.storage.files import replace_nonfinite
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)
     folder = out or (chosen.sweep or Path()) / "report"
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes)
-    if format_ == "json":
-        print(json.dumps(replace_nonfinite(written.as_json()), indent=2, ensure_ascii=False))
+    if style == "json":
+        print_json(written.as_json())
     else:
-        print_report(Console(), written)
+        from bandpo_cli.cli.sweep_view import print_report
+
+        print_report(open_console(), written)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TrackingUri,
+    refuse_with,
+)
+from bandpo_cli.errors import RunError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bandpo_cli.experiments.sweep import Executor
+    from bandpo_cli.experiments.sweep_request import SweepRequest
 
 
 def sweep(
@@ -101,18 +118,13 @@ def sweep(
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
     """
-    from rich.console import Console
-
-    from bandpo_cli.cli import sweep_request as planning
-    from bandpo_cli.cli.lines import print_line
-    from bandpo_cli.cli.run_sweep import EXECUTORS, Executor, run_planned_sweep, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.config.task import task_from_argument
-    from bandpo_cli.sweeps.folder import SweepFolder
+    from bandpo_cli.experiments.sweep import Executor, check_executor
+    from bandpo_cli.experiments.sweep_request import plan_sweep
 
-    console = Console()
-    planning.check_executor(executor, ray_address, EXECUTORS)
-    place = Executor(executor, ray_address, jobs, planning.check_margin(stop_behind))
+    place = Executor(executor, ray_address, jobs, stop_behind)
+    check_executor(place)
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
@@ -121,9 +133,8 @@ def sweep(
             "--tracking-uri": tracking_uri,
             "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
-        planning.refuse_beside_resume(given)
-        folder = SweepFolder.open(runs_dir, resume)
-        return run_planned_sweep(folder, place, console, runs_dir)
+        refuse_with("--resume", "the sweep goes on by its own plan", given, set(given))
+        return _run(resume, place, runs_dir, None)
     fixed = flag_layer(
         {
             ("sampling", "engine"): sampler,
@@ -144,10 +155,40 @@ def sweep(
         "bounds.delta": delta,
         "model.path": model,
     }
-    request = planning.plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    request = plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    return _dry_run(request, place, runs_dir) if dry_run else _run(request, place, runs_dir, name)
+
+
+def _run(request: SweepRequest | str, place: Executor, runs_dir: Path, name: str | None) -> None:
+    """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.sweep_view import SweepView, resume_command
+    from bandpo_cli.experiments import sweep as run_sweep
+
+    console = open_console()
+    if not isinstance(request, str):
+        _print_matches(console, request)
+    with closing(SweepView(console, runs_dir)) as view:
+        result = run_sweep(request, executor=place, runs_dir=runs_dir, name=name, callbacks=[view])
+    if result.failures:
+        again = resume_command(result.folder, runs_dir)
+        raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+def _dry_run(request: SweepRequest, place: Executor, runs_dir: Path) -> None:
+    """Print the runs and how long they will take."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.sweep_view import SweepView
+    from bandpo_cli.experiments.sweep import dry_run_info
+
+    console = open_console()
+    _print_matches(console, request)
+    with closing(SweepView(console, runs_dir)) as view:
+        view.print_plan(dry_run_info(request, place))
+
+
+def _print_matches(console: Console, request: SweepRequest) -> None:
+    from bandpo_cli.cli.console import print_line
+
     for note in request.notes():
         print_line(console, note, "matched:", "cyan")
-    if dry_run:
-        return show_plan(request, place, console, runs_dir)
-    folder = planning.create_sweep(request, runs_dir, name)
-    return run_planned_sweep(folder, place, console, runs_dir)

@@ -1,52 +1,25 @@
-"""What a run tells of itself to a tracker: three calls, none of which may stop or hold up the run."""
+"""MLflow tracker of a training run: one thread sends what the run folder has; training never waits for it."""
 
-# MERGED: MLflow from the side: one thread sends what the run folder has, and the training never waits for it.
 from __future__ import annotations
 
+import logging
 import shlex
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.tracking.link import digest, link_version, new_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
-from bandpo_cli.tracking.names import flat_params
+from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.run_record import read_records
 from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
-from bandpo_cli.types import RunStatus
-
-
-class Tracker(Protocol):
-    """A mirror of the run folder, best effort: no call raises for the tracker's own troubles."""
-
-    def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
-        """Tell of the run: its resolved config as `params` (nested), `run_tags(env)` as `tags`."""
-
-    def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
-        """Tell of one step, after the run folder has its record."""
-
-    def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Tell how the run ended and send its files, `run_artifacts(folder)`. To be called in every case."""
-
-
-class NullTracker:
-    """Tells nobody."""
-
-    def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
-        """Do nothing."""
-
-    def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
-        """Do nothing."""
-
-    def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Do nothing."""
-
+from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
 """The pause after a failure: twice the last one, from the first to the longest."""
@@ -62,9 +35,11 @@ UNREACHABLE_GRACE_S = 1.5
 
 RECORDS_A_CALL = 50
 
+log = logging.getLogger("bandpo_cli")
+
 
 class MlflowTracker:
-    """A `Tracker` that mirrors `folder` in `store` on a daemon thread, MLflow's slow import included.
+    """Mirror `folder` in `store` on a daemon thread, MLflow's slow import included.
 
     The first failure costs one line through `warn`. What could not be sent is kept and tried again with a growing
     pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by default), with
@@ -251,16 +226,31 @@ class MlflowTracker:
         )
 
 
-def open_tracker(
-    config: TrackingConfig,
-    folder: Path,
-    warn: Callable[[str], None],
-    say: Callable[[str], None] | None = None,
-) -> Tracker:
-    """Return the tracker that `config` asks for, of the run in `folder`; its parent is the runs folder."""
-    if not config.mlflow:
-        return NullTracker()
-    return MlflowTracker(tracking_store(config, folder.absolute().parent), folder, warn, say)
+class MlflowCallback(CallbackBase):
+    """Callback of `train` and `resume` that sends the run to MLflow with an `MlflowTracker`.
+
+    Problems are logged as warnings and never raised: the run folder has everything.
+    """
+
+    def __init__(self, config: TrackingConfig) -> None:
+        self._config = config
+        self._tracker: MlflowTracker | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Start the tracker's thread. The store of a run without `tracking.uri` lies beside the run folder."""
+        store = tracking_store(self._config, info.folder.absolute().parent)
+        self._tracker = MlflowTracker(store, info.folder, log.warning)
+        self._tracker.start(info.folder.name, info.config, run_tags(info.env, info.parent))
+
+    def step(self, report: StepReport) -> None:
+        """Queue the metrics of one step."""
+        if self._tracker is not None:
+            self._tracker.log_metrics(report.step, report.record)
+
+    def end(self, result: RunResult) -> None:
+        """Send the rest, the status and the files of the run folder."""
+        if self._tracker is not None:
+            self._tracker.finish(result.status, run_artifacts(result.folder))
 
 
 def sync_command(folder: Path) -> str:

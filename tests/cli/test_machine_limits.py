@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.machine import system_error_message
+from bandpo_cli.errors import system_error_message
 
 SMALL = [
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",

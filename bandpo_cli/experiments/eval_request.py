@@ -1,42 +1,55 @@
-"""From the flags of `bandpo eval` to what is to be done, with every mistake told that can be told unloaded."""
+"""Plan of an evaluation: the model or the stored completions, the tasks, the settings.
+
+Every mistake that can be found without torch is found here.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.cli.eval_tasks import eval_task_layer
-from bandpo_cli.cli.model_ref import ModelRef, resolve_model
-from bandpo_cli.cli.preflight import check_model_path
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.data import DATASETS, FILE_SUFFIXES, Source
+from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve_model
 from bandpo_cli.grading import check_grader
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
+from bandpo_cli.tasks.datasets import evaluation_sources
 from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
 """The k of pass@k and maj@k where none is asked for: those of these within n, and n itself."""
 
+_TASKS = ("countdown", *DATASETS)
 _MAX_K = 10**6
 _MAX_STEM_CHARS = 100  # characters of an evaluation's name that say what was evaluated
 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """Completions from a file: where they lie, and what tells whether they are still the same."""
+    """Stored completions.
+
+    Attributes:
+        path: the file.
+        digest: SHA-256 of its contents; a resume compares it.
+        grader: the grader that was asked for; None for the data's own.
+        sets: problems with their completions, by evaluation set.
+    """
 
     path: Path
     digest: str
@@ -46,10 +59,10 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """An evaluation to be made.
+    """An evaluation that has been checked and not started.
 
     Attributes:
-        config: seed, model, task, sampling, grading and evaluation; its other sections say nothing here.
+        config: seed, model, task, sampling, grading, evaluation and tracking are used, the other sections are not.
         source: the model and its task, or stored completions.
         legacy: add best@k as resampling with replacement gives it.
     """
@@ -60,7 +73,7 @@ class EvalRequest:
 
     @property
     def stem(self) -> str:
-        """The evaluation's name, the time apart."""
+        """The evaluation's name without the time."""
         if isinstance(self.source, SamplesFile):
             return _plain(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
         model, task = self.source
@@ -75,7 +88,7 @@ class EvalRequest:
         return f"{self.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a later call needs to go on with the same evaluation."""
+        """Return what a later call needs to resume the same evaluation."""
         sections = ("seed", "model", "task", "sampling", "grading", "evaluation", "tracking")
         dump = self.config.model_dump(mode="json")
         for source in (*dump["task"].get("train", ()), *dump["task"].get("heldout", ())):
@@ -99,6 +112,53 @@ def _absolute_path(path: str | None) -> str | None:
     if not path or path == EMBEDDED_MODEL or not path_exists(user_path(path)):
         return path
     return str(user_path(path).absolute())
+
+
+def plan_evaluation(
+    model: str = "embedded",
+    tasks: Sequence[str] = (),
+    *,
+    samples: Path | str | None = None,
+    n: int | None = None,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+    sampler: str | None = None,
+    grader: str | None = None,
+    base: Sequence[Layer] = (),
+    settings: Sequence[Layer] = (),
+    legacy_best_at_k: bool = False,
+    runs_dir: Path | str = "runs",
+) -> EvalRequest:
+    """Check everything that can be checked without torch, and load the problems.
+
+    Args:
+        base: settings below the other arguments.
+        settings: settings above the other arguments.
+        The others: as for `evaluate`.
+
+    Raises:
+        UserError: there is no such model, task or file, or a setting cannot be used.
+    """
+    flags: dict[tuple[str, ...], Any] = {
+        ("evaluation",): samples_layer(n, k) or None,
+        ("evaluation", "temperature"): temperature,
+        ("evaluation", "problems"): limit,
+        ("sampling", "max_tokens"): max_tokens,
+        ("sampling", "engine"): sampler,
+        ("seed",): seed,
+    }
+    layers = [*base, flag_layer(flags), *settings]
+    if samples is not None:
+        request = samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
+    else:
+        judge = [] if grader is None else [{"task": {"grader": grader}}]
+        request = model_request(model, tasks, Path(runs_dir), [*layers, *judge], legacy_best_at_k)
+    if not request.config.evaluation.k:
+        raise UserError("evaluation.k: give at least one k")
+    return request
 
 
 def model_request(
@@ -138,7 +198,7 @@ def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], leg
     _check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
     layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
-    # What the layers say of drawing means nothing here, and must not forbid a k.
+    # Settings of sampling are not used here, and must not forbid a k.
     k = _resolve_for(layers, max(fewest, _MAX_K)).evaluation.k
     if max(k, default=1) > fewest:
         raise ConfigError(
@@ -232,3 +292,54 @@ def request_from_record(
         check_model_path(ref.path)
         check_engine(config.sampling.engine)
     return EvalRequest(config, (ref, build_task(config.task)), legacy)
+
+
+def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
+
+    Raises:
+        ConfigError: there is no such task or file, or countdown is asked for with others.
+    """
+    if not tasks:
+        return {}
+    problems = {"evaluation": {"problems": None}}
+    if "countdown" in tasks:
+        if len(tasks) > 1:
+            raise ConfigError("--task countdown: it has a model and a form of its own; evaluate it by itself")
+        same = own is not None and isinstance(own.task, CountdownTask)
+        return problems | ({} if same else {"task": {"name": "countdown"}})
+    task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
+    if own is not None and not isinstance(own.task, CountdownTask):
+        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
+    return problems | {"task": task}
+
+
+def _sources(tasks: Sequence[str]) -> list[Any]:
+    files = [name for name in tasks if name not in DATASETS]
+    for name in files:
+        if name and path_exists(user_path(name)):
+            continue
+        if Path(name).suffix.lower() in FILE_SUFFIXES:
+            raise ConfigError(f"--task {name[:200]}: no such file")
+        raise ConfigError(
+            f"--task {name[:200]}: no such task or file{nearest(name, _TASKS)}; known: {', '.join(_TASKS)}, or a "
+            f"{', '.join(FILE_SUFFIXES)} file"
+        )
+    labels = Counter(map(_label_of, files))
+    sources: list[Any] = []
+    for name in tasks:
+        if name in DATASETS:
+            sources += evaluation_sources(name)
+        elif labels[_label_of(name)] == 1:
+            sources.append({"path": name, "label": _label_of(name)})
+        else:  # a/test.jsonl and b/test.jsonl are a-test and b-test
+            path = user_path(name).absolute()
+            sources.append({"path": name, "label": _label_of(f"{path.parent.name}-{path.name}")})
+    return sources
+
+
+def _label_of(path: str) -> str:
+    try:
+        return source_label(Source(path=path))
+    except ConfigError:  # nothing of the name may stand in a metric's name
+        return "data"

@@ -1,19 +1,30 @@
-"""`bandpo train --resume`: from where a run goes on, and with which settings. Nothing heavy is loaded for it."""
+"""Resuming a training run: the step from which it continues, and the settings that may change.
+
+Nothing heavy is imported at module level.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.layers import Layer, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.storage.checkpoints import complete_checkpoints
+from bandpo_cli.experiments.preflight import check_config, checkpoint_warnings, config_warnings
+from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
+from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.environment import describe_environment
+from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.types import RunResult, TrainCallback
 
 CHANGEABLE_SETTINGS = (
     "tracking",
@@ -25,36 +36,42 @@ CHANGEABLE_SETTINGS = (
     "sampling.vllm.kv_cache_gb",
     "sampling.vllm.sleep",
 )
-"""Settings, or whole sections, that a resume may change: they touch no number of the record. `steps` is apart."""
+"""Settings, or complete sections, that a resume may change: they affect no number in the record. `steps` is apart."""
+
+_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
+_NOT_SET = "nothing"
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a run goes on.
+    """A run that is to be resumed.
 
     Attributes:
-        config: the run's own settings with the harmless changes that were asked for.
+        folder: the run folder.
+        config: the run's settings with the changes that were asked for.
+        task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
-        step: the step after which it goes on; -1 for from the start.
-        checkpoint: the state after `step`; None where it starts over.
-        warnings: checkpoints that had to be passed over, a line each.
+        step: the step after which the run continues; -1 for from the start.
+        checkpoint: the state after `step`; None where the run starts again.
+        warnings: skipped checkpoints and remarks on the settings, one line each.
     """
 
     folder: RunFolder
     config: RunConfig
+    task: Task | None
     done: int
     step: int
     checkpoint: Path | None
-    warnings: list[str]
+    warnings: tuple[str, ...]
 
     @property
-    def trained(self) -> bool:
-        """Every step is done: what is left is the closing work."""
+    def is_trained(self) -> bool:
+        """Whether every step is done, so that only the summary and the plots are missing."""
         return self.step >= self.config.steps
 
     def describe(self) -> str:
-        """Say in a line from where the run goes on."""
-        if self.trained:
+        """Return one line that says from where the run continues."""
+        if self.is_trained:
             return f"all {self.step} steps are done; what is left is the summary and the plots"
         if self.checkpoint is None:
             again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""
@@ -65,11 +82,53 @@ class ResumePlan:
         )
 
 
-def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
-    """Decide how the run in `folder` goes on; `layers` are the settings that were given beside --resume.
+def resume(
+    run: str | ResumePlan,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Callable[[], bool] | None = None,
+) -> RunResult:
+    """Continue a training run from its last complete checkpoint.
+
+    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+
+    Args:
+        run: its name in `runs_dir`, its folder, or a plan of `locked_resume`, whose lock the caller holds.
+        runs_dir: the folder of run folders.
+        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
+        callbacks: as for `train`.
+        stop_requested: as for `train`.
 
     Raises:
-        UserError: it is whole, its record is damaged, or a setting was given that cannot change.
+        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
+        RunError: as `train`.
+    """
+    if isinstance(run, ResumePlan):
+        return _resume(run, callbacks, stop_requested)
+    with locked_resume(run, runs_dir, settings) as plan:
+        return _resume(plan, callbacks, stop_requested)
+
+
+@contextmanager
+def locked_resume(
+    run: str, runs_dir: Path | str = "runs", settings: Sequence[Layer] = (), read_only: bool = False
+) -> Iterator[ResumePlan]:
+    """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
+
+    Raises:
+        UserError: there is no such run, another process writes it, or as `plan_resume`.
+    """
+    folder = RunFolder.open(Path(runs_dir), run)
+    with nullcontext() if read_only else run_lock(folder.path):
+        yield plan_resume(folder, settings)
+
+
+def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
+    """Return how the run in `folder` continues; `layers` are the settings that were given with --resume.
+
+    Raises:
+        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
     """
     own_layer = read_layer(folder.path / "config.yaml", f"--resume {folder.name}:")
     try:
@@ -100,19 +159,59 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
             f"run {folder.name} has no whole checkpoint to go on from; train anew: bandpo train --config "
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
-    warnings = [f"passed over: {why}" for each, why in damaged.items() if step < each <= done]
+    checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
     return ResumePlan(
-        folder, config, done, step, folder.checkpoint_dir(step) if step >= 0 else None, warnings
+        folder,
+        config,
+        None if step >= config.steps else check_config(config),
+        done,
+        step,
+        checkpoint,
+        (
+            *(f"passed over: {why}" for each, why in damaged.items() if step < each <= done),
+            *config_warnings(config),
+            *checkpoint_warnings(config),
+        ),
     )
 
 
 def resume_command(folder: RunFolder, runs_dir: Path) -> str:
-    """Return what to type to go on with a run."""
+    """Return the command that resumes a run."""
     in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
     words = ["bandpo", "train", "--resume", folder.name if in_runs_dir else str(folder.path)]
     if in_runs_dir and runs_dir != Path("runs"):
         words += ["--runs-dir", str(runs_dir)]
     return shlex.join(words)
+
+
+def _resume(
+    plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
+) -> RunResult:
+    events = train_events(plan.config, callbacks)
+    if plan.task is None:
+        _roll_back(plan)
+        with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
+            pass
+        return record.result
+    with loaded_components(plan.config, plan.task, events) as components:
+        if plan.checkpoint is not None:
+            components.resume_from(plan.checkpoint)
+        _roll_back(plan)
+        return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
+
+
+def _roll_back(plan: ResumePlan) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
+    folder = plan.folder
+    (folder.path / "summary.json").unlink(missing_ok=True)
+    remove_temporary_files(folder.path / "plots")
+    # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
+    remove_checkpoints_after(folder, plan.step)
+    folder.roll_back(plan.step)
+    prune_checkpoints(folder, plan.config.checkpoint)
+    folder.write_config(to_yaml(plan.config))
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
 
 
 def _last_step(folder: RunFolder, config: RunConfig) -> int:
@@ -162,10 +261,6 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
         raise ConfigError(
             f"--resume {name}: steps = {config.steps}: it has done {done} already; give more than that"
         )
-
-
-_NOT_SET = "nothing"
-_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
 
 
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

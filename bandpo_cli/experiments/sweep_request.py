@@ -1,22 +1,20 @@
-"""From the flags of `bandpo sweep` to its plan, with every mistake told before anything runs."""
+"""Plan of a sweep: its runs from a file, axes and seeds. Every mistake is found before anything runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
-from bandpo_cli.cli.preflight import check_config, choose_run_name
 from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
 from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments.preflight import check_config, choose_run_name
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
@@ -60,8 +58,8 @@ def plan_sweep(
     """
     written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
-        sweep = SweepConfig.model_validate(written)
-        replaced = {**sweep.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
+        config = SweepConfig.model_validate(written)
+        replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
         changes: dict[str, Any] = {"axes": replaced}
         if seeds is not None:
             changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
@@ -69,12 +67,21 @@ def plan_sweep(
             changes["baseline"] = baseline
         if recorded is not None:
             changes["recorded"] = recorded
-        sweep = SweepConfig.model_validate({**sweep.model_dump(), **changes})
+        config = SweepConfig.model_validate({**config.model_dump(), **changes})
     except ValidationError as error:
         where = "" if file is None else f"{file}: "
         raise ConfigError(where + validation_message(error, SweepConfig)) from None
+    return request_from_config(config, layers, runs_dir)
+
+
+def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepRequest:
+    """Plan a sweep from its settings; `layers` are settings of all runs.
+
+    Raises:
+        ConfigError: a setting of a run cannot be used.
+    """
     matches: dict[str, Any] = {}
-    runs = plan_runs(sweep, layers, _matcher(sweep.recorded, runs_dir, matches))
+    runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
@@ -82,8 +89,8 @@ def plan_sweep(
         if parts not in checked:
             checked.add(parts)
             check_config(run.config)
-    about = {} if sweep.recorded is None else {"recorded": sweep.recorded, "matched": matches}
-    return SweepRequest(runs, sweep.baseline, about)
+    about = {} if config.recorded is None else {"recorded": config.recorded, "matched": matches}
+    return SweepRequest(runs, config.baseline, about)
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
@@ -92,17 +99,12 @@ def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> Swe
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
-def refuse_beside_resume(given: Mapping[str, Any]) -> None:
-    """Raise a UserError where a flag is given that a sweep has its own plan for."""
-    extra = [name for name, value in given.items() if value not in (None, [])]
-    if extra:
-        raise UserError(f"--resume: the sweep goes on by its own plan; leave out {', '.join(extra)}")
-
-
 def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:
     """Return what finds a radius on the tokens of a run, and notes it in `matches`; None without a run."""
     if recorded is None:
         return None
+    from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
+
     columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
 
@@ -128,26 +130,3 @@ def _seed(part: str, text: str) -> int:
     if not part.isdecimal() or len(part) > _MOST_DIGITS:
         raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
     return int(part)
-
-
-def check_executor(executor: str, address: str | None, allowed: Sequence[str]) -> None:
-    """Refuse an executor that is unknown or not installed, and an address that nobody asks for.
-
-    Raises:
-        ConfigError: in a line.
-    """
-    if executor not in allowed:
-        raise ConfigError(
-            f"--executor {executor}: unknown{nearest(executor, allowed)}; allowed: {', '.join(allowed)}"
-        )
-    if address is not None and executor != "ray":
-        raise ConfigError(f"--ray-address {address}: goes with --executor ray")
-    if executor == "ray" and find_spec("ray") is None:
-        raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
-
-
-def check_margin(margin: float | None) -> float | None:
-    """Return the margin of `--stop-behind`. Raises ConfigError unless it lies between 0 and 1."""
-    if margin is not None and not 0 < margin < 1:
-        raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
-    return margin
