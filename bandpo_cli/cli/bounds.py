@@ -1,4 +1,4 @@
-"""`bandpo bounds`: the intervals themselves, without a model. Answers without torch."""
+"""`bandpo bounds`: ratio intervals of single probabilities. Does not import torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bounds(
     ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHODS", help="Add clip, clip-higher, dcpo or none, apart by commas."),
+        typer.Option(metavar="METHODS", help="Add clip, clip-higher, dcpo or none, separated by commas."),
     ] = None,
     max_ratio: Annotated[
         float | None,
@@ -77,7 +77,7 @@ def bounds(
     [bold]bandpo bounds 0.08 --compare clip,clip-higher,dcpo[/bold]  fixed intervals
     [bold]echo 0.1 0.2 | bandpo bounds - --format json[/bold]  in scripts
     [bold]bandpo bounds --file probs.txt --format csv[/bold]  many at once
-    [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a picture
+    [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a plot
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
     """

@@ -27,7 +27,7 @@ _MOST_TEXT = 2**28  # bytes, some ten million probabilities
 
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
-    """Numbers in (0, 1] from the arguments (`-` stands for standard input) and then from `file`, in that order."""
+    """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
     found: list[float] = []
     for word in words:
         found += (
@@ -39,7 +39,7 @@ def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
 
 
 def _from_text(text: str, source: str) -> list[float]:
-    """Numbers apart by white space or commas; `#` begins a comment."""
+    """Return numbers separated by white space or commas; `#` begins a comment."""
     lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
     found = [
         _probability(word, f"{source}, line {number}")
@@ -48,7 +48,7 @@ def _from_text(text: str, source: str) -> list[float]:
     ]
     if not found:
         raise UserError(
-            f"{source}: no probability in it; give numbers in (0, 1] apart by spaces, commas or lines"
+            f"{source}: no probability in it; give numbers in (0, 1] separated by spaces, commas or lines"
         )
     return found
 
@@ -61,7 +61,7 @@ def _probability(word: str, source: str) -> float:
 
 
 def radii(words: Iterable[str]) -> list[float]:
-    """Numbers > 0 from `--delta`, which may be repeated or hold several apart by commas."""
+    """Return numbers > 0 from `--delta`, which may be repeated or hold several separated by commas."""
     found = [_number(word, "--delta", "a number > 0") for text in words for word in text.split(",")]
     for value in found:
         if not (value > 0.0 and math.isfinite(value)):
@@ -77,7 +77,7 @@ def _number(word: str, source: str, wanted: str) -> float:
 
 
 def names(option: str, texts: Iterable[str], allowed: Sequence[str]) -> list[str]:
-    """Names apart by commas, each one of `allowed`."""
+    """Return names separated by commas, each one of `allowed`."""
     found = [name.strip() for text in texts for name in text.split(",")]
     for name in found:
         if name not in allowed:
@@ -91,10 +91,10 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot_file(file: Path) -> None:
-    """Refuse a picture that could not be written, before anything is computed."""
+    """Raise UserError for a plot file that cannot be written, before anything is computed."""
     if file.suffix.lower() not in PLOT_SUFFIXES:
         raise UserError(
-            f"--plot {file}: no picture format{nearest(file.suffix, PLOT_SUFFIXES)}; "
+            f"--plot {file}: not an image format{nearest(file.suffix, PLOT_SUFFIXES)}; "
             f"allowed endings: {', '.join(PLOT_SUFFIXES)}"
         )
     if not file.parent.is_dir():
@@ -191,7 +191,7 @@ def _print_matches_table(found: list[dict[str, Any]]) -> None:
 
 
 def _reason(row: dict[str, Any]) -> str:
-    """Why no Band has that upper bound."""
+    """Return why no Band has that upper bound."""
     limit = 1.0 / row["prob"]
     if row["upper"] > limit:
         return f"none: a Band never passes the simplex, r ≤ 1/p = {limit:.6g}"

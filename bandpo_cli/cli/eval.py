@@ -77,7 +77,7 @@ def evaluate(
     n: Annotated[
         int | None,
         typer.Option(
-            "--n", metavar="N", min=1, help="Completions a problem.", show_default="the run's, else 16 or 4"
+            "--n", metavar="N", min=1, help="Completions per problem.", show_default="the run's, else 16 or 4"
         ),
     ] = None,
     k: Annotated[
@@ -112,14 +112,14 @@ def evaluate(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="SEED", help="Seed of what is drawn.", show_default="the run's, else 0"),
+        typer.Option(metavar="SEED", help="Seed of the sampling.", show_default="the run's, else 0"),
     ] = None,
     grader: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who judges: math, number, countdown, or your own as module:function.",
-            show_default="what the data says",
+            help="Grader: math, number, countdown, or your own as module:function.",
+            show_default="the one of the data",
         ),
     ] = None,
     legacy_best_at_k: Annotated[
@@ -132,9 +132,7 @@ def evaluate(
     format_: TableOrJson = "table",
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Go on with an interrupted evaluation, which has its own settings."
-        ),
+        typer.Option(metavar="NAME", help="Resume an interrupted evaluation with its own settings."),
     ] = None,
     name: Annotated[
         str | None,
@@ -153,7 +151,7 @@ def evaluate(
     """Score a model on problem sets, with intervals, and keep every completion.
 
     mean@n, unbiased pass@k, maj@k, and what else can go wrong: answers without
-    a readable form, cut completions, timeouts. Every figure has a 95% interval
+    a readable form, cut completions, timeouts. Every metric has a 95% interval
     by bootstrap over problems. A checkpoint of a run is scored with the run's
     own tasks, template and seed, so that it scores what it scored in training.
 
@@ -197,7 +195,7 @@ def evaluate(
     console = open_console(stderr=style == "json")
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
-        refuse_with("--resume", "it goes on with its own settings", given, set(given))
+        refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
         return _resume(console, style, resume, runs_dir, tracking)
     files = [*map(read_layer, config or []), {"tracking": tracking}]
     assignments = [read_assignments(set_ or [])]

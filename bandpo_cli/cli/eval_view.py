@@ -93,7 +93,7 @@ class EvalView(CallbackBase):
             print_scores(self._console, result.scores)
             self._console.print()
         if self._info is not None and self._info.request.config.tracking.mlflow:
-            self._spin("sending the figures to MLflow …")
+            self._spin("sending the metrics to MLflow …")
 
     def close(self) -> None:
         """Remove the spinner and the progress bar, where an error left them."""
@@ -108,8 +108,8 @@ class EvalView(CallbackBase):
             words += ["--runs-dir", str(runs_dir)]
         print_line(
             self._console,
-            f"{result.record['status']}: {folder.count_stored():,} of {info.completions:,} completions are kept; "
-            f"go on by: {shlex.join(words)}",
+            f"{result.record['status']}: {folder.count_stored():,} of {info.completions:,} completions are stored; "
+            f"continue with: {shlex.join(words)}",
         )
 
     def _stop_progress(self) -> None:
@@ -143,7 +143,7 @@ def print_request(console: Console, request: EvalRequest) -> None:
         ("tasks", _counts(sets)),
         (
             "samples",
-            f"{settings.samples} a problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
+            f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
             f"T = {settings.temperature:g}, seed {config.seed}",
         ),
     ]
@@ -156,7 +156,7 @@ def print_files(console: Console, result: EvalResult) -> None:
     """Print where the results are."""
     folder = EvalFolder(result.folder)
     for heading, text in (
-        ("figures", str(folder.path / "eval.json")),
+        ("metrics", str(folder.path / "eval.json")),
         ("samples", str(folder.samples_path)),
         ("histogram", str(folder.path / "plots" / "success.png")),
         ("MLflow", result.mlflow),
@@ -178,7 +178,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
 
 
 class ProgressRate:
-    """Counts completions; the ones that were there before do not count for the rate."""
+    """Count of completions and their rate; completions stored before the start do not count for the rate."""
 
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done = total, done
@@ -191,7 +191,7 @@ class ProgressRate:
 
     @property
     def rate(self) -> float:
-        """Completions a second."""
+        """Completions per second."""
         return (self.done - self._before) / max(self.seconds, 1e-9)
 
     def words(self) -> str:
@@ -277,7 +277,7 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
 
 
 def metric_label(name: str) -> str:
-    """Return a figure's name as the field writes it: `mean@16`, `pass@4`, `answer format`."""
+    """Return a metric's name as the literature writes it: `mean@16`, `pass@4`, `answer format`."""
     words = name.replace("_at_", "@").removesuffix("_rate").replace("_", " ")
     return f"{words}, tokens" if name == "response_length" else words
 

@@ -1,4 +1,4 @@
-"""Options that several commands share: one wording, one type."""
+"""Options that several commands share, and checks of option values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TrackingUri = Annotated[
 ]
 Mlflow = Annotated[
     bool | None,
-    typer.Option("--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="on"),
+    typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
 ]
 TableOrJson = Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")]
 

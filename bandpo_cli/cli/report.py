@@ -1,4 +1,4 @@
-"""`bandpo report`: many runs compared."""
+"""`bandpo report`: comparison of many runs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def report(
         typer.Option(
             metavar="KEY,KEY",
             help="Settings that make an arm, e.g. bounds,optim.lr; repeatable.",
-            show_default="all that differ, the seed apart",
+            show_default="all that differ, except the seed",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where the report goes.", show_default="SWEEP/report, or report here"
+            metavar="DIR", help="Folder of the report.", show_default="SWEEP/report, or report here"
         ),
     ] = None,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Compare training runs: a leaderboard, differences with intervals over seeds, pictures.
+    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
 
-    Runs that differ in their seed alone are one arm. Figures are means over
+    Runs that differ in their seed alone are one arm. Metrics are means over
     seeds with 95% intervals; arms are compared with the baseline seed by seed.
     All of it is computed from the run folders, and written as one HTML page,
     Markdown, CSV and PNG.

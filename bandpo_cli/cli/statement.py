@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def describe_method(bounds: MethodSettings) -> str:
-    """Name the method with the settings that matter, in a line."""
+    """Return the method and its main settings in one line."""
     if isinstance(bounds, BandSettings):
         cap = f", ratio ≤ {bounds.max_ratio:g}" if bounds.max_ratio is not None else ""
         relaxed = (
@@ -46,7 +46,7 @@ def describe_method(bounds: MethodSettings) -> str:
 
 
 def describe_model(config: RunConfig) -> str:
-    """Name the model and what it computes in."""
+    """Return the model and its dtype."""
     path = config.model.path
     name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
     return f"{name}, {config.model.dtype}"
@@ -91,11 +91,11 @@ def _refills(config: RunConfig) -> str:
     sampling = config.sampling
     if not sampling.dynamic:
         return ""
-    return f"groups without spread drawn anew up to {sampling.dynamic_batches - 1} times, "
+    return f"groups without spread sampled again up to {sampling.dynamic_batches - 1} times, "
 
 
 def _held_out(config: RunConfig, task: Task) -> str:
-    """Name the evaluation sets with the number of problems taken from each."""
+    """Return the evaluation sets with the number of problems taken from each."""
     counts = {
         label: len(problems[: config.evaluation.problems]) for label, problems in task.heldout_sets().items()
     }
@@ -107,7 +107,7 @@ def _held_out(config: RunConfig, task: Task) -> str:
 def print_statement(
     console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str], warnings: Sequence[str]
 ) -> None:
-    """Print the statement, and the notes and cautions below it."""
+    """Print the statement, and the notes and warnings below it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -184,7 +184,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
         line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")
     entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
     if entropies:
-        line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats a token")
+        line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token")
     line("run folder", str(result.folder))
     line("plots", str(result.folder / "plots"))
     if config.tracking.mlflow:

@@ -41,10 +41,12 @@ def sweep(
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="What is learnt, the same for all runs.")
+        str | None, typer.Option(metavar="NAME|FILE", help="Training task, the same for all runs.")
     ] = None,
     sampler: SamplerName = None,
-    steps: Annotated[int | None, typer.Option(help="Batches of rollouts a run.", show_default="100")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Batches of rollouts per run.", show_default="100")
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
     ] = None,
@@ -63,7 +65,7 @@ def sweep(
         str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a GPU, else one a core")
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one per GPU, else one per core")
     ] = None,
     stop_behind: Annotated[
         float | None,
@@ -95,9 +97,7 @@ def sweep(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="SWEEP", help="Go on with a sweep: what is not whole is run again, nothing else."
-        ),
+        typer.Option(metavar="SWEEP", help="Resume a sweep: runs that are not finished are executed again."),
     ] = None,
 ) -> None:
     """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.
@@ -133,7 +133,7 @@ def sweep(
             "--tracking-uri": tracking_uri,
             "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
-        refuse_with("--resume", "the sweep goes on by its own plan", given, set(given))
+        refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
         return _run(resume, place, runs_dir, None)
     fixed = flag_layer(
         {

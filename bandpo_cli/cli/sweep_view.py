@@ -71,7 +71,7 @@ class SweepView(CallbackBase):
             self._spin(None)
         if estimate is None:
             self._console.print(
-                "no run of this shape is here to estimate the time by; the table will tell after the first steps"
+                "no run of this shape is here to estimate the time by; the live table shows one after the first steps"
             )
             return
         self._console.print(
@@ -108,7 +108,7 @@ class SweepView(CallbackBase):
         if result.error is not None:
             if isinstance(result.error, KeyboardInterrupt):
                 again = resume_command(result.folder, self._runs_dir)
-                print_line(self._console, f"stopped, {finished} are whole; go on by: {again}")
+                print_line(self._console, f"stopped, {finished} are whole; continue with: {again}")
             return
         if result.report is None:
             print_line(self._console, str(result.report_error), "no report:", "yellow")
@@ -153,7 +153,7 @@ def resume_command(folder: Path, runs_dir: Path) -> str:
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
-    """Return one row an arm, with its seeds and steps."""
+    """Return one row per arm, with its seeds and steps."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("arm", "seeds", "steps", "runs"):
         table.add_column(heading, justify="left" if heading in ("arm", "seeds") else "right")
@@ -165,7 +165,7 @@ def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
 
 
 def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
-    """Group runs by arm, in the order in which the arms first come."""
+    """Return the runs by arm, in the order of the first run of each arm."""
     arms: dict[str, list[SweepRun]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)
@@ -173,7 +173,7 @@ def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
 
 
 def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row an arm: how many runs are whole, where the running ones are, accuracy and entropy so far."""
+    """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("arm", "whole", "running at step", "accuracy", "entropy", "left"):
         table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
@@ -198,7 +198,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
 
 
 def seconds_left(states: States, jobs: int) -> float | None:
-    """Return how long the rest will take, by the pace of the runs so far; None before there is one."""
+    """Return the remaining seconds by the mean pace of the running runs; None before there is one."""
     rates = [
         state.seconds_left / (state.steps - state.step)
         for state in states.values()
@@ -282,7 +282,7 @@ class _PlainLines:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print it."""
+    """Print the report: finding, leaderboard, notes, files."""
     whole = not console.is_terminal  # in a file or a pipe a sentence is a line
     console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=whole)
     console.print(Text(report.finding), soft_wrap=whole)

@@ -1,4 +1,4 @@
-"""`bandpo sync`: what MLflow lacks of runs, sent from their folders."""
+"""`bandpo sync`: send MLflow what it lacks of runs, from their folders."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="What is learnt: countdown, a known data set (gsm8k, math, dapo-math-17k, ...), or a .jsonl, .json, "
+            help="Training task: countdown, a known data set (gsm8k, math, dapo-math-17k, ...), or a .jsonl, .json, "
             ".csv or .parquet file of questions and answers.",
             show_default="countdown",
         ),
@@ -58,7 +58,7 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="Go on with a run that ended early: its name in --runs-dir, or its folder."
+            metavar="RUN", help="Resume a run that ended early: its name in --runs-dir, or its folder."
         ),
     ] = None,
     set_: Assignments = None,
@@ -105,7 +105,7 @@ def train(
     layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
         if name is not None:
-            raise UserError(f"--resume {resume}: a run goes on in its own folder; leave out --name")
+            raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
         return _resume(resume, runs_dir, layers, dry_run)
     return _train(resolve(layers), runs_dir, name, dry_run)
 

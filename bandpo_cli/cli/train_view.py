@@ -42,7 +42,7 @@ PHASES = {
 
 SPINNERS = {
     "load": "loading torch and the model …",
-    "close": "drawing the plots, finishing the record in MLflow …",
+    "close": "writing the plots, finishing the record in MLflow …",
 }
 """Text beside the spinner in the phases before and after the steps."""
 
@@ -89,7 +89,7 @@ class TrainView(CallbackBase):
         if result.status != "FINISHED":
             print_line(self._console, f"{result.status.lower()}; what the run did is in {folder.path}")
         if result.status == "KILLED" or (result.status == "FAILED" and folder.checkpoints()):
-            print_line(self._console, f"go on by: {resume_command(folder, self._runs_dir)}")
+            print_line(self._console, f"continue with: {resume_command(folder, self._runs_dir)}")
 
     def close(self) -> None:
         """Remove the spinner and the panel, where an error left them."""
@@ -112,7 +112,7 @@ def make_panel(console: Console, steps: int) -> LivePanel | PlainLines:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw values as a line of block characters, scaled to their own range, averaged down to `width`."""
+    """Return values as a line of block characters, scaled to their range, averaged down to `width`."""
     if not values:
         return ""
     size = min(width, len(values))
@@ -126,9 +126,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def eval_metrics_text(record: dict[str, float]) -> str:
-    """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
+    """Return an evaluation's metrics in one line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
 
-    With several evaluation sets each one's figures come behind its label.
+    With several evaluation sets, each one's metrics follow its label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -142,9 +142,9 @@ def eval_metrics_text(record: dict[str, float]) -> str:
 
 
 def ungraded_text(record: dict[str, float]) -> str:
-    """Return the shares of completions that could not be judged, empty when there are none worth a word.
+    """Return the shares of completions without a verdict, empty when they are below the thresholds.
 
-    An answer in no form that the grader reads is the model's fault, and common until it has learnt the form.
+    Unreadable answers are the model's mistake, and common until it has learned the form of an answer.
     """
     shares = [
         (record.get(f"grade/{key}_fraction", 0.0), least, words)

@@ -33,7 +33,7 @@ from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
-"""The k of pass@k and maj@k where none is asked for: those of these within n, and n itself."""
+"""The default k of pass@k and maj@k: the values below n, and n itself."""
 
 _TASKS = ("countdown", *DATASETS)
 _MAX_K = 10**6
@@ -108,7 +108,7 @@ class EvalRequest:
 
 
 def _absolute_path(path: str | None) -> str | None:
-    """Return the path of a local file or folder as it is seen from any folder; other texts as they are."""
+    """Return the absolute path of a local file or folder; other texts unchanged."""
     if not path or path == EMBEDDED_MODEL or not path_exists(user_path(path)):
         return path
     return str(user_path(path).absolute())
@@ -164,14 +164,14 @@ def plan_evaluation(
 def model_request(
     model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer], legacy: bool
 ) -> EvalRequest:
-    """Plan the evaluation of a model.
+    """Return the request that evaluates a model.
 
     Args:
-        tasks: as `--task` has them; none takes the run's own, or the settings' default.
-        layers: settings on top of the run's own.
+        tasks: values of `--task`; none for the run's own tasks, or the default of the settings.
+        layers: settings that replace the run's own.
 
     Raises:
-        UserError: a mistake in any of them; one line.
+        UserError: the model, a task or a setting is not valid.
     """
     ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
@@ -189,10 +189,10 @@ def model_request(
 
 
 def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], legacy: bool) -> EvalRequest:
-    """Plan the scoring of stored completions.
+    """Return the request that scores stored completions.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or has no completions.
     """
     sets = read_completions(path, grader)
     _check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
@@ -212,7 +212,7 @@ def _resolve_for(layers: Sequence[Layer], samples: int) -> RunConfig:
 
 
 def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings of `--n` and `--k`; with n alone the k are those of `DEFAULT_K` within n, and n itself.
+    """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself.
 
     Raises:
         ConfigError: a k is greater than n.
@@ -232,7 +232,7 @@ def read_k(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MAX_K for part in parts):
         raise ConfigError(
-            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, apart by commas, as in --k 1,8,32"
+            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, separated by commas, as in --k 1,8,32"
         )
     return sorted({int(part) for part in parts})
 
@@ -248,7 +248,7 @@ def _digest(path: Path) -> str:
 
 
 def _samples_name(path: Path) -> str:
-    """Name a samples file: those that this package writes by the evaluation or run that they are of."""
+    """Return a name for a samples file; a file written by this package is named by its evaluation or run."""
     path = path.absolute()
     if path.name == SAMPLES_FILE:
         return path.parent.name.removeprefix("eval-")
@@ -265,10 +265,10 @@ def request_from_record(
     """Return the request that the `eval.json` of `folder` was made from, with other settings of `tracking` only.
 
     Args:
-        complete: all completions are there: neither the model nor the samples' file is asked for.
+        complete: all completions are stored, so that neither the model nor the samples file is needed.
 
     Raises:
-        UserError: the record is damaged, or its model or samples are no longer there as they were.
+        UserError: the record is damaged, or its model or samples have changed or are missing.
     """
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
@@ -341,5 +341,5 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
 def _label_of(path: str) -> str:
     try:
         return source_label(Source(path=path))
-    except ConfigError:  # nothing of the name may stand in a metric's name
+    except ConfigError:  # no character of the name is allowed in a metric's name
         return "data"

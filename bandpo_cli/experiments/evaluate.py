@@ -280,7 +280,7 @@ def _stored_rows(folder: EvalFolder) -> Rows:
     for row in read_eval_table(folder.samples_path):
         rows.setdefault(row["task"], []).append(row)
     if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to draw them anew")
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
     return rows
 
 
@@ -338,7 +338,7 @@ def _send_to_mlflow(
         )
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        message = f"MLflow at {store.uri} did not take the figures ({type(error).__name__}: {line})"
+        message = f"MLflow at {store.uri} did not accept the metrics ({type(error).__name__}: {line})"
         log.warning("%s", redact_credentials(message))
         return None
     return f"{redact_credentials(ui_command(store.uri))}  (run {place})"

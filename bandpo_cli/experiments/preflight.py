@@ -36,7 +36,7 @@ def default_name(config: RunConfig) -> str:
 
 
 def method_stem(bounds: MethodSettings) -> str:
-    """Return the method's part of a run's name."""
+    """Return the part of a run's name that names the method."""
     if isinstance(bounds, BandSettings):
         divergence = bounds.divergence.replace(":", "-").replace(".", "-")
         return f"band-{divergence}-{bounds.delta:g}"
@@ -44,10 +44,10 @@ def method_stem(bounds: MethodSettings) -> str:
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
-    """Return the name of a new folder in the runs folder, refusing one that is taken.
+    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix if it is taken.
 
     Raises:
-        UserError: the name is taken or cannot be a folder's name, or nothing can be written to the runs folder.
+        UserError: `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
     """
     ground = next(
         folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if path_exists(folder)
@@ -55,7 +55,7 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
     if not ground.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
     if not os.access(ground, os.W_OK):
-        raise UserError(f"--runs-dir {runs_dir}: {ground} may not be written to; name another folder")
+        raise UserError(f"--runs-dir {runs_dir}: {ground} is not writable; name another folder")
     if asked is None:
         return unused_name(default, runs_dir)
     name = check_name(asked, runs_dir)
@@ -67,11 +67,11 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
 
 
 def check_config(config: RunConfig) -> Task:
-    """Refuse settings whose mistakes only show when they are used, and return the task with its problems loaded.
+    """Check settings that validation alone cannot check, and return the task with its problems loaded.
 
     Raises:
-        ConfigError: a divergence or grader of the user's own that cannot be used, a model path that leads nowhere, an
-            engine that is not installed, or a task without problems.
+        ConfigError: a custom divergence or grader cannot be used, the model path does not exist, an engine is not
+            installed, or a task has no problems.
     """
     import numpy as np
 
@@ -92,11 +92,11 @@ def check_config(config: RunConfig) -> Task:
 
 
 def config_warnings(config: RunConfig) -> list[str]:
-    """Return what the user should know before spending time on this run."""
+    """Return warnings about the settings of the optimizer."""
     found = []
     if config.optim.updates == 1 and config.bounds.method != "none":
         found.append(
-            "clipping can never bind: with one update a batch the ratio is always 1 and every method gives the same "
+            "clipping can never bind: with one update per batch the ratio is always 1 and every method gives the same "
             "run; use --set optim.updates=4 or more to compare methods"
         )
     if config.optim.warmup_steps >= config.steps * config.optim.updates:
@@ -108,7 +108,7 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 
 def checkpoint_warnings(config: RunConfig) -> list[str]:
-    """Return what the user should know of the checkpoints that the settings ask for."""
+    """Return warnings about the checkpoint settings."""
     each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
     by_evaluation = metric is None or metric.startswith("eval/")
     if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps and evaluated):
@@ -122,7 +122,7 @@ def checkpoint_warnings(config: RunConfig) -> list[str]:
 
 
 def check_model_path(path: str) -> None:
-    """Refuse what can be neither a model's folder nor a hub id.
+    """Check that `path` is a model folder or can be a hub id.
 
     Raises:
         ConfigError: no such folder, a folder without config.json, or a malformed id.
@@ -147,7 +147,7 @@ def check_model_path(path: str) -> None:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model to load from `path`; the run and the step that made it, where they are known."""
+    """A model to load from `path`; the run and step that trained it, where they are known."""
 
     path: str
     run: RunFolder | None = None
@@ -155,7 +155,7 @@ class ModelRef:
 
     @property
     def stem(self) -> str:
-        """Its part of an evaluation's name."""
+        """The part of an evaluation's name that names the model."""
         if self.run is not None:
             return f"{self.run.name}@{self.step}"
         return Path(self.path).absolute().name or "model"
@@ -223,11 +223,11 @@ def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
 
 
 def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:
-    """Tell `Qwen/Qwen2.5-0.5B` from the path of a run that is not there; the hub allows 96 characters."""
+    """Return whether `text` is like `Qwen/Qwen2.5-0.5B`, not a missing run's path; the hub allows 96 characters."""
     looks_like_one = len(text) <= 96 and _HUB_ID_WITH_OWNER.fullmatch(text) is not None
     return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)
 
 
 def _is_run(path: Path) -> bool:
-    """A run's config.yaml tells it from a model's folder, which has config.json."""
+    """Return whether `path` is a run folder: it has config.yaml, and a model folder has config.json."""
     return path_exists(path / "config.yaml") and not path_exists(path / "config.json")

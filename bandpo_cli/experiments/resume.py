@@ -142,9 +142,9 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
         further = (
             f"; to train further: --resume {folder.name} --steps {2 * config.steps}"
             if config.optim.schedule == "constant"
-            else f" (its {config.optim.schedule} schedule has come to its end)"
+            else f" (its {config.optim.schedule} schedule has ended)"
         )
-        raise UserError(f"run {folder.name} is whole: {done} of {config.steps} steps{further}")
+        raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
 
     whole, damaged = complete_checkpoints(folder)
     ahead = [step for step in whole if step > done + 1]
@@ -156,7 +156,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
     step = max((step for step in whole if step <= done), default=-1)
     if step < 0 and done >= own.steps:
         raise UserError(
-            f"run {folder.name} has no whole checkpoint to go on from; train anew: bandpo train --config "
+            f"run {folder.name} has no complete checkpoint to resume from; train anew: bandpo train --config "
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
     checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
@@ -168,7 +168,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
         step,
         checkpoint,
         (
-            *(f"passed over: {why}" for each, why in damaged.items() if step < each <= done),
+            *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
             *config_warnings(config),
             *checkpoint_warnings(config),
         ),
@@ -249,13 +249,13 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
             f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
         )
         raise ConfigError(
-            f"--resume {name}: a run goes on with its own settings; leave out {what}. "
+            f"--resume {name}: a run is resumed with its own settings; leave out {what}. "
             f"What may change: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
         )
     if "steps" in changed and own.optim.schedule != "constant":
         raise ConfigError(
             f"--resume {name}: steps = {config.steps}: optim.schedule = '{own.optim.schedule}' runs to its end over "
-            f"the run's {own.steps} steps, so their number is part of every step; only a constant one can go on"
+            f"the run's {own.steps} steps, so their number is part of every step; only a constant one can be extended"
         )
     if "steps" in changed and config.steps <= done:
         raise ConfigError(

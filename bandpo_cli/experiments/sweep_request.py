@@ -25,15 +25,15 @@ _MOST_DIGITS = 12  # of a seed: Python refuses to read thousands of them
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep that is about to be: its runs, and the arm that the others are compared with."""
+    """A sweep that has been checked and not started: its runs and the baseline arm."""
 
     runs: list[PlannedRun]
     baseline: str | None
     about: Mapping[str, Any]
-    """What else the plan on disk says: which radii were matched on which run."""
+    """Other entries of the plan on disk: the matched radii, and the run that they were matched on."""
 
     def notes(self) -> list[str]:
-        """Say each radius that was matched, and how well."""
+        """Return one line per matched radius, with the clip fraction that it reaches."""
         return [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
             f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
@@ -54,7 +54,7 @@ def plan_sweep(
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
     Raises:
-        ConfigError: a mistake in any of them, in a line.
+        ConfigError: the file, an axis or a setting is not valid.
     """
     written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
@@ -94,13 +94,13 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
-    """Write the plan. Raises UserError where nothing can be written, or the name is taken."""
+    """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
     chosen = choose_run_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
 def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:
-    """Return what finds a radius on the tokens of a run, and notes it in `matches`; None without a run."""
+    """Return a function that finds a radius on the tokens of a run and adds it to `matches`; None without a run."""
     if recorded is None:
         return None
     from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
@@ -128,5 +128,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _seed(part: str, text: str) -> int:
     if not part.isdecimal() or len(part) > _MOST_DIGITS:
-        raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
+        raise ConfigError(
+            f"--seeds {text}: whole numbers from 0 on, separated by commas, as in --seeds 0,1,2"
+        )
     return int(part)

@@ -67,7 +67,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         line = (str(error).strip().splitlines() or [""])[0][:200]
         log.warning(
             "%s",
-            f"MLflow at {redact_credentials(store.uri)} did not take the sweep ({type(error).__name__}: {line}); "
+            f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({type(error).__name__}: {line}); "
             "its runs are not shown under one",
         )
         return None
@@ -86,4 +86,4 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: 
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        log.warning("%s", f"MLflow did not take the sweep's end ({line})")
+        log.warning("%s", f"MLflow did not accept the sweep's end ({line})")

@@ -161,7 +161,7 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
-        how = "cannot be reached" if isinstance(error, OSError) else f"did not take run {path.name}"
+        how = "cannot be reached" if isinstance(error, OSError) else f"did not accept run {path.name}"
         raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None
 
 

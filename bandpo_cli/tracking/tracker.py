@@ -22,16 +22,16 @@ from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
-"""The pause after a failure: twice the last one, from the first to the longest."""
+"""The pause after a failure, in seconds: it doubles from the first value up to the second."""
 
 FINAL_RETRIES = 2
-"""How often a failing store is tried once the run has ended, with `FIRST_WAIT_S` between."""
+"""Number of attempts on a failing store after the end of the run, `MIN_RETRY_DELAY_S` apart."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long a server that is asked whether it is there may take to say so."""
+"""Timeout of the connection check of a server, in seconds."""
 
 UNREACHABLE_GRACE_S = 1.5
-"""How long the end of a run waits for a store that was failing already: it has had its time while the run went on."""
+"""Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
 
 RECORDS_A_CALL = 50
 
@@ -41,19 +41,18 @@ log = logging.getLogger("bandpo_cli")
 class MlflowTracker:
     """Mirror `folder` in `store` on a daemon thread, MLflow's slow import included.
 
-    The first failure costs one line through `warn`. What could not be sent is kept and tried again with a growing
-    pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by default), with
-    the command that sends it later. The run folder lacks nothing then. A run that is gone on with is sent from its
-    folder where MLflow lacks something of before. Call `start` when the imports of the training are done: two threads
-    that import at once slow each other down.
+    The first failure is reported in one line through `warn`. What could not be sent is queued and tried again with a
+    growing pause. What is missing when `finish` times out is reported in one line through `say` (`warn` by default),
+    with the command that sends it later; the run folder has everything. For a resumed run, steps that MLflow lacks are
+    sent from the folder. Call `start` after the imports of the training: two threads that import delay each other.
 
     Args:
         store: where to send.
         folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
         warn: prints one line; called from the tracker's thread.
         say: prints one line; called by `finish`.
-        finish_timeout_s: the longest that `finish` waits for a store that answers, in seconds; for one that does not,
-            it is `SILENT_END_S`.
+        finish_timeout_s: seconds that `finish` waits for a store that answers; for one that does not, it waits
+            `UNREACHABLE_GRACE_S`.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class MlflowTracker:
         self._news.set()
 
     def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Send the rest, the status and the files within `finish_timeout_s`; tell what was not sent."""
+        """Send the rest, the status and the files within `finish_timeout_s`; report what was not sent."""
         self._status = status
         self._files.extend(artifacts)
         self._ending.set()
@@ -103,7 +102,7 @@ class MlflowTracker:
             self._say(self._missing())
 
     def _wait(self) -> None:
-        """Wait for the thread's end, but not long for a store that is silent."""
+        """Wait for the end of the thread, but only `UNREACHABLE_GRACE_S` for a store that does not answer."""
         begin = answered = time.monotonic()
         while self._thread.is_alive():
             now = time.monotonic()
@@ -120,23 +119,23 @@ class MlflowTracker:
             try:
                 self._send_all()
                 self._failures = 0
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong here must not reach the training
+            except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
                 self._fail(error)
                 if ending:
                     self._tries_left -= 1
             self._pause()
 
     def _note_store(self) -> None:
-        """Keep in the folder where the run is to go, for sending it later if nobody answers there now."""
+        """Write the store into the run folder, so that `bandpo sync` can send the run there later."""
         try:
             if not read_links(self._folder):
                 new_link(self._folder, self._store)
-        except OSError:  # a full disk is the training's to tell
+        except OSError:  # the training reports a full disk
             pass
 
     def _send_all(self) -> None:
-        """Send all there is, oldest first; what was sent leaves the queue only when MLflow has it."""
-        self._news.clear()  # before looking: what comes after the look wakes the thread again
+        """Send the queue, oldest record first; a record leaves it only when MLflow has accepted it."""
+        self._news.clear()  # before reading the queue: a record that is added later wakes the thread again
         ending = self._ending.is_set()
         if not self._reached:
             check_reachable(self._store.uri, CONNECT_TIMEOUT_S)
@@ -158,7 +157,7 @@ class MlflowTracker:
                 self._link = link_version(self._folder)
 
     def _connected(self) -> MlflowMirror:
-        """Return the mirror, connected anew where MLflow has lost the run or `bandpo sync` has sent of it meanwhile."""
+        """Return the mirror; connect again if MLflow has lost the run or `bandpo sync` has sent parts of it meanwhile."""
         known = self._mirror if link_version(self._folder) == self._link else None
         if known is not None and (not self._failures or known.is_there()):
             return known
@@ -171,7 +170,7 @@ class MlflowTracker:
         return mirror
 
     def _backlog(self) -> list[MetricRecord]:
-        """Return the steps that the folder has and the queue has not: what was done before a resume."""
+        """Return the steps that the folder has and the queue lacks: those before a resume."""
         queued = {self._records[index].step for index in range(len(self._records))}
         try:
             return [record for record in read_records(self._folder) if record.step not in queued]
@@ -179,7 +178,7 @@ class MlflowTracker:
             return []
 
     def _close(self, mirror: MlflowMirror) -> None:
-        # The status first: a file that cannot be stored must not leave a finished run as RUNNING for ever.
+        # The status first: a file that cannot be stored must not leave a finished run as RUNNING forever.
         mirror.close(self._status or "FAILED")
         sent: dict[str, str] = {}
         try:
@@ -254,12 +253,12 @@ class MlflowCallback(CallbackBase):
 
 
 def sync_command(folder: Path) -> str:
-    """Return what sends the run in `folder` later, as typed where this process was started."""
+    """Return the command that sends the run in `folder` later."""
     elsewhere = "" if folder.parent == Path("runs") else f" --runs-dir {shlex.quote(str(folder.parent))}"
     return f"bandpo sync {shlex.quote(folder.name)}{elsewhere}"
 
 
 def short_error(error: Exception) -> str:
-    """Return the kind and first line of `error`, without passwords, at most 200 characters."""
+    """Return the class and first line of `error`, without credentials, at most 200 characters."""
     lines = redact_credentials(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
