@@ -1,4 +1,4 @@
-"""`bandpo` and `python -m bandpo_cli`: run the command line, print a user's mistake as one line, exit code 2."""
+"""`bandpo` and `python -m bandpo_cli`: run the command line; print errors as one line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import sys
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.cli.machine import system_error_message
-from bandpo_cli.errors import RunError, UserError, one_line
+from bandpo_cli.errors import RunError, UserError, one_line, system_error_message
 from bandpo_cli.sweeps.pool import exit_with_parent
 
 INTERRUPTED = 130
@@ -16,7 +15,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line and exit: 0 all went well, 1 a run failed, 2 a user's mistake, 130 Ctrl-C."""
+    """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
     exit_with_parent()
     try:
         _check_utf8(sys.argv[1:])
@@ -45,7 +44,7 @@ def main() -> None:
 
 
 def _check_utf8(words: list[str]) -> None:
-    """Raise UserError for bytes on the command line that are no UTF-8: no record, table or page could name them."""
+    """Raise UserError for bytes on the command line that are not UTF-8: no file of the package could hold them."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise UserError(f"{word}: not a text in UTF-8; rename it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 _MAX_MESSAGE_CHARS = 1000
@@ -58,3 +59,26 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
     """Return the first non-empty line of an error's text, cut to `max_chars`; its class name where it has no text."""
     lines = (line for line in map(str.strip, str(error).splitlines()) if line)
     return next(lines, "" if isinstance(error, str) else type(error).__name__)[:max_chars]
+
+
+_MESSAGES_BY_ERRNO = {
+    errno.ENOSPC: "no room is left on the disk; make some, and go on",
+    errno.EDQUOT: "the disk quota is used up; make room, and go on",
+    errno.EFBIG: "files may not grow that far here (ulimit -f)",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EIO: "the disk reports an input/output error",
+    errno.EMFILE: "too many files are open (ulimit -n)",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.EAGAIN: "no further process or thread may be started (ulimit -u)",
+    errno.ENOMEM: "out of memory",
+}
+
+
+def system_error_message(error: OSError) -> str | None:
+    """Return one line for an error of the operating system (disk full, ...), with the file; None for other errors."""
+    trouble = _MESSAGES_BY_ERRNO.get(error.errno) if error.errno is not None else None
+    if trouble is None:
+        return None
+    return trouble if error.filename is None else f"{error.filename}: {trouble}"

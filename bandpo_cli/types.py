@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model sampled an end token; `length`: the completion reached the token limit."""
@@ -127,3 +128,109 @@ GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
 
 UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
 """Verdicts of answers that were not graded."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step as callbacks receive it.
+
+    Attributes:
+        step: its number; 0 is the evaluation before training.
+        record: its line in metrics.jsonl.
+        sample: one graded completion of the step; None at step 0.
+    """
+
+    step: int
+    record: dict[str, float]
+    sample: Rollout | None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A training run at its start, as callbacks receive it.
+
+    Attributes:
+        folder: the run folder.
+        config: all settings, nested, with JSON values.
+        env: the contents of env.json.
+        steps: number of training steps of the complete run.
+        first_step: the first step that this call trains; 0 for a new run.
+        notes: remarks of the loaded components, one line each.
+        parent: id of the MLflow run that this run is shown under.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+    steps: int
+    first_step: int
+    notes: tuple[str, ...]
+    parent: str | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a training run.
+
+    Attributes:
+        folder: the run folder.
+        status: how the run ended.
+        records: the lines of metrics.jsonl.
+        error: the exception that ended the run; None when it finished or was stopped by request.
+    """
+
+    folder: Path
+    status: RunStatus
+    records: list[dict[str, Any]]
+    error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run: the last part of its folder."""
+        return self.folder.name
+
+
+Info = TypeVar("Info", contravariant=True)
+Report = TypeVar("Report", contravariant=True)
+Result = TypeVar("Result", contravariant=True)
+
+
+class Callback(Protocol[Info, Report, Result]):
+    """Observer of an experiment.
+
+    Order of calls: `phase("load")`; `start`; then for each step any number of `phase` calls and one `step`;
+    `phase("close")`; `end`. `end` is called exactly once if `start` was called, also when the experiment fails. All
+    calls come from the thread that runs the experiment. An exception raised by a callback ends the experiment.
+    """
+
+    def start(self, info: Info) -> None:
+        """Receive what the experiment is about; its folder exists."""
+
+    def phase(self, name: str) -> None:
+        """Receive the name of the work that begins: `load`, `sample`, `grade`, `update`, `eval`, `close`, ..."""
+
+    def step(self, report: Report) -> None:
+        """Receive one step, after its results are on disk."""
+
+    def end(self, result: Result) -> None:
+        """Receive the result, after it is on disk."""
+
+
+class CallbackBase:
+    """Four empty methods, for callbacks that need only some of them."""
+
+    def start(self, info: Any) -> None:
+        """Do nothing."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing."""
+
+    def step(self, report: Any) -> None:
+        """Do nothing."""
+
+    def end(self, result: Any) -> None:
+        """Do nothing."""
+
+
+TrainCallback = Callback[RunInfo, StepReport, RunResult]
+"""A callback of `train` and `resume`."""

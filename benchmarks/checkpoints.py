@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.training import loop
@@ -52,7 +53,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     components.close()
     writing = [record["time/checkpoint"] for record in folder.read_metrics() if "time/checkpoint" in record]
-    latest = max(folder.checkpoints().values())
+    latest = max(model_checkpoints(folder).values())
     size = sum(path.stat().st_size for path in latest.rglob("*") if path.is_file())
     shutil.rmtree(runs_dir)
     count, every = len(writing), config.checkpoint.every

@@ -1,4 +1,4 @@
-"""The commands. Each one's module is light; what is heavy is imported inside the command."""
+"""Command line application. Modules of commands are light: heavy imports are inside the command functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bandpo bounds`: the intervals themselves, without a model. Answers without torch."""
+"""`bandpo bounds`: ratio intervals of single probabilities. Does not import torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bounds(
         list[str] | None,
         typer.Option(
             metavar="METHODS",
-            help=f"Add {METHODS.names_text(lambda method: not method.trust_region)}, apart by commas.",
+            help=f"Add {METHODS.names_text(lambda method: not method.trust_region)}, separated by commas.",
         ),
     ] = None,
     max_ratio: Annotated[
@@ -82,22 +82,21 @@ def bounds(
     [bold]bandpo bounds 0.08 --compare clip,clip-higher,dcpo[/bold]  fixed intervals
     [bold]echo 0.1 0.2 | bandpo bounds - --format json[/bold]  in scripts
     [bold]bandpo bounds --file probs.txt --format csv[/bold]  many at once
-    [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a picture
+    [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a plot
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
     """
     from bandpo_cli.bounds.divergences import find_divergence
-    from bandpo_cli.cli import bounds_input as given
-    from bandpo_cli.cli.bounds_match import print_matches
+    from bandpo_cli.cli import bounds_view as view
     from bandpo_cli.errors import UserError
-    from bandpo_cli.reports import interval_table as show
+    from bandpo_cli.reports.interval_table import PEERS, as_csv, as_json, band_rows, method_rows
 
-    (style,) = given.names("--format", [format_], FORMATS)
-    radii = given.radii(delta or ["0.05"])
+    (style,) = view.names("--format", [format_], FORMATS)
+    radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
         find_divergence(name)
-    peers = given.names("--compare", compare or [], tuple(show.PEERS))
+    peers = view.names("--compare", compare or [], tuple(PEERS))
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
@@ -105,23 +104,21 @@ def bounds(
             raise UserError(
                 "--match answers with a delta: give it --at PROB, --divergence and --format alone"
             )
-        return print_matches(match, at, regions, style)
+        return view.print_matches(match, at, regions, style)
     if plot is not None:
-        given.check_plot_file(plot)
-    wanted = given.probabilities(probs or [], file)
+        view.check_plot_file(plot)
+    wanted = view.probabilities(probs or [], file)
     if not wanted and plot is None:
         raise UserError(
             "give probabilities in (0, 1], as in: bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
         )
 
-    rows = [
-        row for name in regions for radius in radii for row in show.band_rows(wanted, name, radius, max_ratio)
-    ]
-    rows += [row for name in peers for row in show.method_rows(wanted, name)]
+    rows = [row for name in regions for radius in radii for row in band_rows(wanted, name, radius, max_ratio)]
+    rows += [row for name in peers for row in method_rows(wanted, name)]
     if wanted and style == "table":
-        show.print_table(rows, max_ratio)
+        view.print_intervals(rows, max_ratio)
     elif wanted or style != "table":
-        print({"json": show.as_json, "csv": show.as_csv}[style](rows))
+        print({"json": as_json, "csv": as_csv}[style](rows))
     if plot is not None:
         from bandpo_cli.reports.interval_plot import plot_intervals
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +17,15 @@ from bandpo_cli.cli.options import (
     SamplerName,
     TableOrJson,
     TrackingUri,
+    check_choice,
+    refuse_with,
 )
 from bandpo_cli.registries import GRADERS, tasks_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bandpo_cli.config.layers import Layer
 
 eval_app = typer.Typer(
     invoke_without_command=True,
@@ -69,7 +77,7 @@ def evaluate(
     n: Annotated[
         int | None,
         typer.Option(
-            "--n", metavar="N", min=1, help="Completions a problem.", show_default="the run's, else 16 or 4"
+            "--n", metavar="N", min=1, help="Completions per problem.", show_default="the run's, else 16 or 4"
         ),
     ] = None,
     k: Annotated[
@@ -104,14 +112,14 @@ def evaluate(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="SEED", help="Seed of what is drawn.", show_default="the run's, else 0"),
+        typer.Option(metavar="SEED", help="Seed of the sampling.", show_default="the run's, else 0"),
     ] = None,
     grader: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help=f"Grader: {GRADERS.names_text()}.",
-            show_default="what the data says",
+            show_default="the one of the data",
         ),
     ] = None,
     legacy_best_at_k: Annotated[
@@ -124,9 +132,7 @@ def evaluate(
     format_: TableOrJson = "table",
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Go on with an interrupted evaluation, which has its own settings."
-        ),
+        typer.Option(metavar="NAME", help="Resume an interrupted evaluation with its own settings."),
     ] = None,
     name: Annotated[
         str | None,
@@ -145,7 +151,7 @@ def evaluate(
     """Score a model on problem sets, with intervals, and keep every completion.
 
     mean@n, unbiased pass@k, maj@k, and what else can go wrong: answers without
-    a readable form, cut completions, timeouts. Every figure has a 95% interval
+    a readable form, cut completions, timeouts. Every metric has a 95% interval
     by bootstrap over problems. A checkpoint of a run is scored with the run's
     own tasks, template and seed, so that it scores what it scored in training.
 
@@ -161,15 +167,14 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return None
-    from rich.console import Console
-
-    from bandpo_cli.cli import eval_request as planning
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
-    from bandpo_cli.errors import UserError
-    from bandpo_cli.paths import user_path
+    from bandpo_cli.experiments import evaluate as run_evaluation
+    from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
+    from bandpo_cli.experiments.preflight import choose_run_name
 
     style = check_choice("--format", format_, FORMATS)
-    console = Console(stderr=style == "json")
     given: dict[str, Any] = {
         "--model": model,
         "--task": task,
@@ -187,35 +192,53 @@ def evaluate(
         "--set": set_,
         "--legacy-best-at-k": legacy_best_at_k or None,
     }
+    console = open_console(stderr=style == "json")
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
-        refuse_with("--resume", "it goes on with its own settings", given, set(given))
-        from bandpo_cli.cli.run_eval import resume_evaluation
-
-        return resume_evaluation(resume, runs_dir, console, style, tracking)
-    flags: dict[tuple[str, ...], Any] = {
-        ("evaluation",): planning.samples_layer(n, None if k is None else planning.read_k(k)) or None,
-        ("evaluation", "temperature"): temperature,
-        ("evaluation", "problems"): limit,
-        ("sampling", "max_tokens"): max_tokens,
-        ("sampling", "engine"): sampler,
-        ("seed",): seed,
-        ("tracking",): tracking,
-    }
-    layers = [*map(read_layer, config or []), flag_layer(flags), read_assignments(set_ or [])]
+        refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
+        return _resume(console, style, resume, runs_dir, tracking)
+    files = [*map(read_layer, config or []), {"tracking": tracking}]
+    assignments = [read_assignments(set_ or [])]
     if samples is not None:
         refuse_with("--samples", "nothing is sampled", given, _SAMPLING_FLAGS)
-        request = planning.samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
-    else:
-        judge = [] if grader is None else [{"task": {"grader": grader}}]
-        request = planning.model_request(
-            "embedded" if model is None else model, task or [], runs_dir, [*layers, *judge], legacy_best_at_k
-        )
-    if not request.config.evaluation.k:
-        raise UserError("evaluation.k: give at least one k")
-    from bandpo_cli.cli.run_eval import run_evaluation
+    request = plan_evaluation(
+        "embedded" if model is None else model,
+        task or [],
+        samples=samples,
+        n=n,
+        k=None if k is None else read_k(k),
+        temperature=temperature,
+        max_tokens=max_tokens,
+        limit=limit,
+        seed=seed,
+        sampler=sampler,
+        grader=grader,
+        base=files,
+        settings=assignments,
+        legacy_best_at_k=legacy_best_at_k,
+        runs_dir=runs_dir,
+    )
+    folder_name = choose_run_name(runs_dir, name, request.default_name())
+    print_request(console, request)
+    with closing(EvalView(console, style, runs_dir)) as view:
+        result = run_evaluation(request, runs_dir=runs_dir, name=folder_name, callbacks=[view])
+    print_files(console, result)
+    return None
 
-    return run_evaluation(request, runs_dir, name, console, style)
+
+def _resume(console: Console, style: str, name: str, runs_dir: Path, tracking: Layer) -> None:
+    """Resume an evaluation, and print its metrics and files."""
+    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
+    from bandpo_cli.experiments.evaluate import plan_evaluation_resume, resume_evaluation
+    from bandpo_cli.storage.eval_folder import EvalFolder
+
+    folder = EvalFolder.open(runs_dir, name)
+    request = plan_evaluation_resume(folder, tracking)
+    if not folder.samples_path.exists():
+        print_request(console, request)
+    with closing(EvalView(console, style, runs_dir)) as view:
+        result = resume_evaluation(name, runs_dir, tracking, [view], request)
+    print_files(console, result)
 
 
 @eval_app.command()
@@ -239,27 +262,9 @@ def compare(
 
     [bold]bandpo eval compare NAME@0 NAME@100[/bold]  two steps of a run
     """
-    from rich.console import Console
-
-    from bandpo_cli.cli.eval_compare import print_comparison
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.eval_view import print_comparison
+    from bandpo_cli.experiments import compare as compare_evaluations
 
     style = check_choice("--format", format_, FORMATS)
-    print_comparison(Console(), a, b, runs_dir, show, style)
-
-
-def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `allowed`, else raise a UserError."""
-    from bandpo_cli.errors import UserError, nearest
-
-    if value not in allowed:
-        raise UserError(f"{flag} {value}: unknown{nearest(value, allowed)}; allowed: {', '.join(allowed)}")
-    return value
-
-
-def refuse_with(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
-    """Raise a UserError where `flag` is given together with flags that it makes meaningless."""
-    from bandpo_cli.errors import UserError
-
-    extra = [name for name, value in given.items() if name in others and value not in (None, [])]
-    if extra:
-        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
+    print_comparison(open_console(), compare_evaluations(a, b, runs_dir), show, style)

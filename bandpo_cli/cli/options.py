@@ -1,12 +1,13 @@
-"""Options that several commands share: one wording, one type."""
+"""Options that several commands share, and checks of option values."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.registries import ENGINES
 
 RUNS = Path("runs")
@@ -38,6 +39,20 @@ TrackingUri = Annotated[
 ]
 Mlflow = Annotated[
     bool | None,
-    typer.Option("--mlflow/--no-mlflow", help="Send the figures to MLflow.", show_default="on"),
+    typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
 ]
 TableOrJson = Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")]
+
+
+def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `allowed`, else raise a UserError."""
+    if value not in allowed:
+        raise UserError(f"{flag} {value}: unknown{nearest(value, allowed)}; allowed: {', '.join(allowed)}")
+    return value
+
+
+def refuse_with(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
+    """Raise UserError if any of the flags `others` is given, which `flag` makes meaningless."""
+    extra = [name for name, value in given.items() if name in others and value not in (None, [])]
+    if extra:
+        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")

@@ -1,4 +1,4 @@
-"""`bandpo report`: many runs compared."""
+"""`bandpo report`: comparison of many runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
 
 FORMATS = ("table", "json")
 
@@ -26,21 +26,21 @@ def report(
         typer.Option(
             metavar="KEY,KEY",
             help="Settings that make an arm, e.g. bounds,optim.lr; repeatable.",
-            show_default="all that differ, the seed apart",
+            show_default="all that differ, except the seed",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where the report goes.", show_default="SWEEP/report, or report here"
+            metavar="DIR", help="Folder of the report.", show_default="SWEEP/report, or report here"
         ),
     ] = None,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Compare training runs: a leaderboard, differences with intervals over seeds, pictures.
+    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
 
-    Runs that differ in their seed alone are one arm. Figures are means over
+    Runs that differ in their seed alone are one arm. Metrics are means over
     seeds with 95% intervals; arms are compared with the baseline seed by seed.
     All of it is computed from the run folders, and written as one HTML page,
     Markdown, CSV and PNG.
@@ -53,23 +53,17 @@ def report(
 
     [bold]bandpo report deltas --format json[/bold]  in scripts
     """
-    from bandpo_cli.errors import UserError, nearest
-
-    if format_ not in FORMATS:
-        raise UserError(f"--format {format_}: allowed: {', '.join(FORMATS)}{nearest(format_, FORMATS)}")
-    import json
-
-    from rich.console import Console
-
+    style = check_choice("--format", format_, FORMATS)
+    from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.reports.sweep import select_runs, write_report
-    from bandpo_cli.reports.sweep.terminal import print_report
-    from bandpo_cli.storage.files import replace_nonfinite
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)
     folder = out or (chosen.sweep or Path()) / "report"
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes)
-    if format_ == "json":
-        print(json.dumps(replace_nonfinite(written.as_json()), indent=2, ensure_ascii=False))
+    if style == "json":
+        print_json(written.as_json())
     else:
-        print_report(Console(), written)
+        from bandpo_cli.cli.sweep_view import print_report
+
+        print_report(open_console(), written)

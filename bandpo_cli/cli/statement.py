@@ -1,18 +1,28 @@
-"""What a run is about to do, said before anything heavy loads."""
+"""Text around a training run: the statement of its settings, the memory table, the closing summary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from bandpo_cli.cli.console import print_line
+from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
 from bandpo_cli.tasks.base import Task
+from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.types import RunResult
+
+if TYPE_CHECKING:
+    from bandpo_cli.models.memory import MemoryEstimate
 
 
 def describe_model(config: RunConfig) -> str:
-    """Name the model and what it computes in."""
+    """Return the model and its dtype."""
     path = config.model.path
     name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
     return f"{name}, {config.model.dtype}"
@@ -57,11 +67,11 @@ def _refills(config: RunConfig) -> str:
     sampling = config.sampling
     if not sampling.dynamic:
         return ""
-    return f"groups without spread drawn anew up to {sampling.dynamic_batches - 1} times, "
+    return f"groups without spread sampled again up to {sampling.dynamic_batches - 1} times, "
 
 
 def _held_out(config: RunConfig, task: Task) -> str:
-    """Name the evaluation sets with the number of problems taken from each."""
+    """Return the evaluation sets with the number of problems taken from each."""
     counts = {
         label: len(problems[: config.evaluation.problems]) for label, problems in task.heldout_sets().items()
     }
@@ -70,26 +80,10 @@ def _held_out(config: RunConfig, task: Task) -> str:
     return ", ".join(f"{count:,} of {label}" for label, count in counts.items())
 
 
-def config_warnings(config: RunConfig) -> list[str]:
-    """Return what the user should know before spending time on this run."""
-    found = []
-    if config.optim.updates == 1 and config.bounds.method != "none":
-        found.append(
-            "clipping can never bind: with one update a batch the ratio is always 1 and every method gives the same "
-            "run; use --set optim.updates=4 or more to compare methods"
-        )
-    if config.optim.warmup_steps >= config.steps * config.optim.updates:
-        found.append(
-            f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
-            f"the run {config.steps * config.optim.updates}"
-        )
-    return found
-
-
 def print_statement(
     console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str], warnings: Sequence[str]
 ) -> None:
-    """Print the statement, and the notes and cautions below it."""
+    """Print the statement, and the notes and warnings below it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -100,3 +94,75 @@ def print_statement(
     console.print(grid, highlight=False)
     for warning in warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
+
+
+def print_memory(console: Console, config: RunConfig) -> None:
+    """Print the estimate by part, and whether it fits the GPU at hand, or this machine where there is none."""
+    try:
+        report = memory_report(config)
+    except UserError as error:
+        console.print(f"[yellow]no estimate of memory:[/yellow] {error}", highlight=False, soft_wrap=True)
+        return
+    console.print(_memory_table(report.estimate, config, report.engine), highlight=False)
+    verdict = (
+        f"{_gib(report.peak)} at the peak, {report.device} has {_gib(report.available)}: "
+        f"{'fits' if report.fits else 'too much'}"
+    )
+    console.print(f"[bold]memory[/bold]  {verdict}", highlight=False)
+    if not report.fits:
+        console.print(
+            f"[yellow]warning:[/yellow] {memory_saving_settings(config)}", highlight=False, soft_wrap=True
+        )
+
+
+def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters")
+    table.add_column("GiB", justify="right")
+    table.add_column("while")
+    for name, size in estimate.always.items():
+        table.add_row(name, _number(size), "always")
+    for name, size in estimate.update.items():
+        table.add_row(name, _number(size), "updating")
+    for name, size in estimate.sampling.items():
+        table.add_row(f"at most: {name}", _number(size), "sampling")
+    if engine:
+        while_ = "sampling" if config.sampling.vllm.sleep else "always"
+        table.add_row("vLLM: weights and cache", _number(engine), while_)
+    return table
+
+
+def _number(size: int) -> str:
+    return f"{size / GIB:,.2f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB"
+
+
+def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
+    """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
+    records = result.records
+    steps = [record for record in records if "train/accuracy" in record]
+    evaluations = [record for record in records if eval_metrics_text(record)]
+    seconds = sum(record["time/step"] for record in records)
+
+    def line(heading: str, text: str) -> None:
+        print_line(console, text, f"{heading:<10}")
+
+    line("done", f"{len(steps)} steps in {seconds:.0f} s")
+    for heading, record in (
+        zip(("held-out", ""), (evaluations[0], evaluations[-1]), strict=True) if evaluations else ()
+    ):
+        line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
+    if steps:
+        first, last = steps[0], steps[-1]
+        line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")
+    entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
+    if entropies:
+        line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token")
+    line("run folder", str(result.folder))
+    line("plots", str(result.folder / "plots"))
+    if config.tracking.mlflow:
+        line("MLflow", ui_command(tracking_store(config.tracking, result.folder.absolute().parent).uri))
+        line("", f"then Model training › {config.tracking.experiment} › {result.name} › Model metrics")

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TrackingUri,
+    refuse_with,
+)
+from bandpo_cli.errors import RunError
 from bandpo_cli.registries import DIVERGENCES, METHODS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bandpo_cli.experiments.sweep import Executor
+    from bandpo_cli.experiments.sweep_request import SweepRequest
 
 
 def sweep(
@@ -26,10 +43,12 @@ def sweep(
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="What is learnt, the same for all runs.")
+        str | None, typer.Option(metavar="NAME|FILE", help="Training task, the same for all runs.")
     ] = None,
     sampler: SamplerName = None,
-    steps: Annotated[int | None, typer.Option(help="Batches of rollouts a run.", show_default="100")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Batches of rollouts per run.", show_default="100")
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
     ] = None,
@@ -48,7 +67,7 @@ def sweep(
         str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one a GPU, else one a core")
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one per GPU, else one per core")
     ] = None,
     stop_behind: Annotated[
         float | None,
@@ -80,9 +99,7 @@ def sweep(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="SWEEP", help="Go on with a sweep: what is not whole is run again, nothing else."
-        ),
+        typer.Option(metavar="SWEEP", help="Resume a sweep: runs that are not finished are executed again."),
     ] = None,
 ) -> None:
     """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.
@@ -103,18 +120,13 @@ def sweep(
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
     """
-    from rich.console import Console
-
-    from bandpo_cli.cli import sweep_request as planning
-    from bandpo_cli.cli.lines import print_line
-    from bandpo_cli.cli.run_sweep import EXECUTORS, Executor, run_planned_sweep, show_plan
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
     from bandpo_cli.config.task import task_from_argument
-    from bandpo_cli.sweeps.folder import SweepFolder
+    from bandpo_cli.experiments.sweep import Executor, check_executor
+    from bandpo_cli.experiments.sweep_request import plan_sweep
 
-    console = Console()
-    planning.check_executor(executor, ray_address, EXECUTORS)
-    place = Executor(executor, ray_address, jobs, planning.check_margin(stop_behind))
+    place = Executor(executor, ray_address, jobs, stop_behind)
+    check_executor(place)
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
@@ -123,9 +135,8 @@ def sweep(
             "--tracking-uri": tracking_uri,
             "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
-        planning.refuse_beside_resume(given)
-        folder = SweepFolder.open(runs_dir, resume)
-        return run_planned_sweep(folder, place, console, runs_dir)
+        refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
+        return _run(resume, place, runs_dir, None)
     fixed = flag_layer(
         {
             ("sampling", "engine"): sampler,
@@ -146,10 +157,40 @@ def sweep(
         "bounds.delta": delta,
         "model.path": model,
     }
-    request = planning.plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    request = plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    return _dry_run(request, place, runs_dir) if dry_run else _run(request, place, runs_dir, name)
+
+
+def _run(request: SweepRequest | str, place: Executor, runs_dir: Path, name: str | None) -> None:
+    """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.sweep_view import SweepView, resume_command
+    from bandpo_cli.experiments import sweep as run_sweep
+
+    console = open_console()
+    if not isinstance(request, str):
+        _print_matches(console, request)
+    with closing(SweepView(console, runs_dir)) as view:
+        result = run_sweep(request, executor=place, runs_dir=runs_dir, name=name, callbacks=[view])
+    if result.failures:
+        again = resume_command(result.folder, runs_dir)
+        raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+def _dry_run(request: SweepRequest, place: Executor, runs_dir: Path) -> None:
+    """Print the runs and how long they will take."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.sweep_view import SweepView
+    from bandpo_cli.experiments.sweep import dry_run_info
+
+    console = open_console()
+    _print_matches(console, request)
+    with closing(SweepView(console, runs_dir)) as view:
+        view.print_plan(dry_run_info(request, place))
+
+
+def _print_matches(console: Console, request: SweepRequest) -> None:
+    from bandpo_cli.cli.console import print_line
+
     for note in request.notes():
         print_line(console, note, "matched:", "cyan")
-    if dry_run:
-        return show_plan(request, place, console, runs_dir)
-    folder = planning.create_sweep(request, runs_dir, name)
-    return run_planned_sweep(folder, place, console, runs_dir)

@@ -1,12 +1,25 @@
-"""`bandpo sync`: what MLflow lacks of runs, sent from their folders."""
+"""`bandpo sync`: send MLflow what it lacks of runs, from their folders."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bandpo_cli.cli.options import RUNS, RunsDir
+from bandpo_cli.types import CallbackBase
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from bandpo_cli.experiments.sync import RunToSync, SyncReport
+    from bandpo_cli.tracking.sync import SyncResult
+
+log = logging.getLogger("bandpo_cli")
 
 
 def sync(
@@ -40,8 +53,78 @@ def sync(
 
     [bold]bandpo sync --all[/bold]  every run; those with tracking.mlflow=false only by name
     """
-    from rich.console import Console
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.experiments import sync as sync_runs
 
-    from bandpo_cli.cli.run_sync import choose_runs, run_sync
+    with closing(SyncView(open_console())) as view:
+        sync_runs(runs or [], all_runs=all_, uri=tracking_uri, runs_dir=runs_dir, callbacks=[view])
 
-    run_sync(choose_runs(runs or [], all_, runs_dir), tracking_uri, Console())
+
+class SyncView(CallbackBase):
+    """Console view of a sync: one line per run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._names: list[str] = []
+        self._spinner: Status | None = None
+
+    def start(self, info: Sequence[RunToSync]) -> None:
+        """Note the names of the runs."""
+        self._names = [run.path.name for run in info]
+
+    def phase(self, name: str) -> None:
+        """Show a spinner with the run that is sent."""
+        self._spinner = self._console.status(f"sending {self._names[0]} …")
+        self._spinner.start()
+
+    def step(self, report: SyncReport) -> None:
+        """Print what was sent of a run, or why it was skipped; errors are printed at the end."""
+        self.close()
+        self._names.pop(0)
+        if report.skipped is not None:
+            self._print(f"left out: {report.skipped}", report.name)
+        if report.result is not None:
+            self._print(_sync_text(report.result), report.name)
+            if report.result.metrics.differing:
+                log.warning("%s", _conflict_text(report.result.metrics.differing))
+
+    def close(self) -> None:
+        """Remove the spinner."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    def _print(self, line: str, heading: str) -> None:
+        from bandpo_cli.cli.console import print_line
+
+        print_line(self._console, line, heading)
+
+
+def _sync_text(synced: SyncResult) -> str:
+    metrics = synced.metrics
+    sent = [
+        _count(metrics.new, "metric value"),
+        _count(synced.params, "param"),
+        _count(synced.tags, "tag"),
+        _count(synced.files, "file"),
+        f"status {synced.status}" if synced.ended else "",
+    ]
+    there = [
+        _count(metrics.there, "metric value"),
+        _count(synced.files_there, "file"),
+        "" if synced.ended else f"status {synced.status}",
+    ]
+    line = f"sent {', '.join(filter(None, sent)) or 'nothing'}"
+    line += f"; there already: {', '.join(filter(None, there))}" if any(there) else ""
+    return f"{line}; still being written: its files and its end come later" if synced.writing else line
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}" if number else ""
+
+
+def _conflict_text(number: int) -> str:
+    return (
+        f"{_count(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run folder's: steps "
+        "that a resume did again were sent before, and MLflow changes no value"
+    )

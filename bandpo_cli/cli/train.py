@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, tasks_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bandpo_cli.cli.signals import StopSignals
+    from bandpo_cli.cli.train_view import TrainView
+    from bandpo_cli.config.run import RunConfig
 
 
 def train(
@@ -49,7 +58,7 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="Go on with a run that ended early: its name in --runs-dir, or its folder."
+            metavar="RUN", help="Resume a run that ended early: its name in --runs-dir, or its folder."
         ),
     ] = None,
     set_: Assignments = None,
@@ -78,11 +87,7 @@ def train(
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
-    from rich.console import Console
-
-    from bandpo_cli.cli.preflight import check_config, checkpoint_warnings, choose_run_name, default_name
-    from bandpo_cli.cli.statement import config_warnings, print_statement, run_statement
-    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve, to_yaml
+    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve
     from bandpo_cli.config.task import task_from_argument
 
     flags = {
@@ -99,55 +104,58 @@ def train(
     chosen_task = {} if task is None else {"task": task_from_argument(task)}
     layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
-        _resume(resume, runs_dir, name, layers, dry_run)
-        return
-    resolved = resolve(layers)
-    folder_name = choose_run_name(runs_dir, name, default_name(resolved))
-    problems = check_config(resolved)
-    console = Console()
-    rows = run_statement(resolved, problems)
-    print_statement(
-        console, rows, problems.notes(), [*config_warnings(resolved), *checkpoint_warnings(resolved)]
-    )
+        if name is not None:
+            raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
+        return _resume(resume, runs_dir, layers, dry_run)
+    return _train(resolve(layers), runs_dir, name, dry_run)
+
+
+def _train(config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool) -> None:
+    """Print the statement, then train; a dry run prints the settings and the memory instead."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.statement import print_memory, print_statement, print_summary, run_statement
+    from bandpo_cli.config.layers import to_yaml
+    from bandpo_cli.experiments.train import plan_training, train
+
+    plan = plan_training(config, runs_dir, name)
+    console = open_console()
+    print_statement(console, run_statement(config, plan.task), plan.task.notes(), plan.warnings)
     if dry_run:
-        from bandpo_cli.cli.memory import print_memory
-
-        console.print(to_yaml(resolved), markup=False, highlight=False)
-        print_memory(console, resolved)
+        console.print(to_yaml(config), markup=False, highlight=False)
+        print_memory(console, config)
         return
-    from bandpo_cli.cli.run_training import run_training
+    with _callbacks(console, runs_dir) as (view, signals):
+        result = train(plan, callbacks=[view, signals], stop_requested=lambda: signals.requested)
+        if result.status != "FINISHED":
+            raise SystemExit(signals.exit_code)
+        print_summary(console, config, result)
 
-    run_training(resolved, problems, console, runs_dir, folder_name)
 
+def _resume(run: str, runs_dir: Path, layers: Sequence[Mapping[str, Any]], dry_run: bool) -> None:
+    """Resume the run under its lock; a dry run prints the plan and takes no lock."""
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.statement import print_statement, print_summary, run_statement
+    from bandpo_cli.experiments.resume import locked_resume, resume
 
-def _resume(
-    text: str, runs_dir: Path, name: str | None, layers: Sequence[Mapping[str, Any]], dry_run: bool
-) -> None:
-    """Go on with the run that `text` names, under its lock; a dry run only looks."""
-    from contextlib import nullcontext
-
-    from rich.console import Console
-
-    from bandpo_cli.cli.preflight import check_config, checkpoint_warnings
-    from bandpo_cli.cli.resume import plan_resume
-    from bandpo_cli.cli.statement import config_warnings, print_statement, run_statement
-    from bandpo_cli.errors import UserError
-    from bandpo_cli.storage.files import run_lock
-    from bandpo_cli.storage.run_folder import RunFolder
-
-    if name is not None:
-        raise UserError(f"--resume {text}: a run goes on in its own folder; leave out --name")
-    folder = RunFolder.open(runs_dir, text)
-    with nullcontext() if dry_run else run_lock(folder.path):
-        plan = plan_resume(folder, layers)
-        console = Console()
-        problems = None if plan.trained else check_config(plan.config)
-        rows = [] if problems is None else run_statement(plan.config, problems)
-        notes = [] if problems is None else problems.notes()
-        warnings = [*plan.warnings, *config_warnings(plan.config), *checkpoint_warnings(plan.config)]
-        print_statement(console, [*rows, ("resume", plan.describe())], notes, warnings)
+    with locked_resume(run, runs_dir, layers, read_only=dry_run) as plan:
+        console = open_console()
+        rows = [] if plan.task is None else run_statement(plan.config, plan.task)
+        notes = [] if plan.task is None else plan.task.notes()
+        print_statement(console, [*rows, ("resume", plan.describe())], notes, plan.warnings)
         if dry_run:
             return
-        from bandpo_cli.cli.run_training import resume_training
+        with _callbacks(console, runs_dir) as (view, signals):
+            result = resume(plan, callbacks=[view, signals], stop_requested=lambda: signals.requested)
+            if result.status != "FINISHED":
+                raise SystemExit(signals.exit_code)
+            print_summary(console, plan.config, result)
 
-        resume_training(plan, problems, console, runs_dir)
+
+@contextmanager
+def _callbacks(console: Console, runs_dir: Path) -> Iterator[tuple[TrainView, StopSignals]]:
+    """Yield the console view and the signal handlers of a run, and remove both at the end."""
+    from bandpo_cli.cli.signals import StopSignals
+    from bandpo_cli.cli.train_view import TrainView
+
+    with StopSignals() as signals, closing(TrainView(console, runs_dir)) as view:
+        yield view, signals

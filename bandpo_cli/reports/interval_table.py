@@ -1,4 +1,4 @@
-"""Intervals of single probabilities as rows, and the rows as a table, JSON or CSV. Uses numpy, not torch."""
+"""Ratio intervals of single probabilities as rows, and the rows as JSON or CSV. Needs numpy, not torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.band import saturation
@@ -105,49 +101,3 @@ def as_csv(rows: Sequence[IntervalRow]) -> str:
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     return out.getvalue().rstrip("\n")
-
-
-def print_table(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
-    """One block a method under its name; the columns line up and fit 80 characters."""
-    console = Console(highlight=False)
-    for number, ((name, delta), block) in enumerate(
-        groupby(rows, key=lambda row: (row.divergence, row.delta))
-    ):
-        title = name if delta is None else f"{name}, delta {delta:g}"
-        console.print(f"{'' if number == 0 else chr(10)}[bold]{escape(title)}[/bold]")
-        console.print(_block(list(block), heading=number == 0))
-    console.print(_footnote(rows, max_ratio), style="dim")
-
-
-def _block(rows: Sequence[IntervalRow], heading: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=heading, header_style="dim")
-    for name, width in (("p", 10), ("lower", 9), ("upper", 9)):
-        table.add_column(name, justify="right", min_width=width, no_wrap=True)
-    table.add_column("probability range", justify="center", min_width=19, no_wrap=True)
-    table.add_column("Δp", justify="right", min_width=9, no_wrap=True)
-    table.add_column("saturated", min_width=9, no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: IntervalRow) -> tuple[str, ...]:
-    ends = [end for end, reached in (("0", row.lower_saturated), ("1/p", row.upper_saturated)) if reached]
-    return (
-        f"{row.prob:.4g}",
-        f"{row.lower:.4g}",
-        f"{row.upper:.4g}",
-        f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
-        f"+{row.prob_upper - row.prob:.3g}",
-        " ".join(ends) or "·",
-    )
-
-
-def _footnote(rows: Sequence[IntervalRow], max_ratio: float | None) -> str:
-    lines = ["lower, upper: π/π_old.  Δp: the most that p can gain."]
-    if any(row.lower_saturated or row.upper_saturated for row in rows):
-        lines.append("saturated: 0 = the token may vanish; 1/p = it may become certain.")
-    lines.append(
-        f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
-    )
-    return "\n" + "\n".join(lines)

@@ -109,12 +109,6 @@ class RunFolder:
         """Return the path of the checkpoint of `step`; creates nothing."""
         return self.path / "checkpoints" / step_name(step)
 
-    def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints that hold a model by step; see `storage.checkpoints.model_checkpoints`."""
-        folders = (self.path / "checkpoints").glob("step-*")
-        found = {step_of(path): path for path in folders if (path / "config.json").is_file()}
-        return {step: found[step] for step in sorted(step for step in found if step is not None)}
-
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Append `record`, which has `step`, as a line of JSON, `step` first; NaN and infinities become null.
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from bandpo_cli.storage.environment import usable_cores as usable_cores
-
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
 """Environment variable with the process id of the sweep; a run exits when that process ends."""
 

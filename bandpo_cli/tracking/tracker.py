@@ -1,85 +1,59 @@
-"""What a run tells of itself to a tracker: three calls, none of which may stop or hold up the run."""
+"""MLflow tracker of a training run: one thread sends what the run folder has; training never waits for it."""
 
-# MERGED: MLflow from the side: one thread sends what the run folder has, and the training never waits for it.
 from __future__ import annotations
 
+import logging
 import shlex
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_digest
+from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.run_record import read_records
 from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
-from bandpo_cli.tracking.names import flat_params
+from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
-from bandpo_cli.types import RunStatus
-
-
-class Tracker(Protocol):
-    """A mirror of the run folder, best effort: no call raises for the tracker's own troubles."""
-
-    def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
-        """Tell of the run: its resolved config as `params` (nested), `run_tags(env)` as `tags`."""
-
-    def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
-        """Tell of one step, after the run folder has its record."""
-
-    def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Tell how the run ended and send its files, `run_artifacts(folder)`. To be called in every case."""
-
-
-class NullTracker:
-    """Tells nobody."""
-
-    def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
-        """Do nothing."""
-
-    def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
-        """Do nothing."""
-
-    def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Do nothing."""
-
+from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
-"""The pause after a failure: twice the last one, from the first to the longest."""
+"""The pause after a failure, in seconds: it doubles from the first value up to the second."""
 
 FINAL_RETRIES = 2
-"""How often a failing store is tried once the run has ended, with `FIRST_WAIT_S` between."""
+"""Number of attempts on a failing store after the end of the run, `MIN_RETRY_DELAY_S` apart."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long a server that is asked whether it is there may take to say so."""
+"""Timeout of the connection check of a server, in seconds."""
 
 UNREACHABLE_GRACE_S = 1.5
-"""How long the end of a run waits for a store that was failing already: it has had its time while the run went on."""
+"""Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
 
 RECORDS_A_CALL = 50
 
+log = logging.getLogger("bandpo_cli")
+
 
 class MlflowTracker:
-    """A `Tracker` that mirrors `folder` in `store` on a daemon thread, MLflow's slow import included.
+    """Mirror `folder` in `store` on a daemon thread, MLflow's slow import included.
 
-    The first failure costs one line through `warn`. What could not be sent is kept and tried again with a growing
-    pause; what is missing when the time to finish is up is told in one line through `say` (`warn` by default), with
-    the command that sends it later. The run folder lacks nothing then. A run that is gone on with is sent from its
-    folder where MLflow lacks something of before. Call `start` when the imports of the training are done: two threads
-    that import at once slow each other down.
+    The first failure is reported in one line through `warn`. What could not be sent is queued and tried again with a
+    growing pause. What is missing when `finish` times out is reported in one line through `say` (`warn` by default),
+    with the command that sends it later; the run folder has everything. For a resumed run, steps that MLflow lacks are
+    sent from the folder. Call `start` after the imports of the training: two threads that import delay each other.
 
     Args:
         store: where to send.
         folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
         warn: prints one line; called from the tracker's thread.
         say: prints one line; called by `finish`.
-        finish_timeout_s: the longest that `finish` waits for a store that answers, in seconds; for one that does not,
-            it is `SILENT_END_S`.
+        finish_timeout_s: seconds that `finish` waits for a store that answers; for one that does not, it waits
+            `UNREACHABLE_GRACE_S`.
     """
 
     def __init__(
@@ -117,7 +91,7 @@ class MlflowTracker:
         self._news.set()
 
     def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
-        """Send the rest, the status and the files within `finish_timeout_s`; tell what was not sent."""
+        """Send the rest, the status and the files within `finish_timeout_s`; report what was not sent."""
         self._status = status
         self._files.extend(artifacts)
         self._ending.set()
@@ -129,7 +103,7 @@ class MlflowTracker:
             self._say(self._missing())
 
     def _wait(self) -> None:
-        """Wait for the thread's end, but not long for a store that is silent."""
+        """Wait for the end of the thread, but only `UNREACHABLE_GRACE_S` for a store that does not answer."""
         begin = answered = time.monotonic()
         while self._thread.is_alive():
             now = time.monotonic()
@@ -146,23 +120,23 @@ class MlflowTracker:
             try:
                 self._send_all()
                 self._failures = 0
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong here must not reach the training
+            except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
                 self._fail(error)
                 if ending:
                     self._tries_left -= 1
             self._pause()
 
     def _note_store(self) -> None:
-        """Keep in the folder where the run is to go, for sending it later if nobody answers there now."""
+        """Write the store into the run folder, so that `bandpo sync` can send the run there later."""
         try:
             if not read_links(self._folder):
                 new_link(self._folder, self._store)
-        except OSError:  # a full disk is the training's to tell
+        except OSError:  # the training reports a full disk
             pass
 
     def _send_all(self) -> None:
-        """Send all there is, oldest first; what was sent leaves the queue only when MLflow has it."""
-        self._news.clear()  # before looking: what comes after the look wakes the thread again
+        """Send the queue, oldest record first; a record leaves it only when MLflow has accepted it."""
+        self._news.clear()  # before reading the queue: a record that is added later wakes the thread again
         ending = self._ending.is_set()
         if not self._reached:
             check_reachable(self._store.uri, CONNECT_TIMEOUT_S)
@@ -184,7 +158,7 @@ class MlflowTracker:
                 self._link = link_version(self._folder)
 
     def _connected(self) -> MlflowMirror:
-        """Return the mirror, connected anew where MLflow has lost the run or `bandpo sync` has sent of it meanwhile."""
+        """Return the mirror; connect again if MLflow lost the run or `bandpo sync` sent parts of it."""
         known = self._mirror if link_version(self._folder) == self._link else None
         if known is not None and (not self._failures or known.exists()):
             return known
@@ -197,7 +171,7 @@ class MlflowTracker:
         return mirror
 
     def _backlog(self) -> list[MetricRecord]:
-        """Return the steps that the folder has and the queue has not: what was done before a resume."""
+        """Return the steps that the folder has and the queue lacks: those before a resume."""
         queued = {self._records[index].step for index in range(len(self._records))}
         try:
             return [
@@ -209,7 +183,7 @@ class MlflowTracker:
             return []
 
     def _close(self, mirror: MlflowMirror) -> None:
-        # The status first: a file that cannot be stored must not leave a finished run as RUNNING for ever.
+        # The status first: a file that cannot be stored must not leave a finished run as RUNNING forever.
         mirror.close(self._status or "FAILED")
         sent: dict[str, str] = {}
         try:
@@ -256,25 +230,40 @@ class MlflowTracker:
         )
 
 
-def open_tracker(
-    config: TrackingConfig,
-    folder: Path,
-    warn: Callable[[str], None],
-    say: Callable[[str], None] | None = None,
-) -> Tracker:
-    """Return the tracker that `config` asks for, of the run in `folder`; its parent is the runs folder."""
-    if not config.mlflow:
-        return NullTracker()
-    return MlflowTracker(tracking_store(config, folder.absolute().parent), folder, warn, say)
+class MlflowCallback(CallbackBase):
+    """Callback of `train` and `resume` that sends the run to MLflow with an `MlflowTracker`.
+
+    Problems are logged as warnings and never raised: the run folder has everything.
+    """
+
+    def __init__(self, config: TrackingConfig) -> None:
+        self._config = config
+        self._tracker: MlflowTracker | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Start the tracker's thread. The store of a run without `tracking.uri` lies beside the run folder."""
+        store = tracking_store(self._config, info.folder.absolute().parent)
+        self._tracker = MlflowTracker(store, info.folder, log.warning)
+        self._tracker.start(info.folder.name, info.config, run_tags(info.env, info.parent))
+
+    def step(self, report: StepReport) -> None:
+        """Queue the metrics of one step."""
+        if self._tracker is not None:
+            self._tracker.log_metrics(report.step, report.record)
+
+    def end(self, result: RunResult) -> None:
+        """Send the rest, the status and the files of the run folder."""
+        if self._tracker is not None:
+            self._tracker.finish(result.status, run_artifacts(result.folder))
 
 
 def sync_command(folder: Path) -> str:
-    """Return what sends the run in `folder` later, as typed where this process was started."""
+    """Return the command that sends the run in `folder` later."""
     elsewhere = "" if folder.parent == Path("runs") else f" --runs-dir {shlex.quote(str(folder.parent))}"
     return f"bandpo sync {shlex.quote(folder.name)}{elsewhere}"
 
 
 def short_error(error: Exception) -> str:
-    """Return the kind and first line of `error`, without passwords, at most 200 characters."""
+    """Return the class and first line of `error`, without credentials, at most 200 characters."""
     lines = redact_credentials(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

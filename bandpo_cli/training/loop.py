@@ -27,22 +27,7 @@ from bandpo_cli.training.components import Components, save_checkpoint
 from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.training.metrics import StepTimer, clip_map_columns, rollout_metrics, token_metrics
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
-from bandpo_cli.types import Group, Rollout
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The result of one step for its observers.
-
-    Attributes:
-        step: number of the step; 0 is the evaluation before training.
-        record: the step's line in metrics.jsonl.
-        sample: a completion of the step for display; None at step 0.
-    """
-
-    step: int
-    record: dict[str, float]
-    sample: Rollout | None
+from bandpo_cli.types import Group, Rollout, StepReport
 
 
 @dataclass(frozen=True)

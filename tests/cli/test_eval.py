@@ -337,7 +337,7 @@ def test_a_server_that_is_away_costs_one_line(place: Path) -> None:
     assert done.code == 0
     warnings = [line for line in (done.out + done.err).splitlines() if "warning" in line]
     assert len(warnings) == 1
-    assert "did not take the figures" in warnings[0]
+    assert "did not accept the metrics" in warnings[0]
     assert done.err == ""
     assert record_of(place / "runs" / "away")["status"] == "finished"
     assert (place / "runs" / "away" / "samples.parquet").is_file()

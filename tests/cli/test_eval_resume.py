@@ -117,7 +117,7 @@ def test_ctrl_c_keeps_what_is_there_and_says_how_to_go_on(tmp_path: Path, long_o
     assert 3 <= there < 40
     line = out.splitlines()[-1]
     assert line == (
-        f"interrupted: {32 * there:,} of 1,280 completions are kept; go on by: bandpo eval --resume stopped "
+        f"interrupted: {32 * there:,} of 1,280 completions are stored; continue with: bandpo eval --resume stopped "
         "--runs-dir 'my runs'"
     )
     assert record_of(folder)["status"] == "interrupted"

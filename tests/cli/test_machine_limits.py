@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.machine import system_error_message
+from bandpo_cli.errors import system_error_message
 
 SMALL = [
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -66,7 +66,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(tmp_path: Pa
         assert full.returncode == 1
         assert full.stderr.startswith("error: no room for the checkpoint of step-000004")
         assert full.stderr.count("\n") == 1
-        assert "go on by: bandpo train --resume a" in full.stdout
+        assert "continue with: bandpo train --resume a" in full.stdout
         filler.unlink()
         again = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
         assert again.returncode == 0, again.stdout + again.stderr
@@ -88,7 +88,7 @@ def test_a_read_only_runs_folder_is_told_before_anything_loads(tmp_path: Path) -
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
         assert done.returncode == 2
-        assert "may not be written to; name another folder" in done.stderr
+        assert "is not writable; name another folder" in done.stderr
 
 
 @pytest.mark.slow

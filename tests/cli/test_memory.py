@@ -10,9 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from bandpo_cli.cli.memory import out_of_memory_errors, print_memory
+from bandpo_cli.cli.statement import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import RunError
+from bandpo_cli.experiments.memory import out_of_memory_errors
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.model_ref import ModelRef, find_run, resolve_model
 from bandpo_cli.errors import UserError
+from bandpo_cli.experiments.preflight import ModelRef, find_run, resolve_model
 
 
 def make_run(runs: Path, name: str, *steps: int) -> Path:

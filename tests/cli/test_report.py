@@ -91,7 +91,7 @@ def test_left_out_runs_are_said(report, tmp_path):
         (["delats"], "did you mean 'deltas'?"),
         (["deltas", "--baseline", "klip"], "--baseline klip: no arm of that name (did you mean 'clip'?)"),
         (["deltas", "--by", "optim.lrr"], "--by optim.lrr: no such setting (did you mean 'optim.lr'?)"),
-        (["deltas", "--format", "csv"], "--format csv: allowed: table, json"),
+        (["deltas", "--format", "csv"], "--format csv: unknown; allowed: table, json"),
         (["deltas", "deltas"], "given twice"),
         (["deltas", "--out", "file"], "file: cannot be written to"),
         (["file"], "file: is a file"),

@@ -9,17 +9,18 @@ import threading
 
 import pytest
 
-from bandpo_cli.cli.stop_signals import StopSignals
+from bandpo_cli.cli.signals import StopSignals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_is_noted_and_the_second_ends(
     number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with StopSignals() as signals, signals.deferred():
-        assert not signals.asked
+    with StopSignals() as signals:
+        signals.start(None)
+        assert not signals.requested
         os.kill(os.getpid(), number)
-        assert signals.asked
+        assert signals.requested
         assert signals.exit_code == code
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), number)
@@ -29,8 +30,8 @@ def test_the_first_is_noted_and_the_second_ends(
 
 def test_outside_of_a_step_the_first_one_ends() -> None:
     with StopSignals() as signals:
-        with signals.deferred():
-            pass
+        signals.start(None)
+        signals.phase("close")
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGTERM)
     assert end.value.code == 143
@@ -49,8 +50,9 @@ def test_in_another_thread_nothing_is_touched() -> None:
     seen = []
 
     def work() -> None:
-        with StopSignals() as signals, signals.deferred():
-            seen.append((signal.getsignal(signal.SIGTERM), signals.asked))
+        with StopSignals() as signals:
+            signals.start(None)
+            seen.append((signal.getsignal(signal.SIGTERM), signals.requested))
 
     thread = threading.Thread(target=work)
     thread.start()

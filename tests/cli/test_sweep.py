@@ -175,7 +175,7 @@ def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) ->
     sweep.send_signal(signal.SIGINT)
     out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 130, err
-    assert "go on by: bandpo sweep --resume c" in out
+    assert "continue with: bandpo sweep --resume c" in out
     for name in ("band-s0", "band-s1"):
         assert json.loads((tmp_path / "runs/c" / name / "summary.json").read_text())["status"] == "KILLED"
 

@@ -226,7 +226,7 @@ def test_it_says_from_where_it_goes_on_and_goes_on(crashed: Path, whole: Path, t
 def test_a_whole_run_says_so_and_is_left_alone(made: Path, tmp_path: Path) -> None:
     before = tree(made)
     line = refused("train", "--resume", "a", cwd=tmp_path)
-    assert "run a is whole: 6 of 6 steps; to train further: --resume a --steps 12" in line
+    assert "run a is complete: 6 of 6 steps; to train further: --resume a --steps 12" in line
     assert tree(made) == before
 
 
@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_passed_over(crashed: Path, whole: Path, tmp_pat
     (crashed / "checkpoints" / "step-000004" / "trainer" / "optimizer.safetensors").write_bytes(b"")
     done = good("train", "--resume", "a", cwd=tmp_path)
     said = " ".join(done.out.split())
-    assert "warning: passed over: " in said
+    assert "warning: skipped: " in said
     assert "step-000004: trainer/optimizer.safetensors is damaged" in said
     assert "after step 2" in said
     check_same(crashed, whole)
@@ -358,7 +358,11 @@ def _an_evaluation(folder: Path) -> None:
         (_half_the_metrics, [], ["ends with step 2", "checkpoint of step 4", "lines are missing"]),
         (_a_line_twice, [], ["line 4: step 2 where step 3 belongs"]),
         (_a_line_of_rubbish, [], ["line 4", "is not a JSON object"]),
-        (_no_checkpoint_of_a_whole_run, ["--steps", "8"], ["no whole checkpoint", "train anew", "--steps 8"]),
+        (
+            _no_checkpoint_of_a_whole_run,
+            ["--steps", "8"],
+            ["no complete checkpoint", "train anew", "--steps 8"],
+        ),
         (_an_evaluation, [], ["bandpo eval --resume a"]),
     ],
 )
@@ -434,7 +438,7 @@ def test_sigterm_ends_the_step_and_a_second_process_is_kept_out(tmp_path: Path) 
     assert process.returncode == 143, out + err
     assert "Traceback" not in err
     assert "once more to drop the step" in err
-    assert "go on by: bandpo train --resume a --runs-dir there" in out
+    assert "continue with: bandpo train --resume a --runs-dir there" in out
     done = summary(folder)
     last = done["steps"]
     assert (done["status"], done["of_steps"]) == ("KILLED", 40)
@@ -483,7 +487,7 @@ def test_a_second_ctrl_c_drops_the_step(tmp_path: Path) -> None:
     assert summary(folder)["status"] == "KILLED"
     assert steps_of(folder) == 0
     assert not (folder / "checkpoints").exists()
-    assert "go on by: bandpo train --resume a" in out
+    assert "continue with: bandpo train --resume a" in out
 
 
 @pytest.mark.slow
@@ -513,7 +517,7 @@ def test_a_run_that_fails_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.
     assert done.code == 1
     assert "error: no room for the checkpoint of step-000004" in done.err
     assert len(done.err.splitlines()) == 1
-    assert "go on by: bandpo train --resume a" in done.out
+    assert "continue with: bandpo train --resume a" in done.out
     folder = tmp_path / "runs" / "a"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
     assert summary(folder)["status"] == "FAILED"

@@ -5,25 +5,27 @@ from __future__ import annotations
 import io
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from bandpo_cli.cli.statement import config_warnings, run_statement
-from bandpo_cli.cli.views import (
-    LiveTrainView,
-    PlainTrainView,
+from bandpo_cli.cli.statement import run_statement
+from bandpo_cli.cli.train_view import (
+    LivePanel,
+    PlainLines,
+    TrainView,
     eval_metrics_text,
-    make_train_view,
+    make_panel,
     sparkline,
     ungraded_text,
 )
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.experiments.preflight import config_warnings
 from bandpo_cli.tasks.registry import build_task
-from bandpo_cli.training.loop import StepReport
-from bandpo_cli.types import Completion, Grade, Problem, Rollout
+from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
 
 def report(step: int, evaluated: bool = False) -> StepReport:
@@ -41,9 +43,13 @@ def report(step: int, evaluated: bool = False) -> StepReport:
 def printed(terminal: bool, steps: int) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    with make_train_view(console, steps) as view:
-        for step in range(steps + 1):
-            view.show(report(step, evaluated=step in (0, steps)))
+    view = TrainView(console, Path("runs"))
+    view.phase("load")
+    view.start(RunInfo(Path("runs/r"), {}, {}, steps, 0, (), None))
+    for step in range(steps + 1):
+        view.step(report(step, evaluated=step in (0, steps)))
+    view.phase("close")
+    view.end(RunResult(Path("runs/r"), "FINISHED", []))
     return out.getvalue()
 
 
@@ -74,18 +80,20 @@ def test_a_terminal_gets_one_panel_with_the_curves() -> None:
 def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
     """It has no clip figures, and an entropy that is no number where the policy is broken."""
     out = io.StringIO()
-    with make_train_view(Console(file=out, force_terminal=terminal, width=100), 2) as view:
-        view.show(report(1))
-        skipped = report(2)
-        del skipped.record["clip/active_fraction"]
-        skipped.record.update({"train/entropy": math.nan, "optim/skipped_updates": 4})
-        view.show(skipped)
+    panel = make_panel(Console(file=out, force_terminal=terminal, width=100), 2)
+    panel.start()
+    panel.show(report(1))
+    skipped = report(2)
+    del skipped.record["clip/active_fraction"]
+    skipped.record.update({"train/entropy": math.nan, "optim/skipped_updates": 4})
+    panel.show(skipped)
+    panel.stop()
     assert re.search(r"updates skipped +4", out.getvalue())
 
 
 def test_the_view_follows_the_terminal() -> None:
-    assert isinstance(make_train_view(Console(force_terminal=True), 1), LiveTrainView)
-    assert isinstance(make_train_view(Console(file=io.StringIO()), 1), PlainTrainView)
+    assert isinstance(make_panel(Console(force_terminal=True), 1), LivePanel)
+    assert isinstance(make_panel(Console(file=io.StringIO()), 1), PlainLines)
 
 
 def test_sparklines_span_their_range() -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from bandpo_cli.cli.bounds_input import probabilities
+from bandpo_cli.cli.bounds_view import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import task_from_argument
 from bandpo_cli.errors import ConfigError

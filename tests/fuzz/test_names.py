@@ -11,11 +11,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.cli import sweep_request
-from bandpo_cli.cli.model_ref import resolve_model
-from bandpo_cli.cli.preflight import check_model_path, choose_run_name
 from bandpo_cli.config.task import task_from_argument
 from bandpo_cli.errors import UserError
+from bandpo_cli.experiments import sweep_request
+from bandpo_cli.experiments.preflight import check_model_path, choose_run_name, resolve_model
 from bandpo_cli.reports.sweep import read_sweep, select_runs
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder, create_folder
@@ -96,11 +95,11 @@ def test_references_find_something_or_say_so(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(autouse=True)
 def _nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_request, "check_settings", lambda config: None)
+    monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
 
 
 def sweep_of_two(place: Path) -> Path:
-    request = sweep_request.plan(None, {"bounds.method": "clip,none"}, [], None, None, [], None, place)
+    request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], None, None, [], None, place)
     return sweep_request.create_sweep(request, place, "s").path
 
 
@@ -160,4 +159,4 @@ def test_an_arm_whose_name_is_too_long_for_a_folder(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter one"):
-        sweep_request.plan(sweep, {}, [], None, None, [], None, tmp_path)
+        sweep_request.plan_sweep(sweep, {}, [], None, None, [], None, tmp_path)

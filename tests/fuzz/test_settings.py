@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from bandpo_cli.cli import sweep_request
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments import sweep_request
 from tests.fuzz.mutate import (
     KINDS,
     LAUGHS,
@@ -44,7 +44,7 @@ EFFORT = pytest.mark.parametrize("count", [20, pytest.param(1500, marks=pytest.m
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep_request, "check_settings", lambda config: None)
+    monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
     return tmp_path
 
 
@@ -85,7 +85,9 @@ def test_sweep_files(here: Path, count: int) -> None:
         *map(as_yaml, changed_values(SWEEP, 4, count)),
     ]
     contents += [as_yaml(SWEEP)] if count < 100 else map(as_yaml, every_value(SWEEP))
-    both_ends(lambda: sweep_request.plan(path, {}, [], None, None, [], None, here / "runs"), path, contents)
+    both_ends(
+        lambda: sweep_request.plan_sweep(path, {}, [], None, None, [], None, here / "runs"), path, contents
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +110,7 @@ def test_assignments(here: Path) -> None:
 
 def test_sweep_flags(here: Path) -> None:
     def plan(axes: list[str], seeds: str | None, baseline: str | None, recorded: str | None) -> object:
-        return sweep_request.plan(None, {}, axes, seeds, baseline, [], recorded, here / "runs")
+        return sweep_request.plan_sweep(None, {}, axes, seeds, baseline, [], recorded, here / "runs")
 
     for text in NAMES:
         for given in (

@@ -16,8 +16,8 @@ import pytest
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
 from bandpo_cli.tracking.store import Store, tracking_store
-from bandpo_cli.tracking.tracker import MlflowTracker, NullTracker, open_tracker
-from bandpo_cli.types import RunStatus
+from bandpo_cli.tracking.tracker import MlflowCallback, MlflowTracker
+from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
@@ -225,8 +225,10 @@ def test_tracking_in_a_new_process_prints_nothing_and_sends_no_telemetry(run):
     code = (
         "import sys, threading; from pathlib import Path\n"
         "from bandpo_cli.config.run import TrackingConfig\n"
-        "from bandpo_cli.tracking.tracker import open_tracker\n"
-        "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
+        "from bandpo_cli.tracking.store import tracking_store\n"
+        "from bandpo_cli.tracking.tracker import MlflowTracker\n"
+        "run = Path(sys.argv[1])\n"
+        "tracker = MlflowTracker(tracking_store(TrackingConfig(), run.parent), run, print)\n"
         "tracker.start('first', {}, {}); tracker.log_metrics(1, {'a': 1.0}); tracker.finish('FINISHED', [])\n"
         "assert [t.name for t in threading.enumerate()] == ['MainThread'], threading.enumerate()\n"
     )
@@ -243,8 +245,10 @@ def test_runs_that_start_together_share_a_new_database(run):
     code = (
         "import sys; from pathlib import Path\n"
         "from bandpo_cli.config.run import TrackingConfig\n"
-        "from bandpo_cli.tracking.tracker import open_tracker\n"
-        "tracker = open_tracker(TrackingConfig(), Path(sys.argv[1]), print)\n"
+        "from bandpo_cli.tracking.store import tracking_store\n"
+        "from bandpo_cli.tracking.tracker import MlflowTracker\n"
+        "run = Path(sys.argv[1])\n"
+        "tracker = MlflowTracker(tracking_store(TrackingConfig(), run.parent), run, print)\n"
         "tracker.start('x', {}, {}); [tracker.log_metrics(i, {'a': 1.0}) for i in range(100)]\n"
         "tracker.finish('FINISHED', [])\n"
     )
@@ -295,13 +299,14 @@ def _wait_for(port: int, server: subprocess.Popen) -> None:
     raise AssertionError("the server did not start within a minute")
 
 
-def test_nothing_is_tracked_when_tracking_is_disabled(run):
-    tracker = open_tracker(TrackingConfig(mlflow=False), run.path, print)
-    assert isinstance(tracker, NullTracker)
-    tracker.start("first", {}, {})
-    tracker.log_metrics(1, {})
-    tracker.finish("FINISHED", [])
-    assert not (run.path.parent / "mlflow.db").exists()
+def test_the_callback_sends_steps_and_status(run):
+    callback = MlflowCallback(TrackingConfig())
+    callback.start(RunInfo(run.path, PARAMS, {}, 2, 0, (), None))
+    for record in run.read_metrics():
+        callback.step(StepReport(record["step"], record, None))
+    callback.end(RunResult(run.path, "FINISHED", run.read_metrics()))
+    assert (run.path.parent / "mlflow.db").exists()
+    assert (run.path / "mlflow.json").exists()
 
 
 def test_finishing_a_run_that_never_started_prints_nothing(run):

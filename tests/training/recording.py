@@ -18,6 +18,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.training.components import Components, build_components
@@ -286,7 +287,7 @@ class RecordingFolder(RunFolder):
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
         self.recording.current.order.append("write line")
-        self.recording.current.checkpoints_at_line = list(self.checkpoints())
+        self.recording.current.checkpoints_at_line = list(model_checkpoints(self))
         super().append_metrics(record)
 
 

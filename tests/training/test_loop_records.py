@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
+from bandpo_cli.storage.checkpoints import model_checkpoints
 from tests.training.by_hand import shaped
 from tests.training.recording import Recording, Sampled, execute, prepare_run, run, same_weights
 
@@ -190,7 +191,7 @@ def check_checkpoint(recording: Recording, step: int) -> None:
 
 
 def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(recorded: Recording) -> None:
-    assert list(recorded.folder.checkpoints()) == [3, 5]
+    assert list(model_checkpoints(recorded.folder)) == [3, 5]
     for step in (3, 5):
         check_checkpoint(recorded, step)
     at_line = {step: each.checkpoints_at_line for step, each in recorded.steps.items()}
@@ -206,7 +207,7 @@ def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Pat
     recording = run(tmp_path / "a", small_model, keep)
     at_line = {step: each.checkpoints_at_line for step, each in recording.steps.items()}
     assert at_line == {1: [1], 2: [1, 2], 3: [2, 3]}
-    assert list(recording.folder.checkpoints()) == [3]
+    assert list(model_checkpoints(recording.folder)) == [3]
 
 
 def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording) -> None:
@@ -250,14 +251,14 @@ def test_a_stop_saves_a_checkpoint_of_the_last_complete_step(
     execute(recording, stop=lambda: last in recording.steps)
     assert list(recording.steps) == list(range(last + 1))
     assert recording.current.order == [], "no call of the next step"
-    assert list(recording.folder.checkpoints()) == sorted({last} | ({3} if last > 3 else set()))
+    assert list(model_checkpoints(recording.folder)) == sorted({last} | ({3} if last > 3 else set()))
     check_checkpoint(recording, last)
 
 
 def test_a_stop_before_the_first_step_writes_no_checkpoint(tmp_path: Path, small_model: Path) -> None:
     recording = execute(prepare_run(tmp_path / "a", small_model), stop=lambda: True)
     assert list(recording.steps) == [0]
-    assert not recording.folder.checkpoints()
+    assert not model_checkpoints(recording.folder)
 
 
 def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_model: Path) -> None:

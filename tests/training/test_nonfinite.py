@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.load import Policy
-from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.storage.checkpoints import Progress, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
 from bandpo_cli.tasks.registry import build_task
@@ -291,8 +291,8 @@ def test_infinite_gradients_after_good_steps_reach_no_checkpoint(
     next(components.policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(NonFiniteError, match=rf"^{last}: the gradient norm is (inf|nan)"):
         list(steps)
-    assert set(folder.checkpoints()) == kept
-    for path in folder.checkpoints().values():
+    assert set(model_checkpoints(folder)) == kept
+    for path in model_checkpoints(folder).values():
         saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
         for name, tensor in components.policy.model.state_dict().items():
             assert torch.equal(saved[name], tensor), name

@@ -1,4 +1,4 @@
-"""How a training run looks while it goes on: a live panel on a terminal, plain lines anywhere else."""
+"""Console view of a training run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,11 +19,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from bandpo_cli.training.loop import StepReport
+from bandpo_cli.cli.console import print_line
+from bandpo_cli.experiments.resume import resume_command
+from bandpo_cli.storage.checkpoints import model_checkpoints
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
@@ -35,33 +39,81 @@ PHASES = {
     "eval": "evaluating",
     "checkpoint": "writing a checkpoint",
 }
-"""The parts of a step that may take long, by their names under `time/`."""
+"""Text beside the bar for the phases of a step that may take long; the keys are the names under `time/`."""
+
+SPINNERS = {
+    "load": "loading torch and the model …",
+    "close": "writing the plots, finishing the record in MLflow …",
+}
+"""Text beside the spinner in the phases before and after the steps."""
 
 PLAIN_LINES = 20
 """About this many progress lines in a log file, however long the run."""
 
 
-class TrainView(Protocol):
-    """Something that shows reports as they come."""
+class TrainView(CallbackBase):
+    """Console view of a training run: a live panel on a terminal, plain lines elsewhere."""
 
-    def __enter__(self) -> TrainView: ...
+    def __init__(self, console: Console, runs_dir: Path) -> None:
+        self._console, self._runs_dir = console, runs_dir
+        self._panel: LivePanel | PlainLines | None = None
+        self._spinner: Status | None = None
 
-    def __exit__(self, *exc: object) -> None: ...
-
-    def show(self, report: StepReport) -> None:
-        """Take in one step."""
+    def start(self, info: RunInfo) -> None:
+        """Print the notes and the run folder, and show the panel."""
+        self._spin(None)
+        for note in info.notes:
+            print_line(self._console, note, "note:", "yellow")
+        print_line(self._console, str(info.folder), "run folder")
+        self._panel = make_panel(self._console, info.steps)
+        self._panel.start()
 
     def phase(self, name: str) -> None:
-        """Hear what the run is doing now: `sample`, `grade`, `update`, ..."""
+        """Show what the run is doing: beside the panel's bar, or with a spinner before and after it."""
+        if name == "close" and self._panel is not None:
+            self._panel.stop()
+            self._panel = None
+        if self._panel is not None:
+            self._panel.phase(name)
+        else:
+            self._spin(SPINNERS.get(name))
+
+    def step(self, report: StepReport) -> None:
+        """Show one step."""
+        if self._panel is not None:
+            self._panel.show(report)
+
+    def end(self, result: RunResult) -> None:
+        """Print how a run that did not finish can be continued."""
+        self._spin(None)
+        folder = RunFolder(result.folder)
+        if result.status != "FINISHED":
+            print_line(self._console, f"{result.status.lower()}; what the run did is in {folder.path}")
+        if result.status == "KILLED" or (result.status == "FAILED" and model_checkpoints(folder)):
+            print_line(self._console, f"continue with: {resume_command(folder, self._runs_dir)}")
+
+    def close(self) -> None:
+        """Remove the spinner and the panel, where an error left them."""
+        self._spin(None)
+        if self._panel is not None:
+            self._panel.stop()
+
+    def _spin(self, text: str | None) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+        if text is not None:
+            self._spinner = self._console.status(text)
+            self._spinner.start()
 
 
-def make_train_view(console: Console, steps: int) -> TrainView:
-    """Return the live view on a terminal, plain lines elsewhere."""
-    return LiveTrainView(console, steps) if console.is_terminal else PlainTrainView(console, steps)
+def make_panel(console: Console, steps: int) -> LivePanel | PlainLines:
+    """Return the live panel on a terminal, plain lines elsewhere."""
+    return LivePanel(console, steps) if console.is_terminal else PlainLines(console, steps)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw values as a line of block characters, scaled to their own range, averaged down to `width`."""
+    """Return values as a line of block characters, scaled to their range, averaged down to `width`."""
     if not values:
         return ""
     size = min(width, len(values))
@@ -75,9 +127,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def eval_metrics_text(record: dict[str, float]) -> str:
-    """Return an evaluation's figures in a line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
+    """Return an evaluation's metrics in one line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
 
-    With several evaluation sets each one's figures come behind its label.
+    With several evaluation sets, each one's metrics follow its label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -91,9 +143,9 @@ def eval_metrics_text(record: dict[str, float]) -> str:
 
 
 def ungraded_text(record: dict[str, float]) -> str:
-    """Return the shares of completions that could not be judged, empty when there are none worth a word.
+    """Return the shares of completions without a verdict, empty when they are below the thresholds.
 
-    An answer in no form that the grader reads is the model's fault, and common until it has learnt the form.
+    Unreadable answers are the model's mistake, and common until it has learned the form of an answer.
     """
     shares = [
         (record.get(f"grade/{key}_fraction", 0.0), least, words)
@@ -106,8 +158,8 @@ def ungraded_text(record: dict[str, float]) -> str:
     return ", ".join(f"{share:.1%} {words}" for share, least, words in shares if share > least)
 
 
-class PlainTrainView:
-    """One line every few steps and for each evaluation, fit for a log file."""
+class PlainLines:
+    """One line every few steps and for each evaluation, for a log file."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -115,17 +167,17 @@ class PlainTrainView:
         self._stride = max(1, steps // PLAIN_LINES)
         self._start = time.perf_counter()
 
-    def __enter__(self) -> PlainTrainView:
-        return self
+    def start(self) -> None:
+        """Do nothing."""
 
-    def __exit__(self, *exc: object) -> None:
-        return None
+    def stop(self) -> None:
+        """Do nothing."""
 
     def phase(self, name: str) -> None:
-        """A log file has no need of it."""
+        """Do nothing: a log file shows steps only."""
 
     def show(self, report: StepReport) -> None:
-        """Print the step when its turn has come."""
+        """Print every n-th step, the last one, and steps with an evaluation."""
         record, held_out = report.record, eval_metrics_text(report.record)
         if report.step % self._stride and not held_out and report.step != self._steps:
             return
@@ -145,8 +197,8 @@ class PlainTrainView:
         self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
 
-class LiveTrainView:
-    """Progress, time left, the curves so far and a fresh completion, in one panel that stays in place."""
+class LivePanel:
+    """One panel that stays in place: progress, time left, the curves so far and the latest completion."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._steps = steps
@@ -167,20 +219,21 @@ class LiveTrainView:
         self._task = self._progress.add_task("train", total=steps, phase="")
         self._live = Live(self._render(), console=console, refresh_per_second=4)
 
-    def __enter__(self) -> LiveTrainView:
+    def start(self) -> None:
+        """Show the panel."""
         self._live.start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
+        """Show the last state and leave it on the terminal."""
         self._live.update(self._render(), refresh=True)
         self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Say beside the bar what goes on: a step of a large model takes minutes."""
+        """Show the phase beside the bar: a step of a large model takes minutes."""
         self._progress.update(self._task, phase=PHASES.get(name, ""))
 
     def show(self, report: StepReport) -> None:
-        """Draw the panel anew with this step in it."""
+        """Update the panel with a step."""
         for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
             if math.isfinite(report.record.get(key, math.nan)):
                 self._history.setdefault(key, []).append(report.record[key])

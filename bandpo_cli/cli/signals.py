@@ -1,23 +1,24 @@
-"""Ctrl-C and SIGTERM: the first one lets the running step end, the second ends the run at once."""
+"""Signal handlers of a training run: the first SIGINT or SIGTERM waits for the step, the second ends the run."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+from bandpo_cli.types import CallbackBase
 
 _DEFERRED = b"stopping: the step is finished and a checkpoint written first; once more to drop the step\n"
 
 
-class StopSignals:
-    """Handlers of SIGINT and SIGTERM while it is entered; those of before are put back.
+class StopSignals(CallbackBase):
+    """Handlers of SIGINT and SIGTERM inside the `with` block; the earlier handlers are restored after it.
 
-    A signal ends the program by SystemExit with the exit code that shells give it (130, 143). Within `deferred` the
-    first one is only noted. Outside of the main thread, where Python allows no handlers, nothing is done.
+    A signal raises SystemExit with the exit code that shells use (130, 143). Between the events `start` and
+    `phase("close")` of a run, the first signal only sets `requested`. Outside the main thread, where Python allows no
+    handlers, nothing is installed.
     """
 
     def __init__(self) -> None:
@@ -26,13 +27,13 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     @property
-    def asked(self) -> bool:
-        """A signal has come."""
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
         return self._received is not None
 
     @property
     def exit_code(self) -> int:
-        """The exit code for the signal that has come, 0 when none has."""
+        """128 plus the number of the last signal; 0 when none has arrived."""
         return 0 if self._received is None else 128 + self._received
 
     def __enter__(self) -> StopSignals:
@@ -47,13 +48,13 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Only note the first signal within the body."""
+    def start(self, info: Any) -> None:
+        """Let the first signal only set `requested`."""
         self._deferring = True
-        try:
-            yield
-        finally:
+
+    def phase(self, name: str) -> None:
+        """Let every signal end the program from the phase `close` on."""
+        if name == "close":
             self._deferring = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

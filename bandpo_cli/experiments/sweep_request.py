@@ -1,22 +1,20 @@
-"""From the flags of `bandpo sweep` to its plan, with every mistake told before anything runs."""
+"""Plan of a sweep: its runs from a file, axes and seeds. Every mistake is found before anything runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
-from bandpo_cli.cli.preflight import check_config, choose_run_name
 from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
 from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments.preflight import check_config, choose_run_name
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
@@ -27,15 +25,15 @@ _MOST_DIGITS = 12  # of a seed: Python refuses to read thousands of them
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep that is about to be: its runs, and the arm that the others are compared with."""
+    """A sweep that has been checked and not started: its runs and the baseline arm."""
 
     runs: list[PlannedRun]
     baseline: str | None
     about: Mapping[str, Any]
-    """What else the plan on disk says: which radii were matched on which run."""
+    """Other entries of the plan on disk: the matched radii, and the run that they were matched on."""
 
     def notes(self) -> list[str]:
-        """Say each radius that was matched, and how well."""
+        """Return one line per matched radius, with the clip fraction that it reaches."""
         return [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
             f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
@@ -56,12 +54,12 @@ def plan_sweep(
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
     Raises:
-        ConfigError: a mistake in any of them, in a line.
+        ConfigError: the file, an axis or a setting is not valid.
     """
     written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
-        sweep = SweepConfig.model_validate(written)
-        replaced = {**sweep.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
+        config = SweepConfig.model_validate(written)
+        replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
         changes: dict[str, Any] = {"axes": replaced}
         if seeds is not None:
             changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
@@ -69,12 +67,21 @@ def plan_sweep(
             changes["baseline"] = baseline
         if recorded is not None:
             changes["recorded"] = recorded
-        sweep = SweepConfig.model_validate({**sweep.model_dump(), **changes})
+        config = SweepConfig.model_validate({**config.model_dump(), **changes})
     except ValidationError as error:
         where = "" if file is None else f"{file}: "
         raise ConfigError(where + validation_message(error, SweepConfig)) from None
+    return request_from_config(config, layers, runs_dir)
+
+
+def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepRequest:
+    """Plan a sweep from its settings; `layers` are settings of all runs.
+
+    Raises:
+        ConfigError: a setting of a run cannot be used.
+    """
     matches: dict[str, Any] = {}
-    runs = plan_runs(sweep, layers, _matcher(sweep.recorded, runs_dir, matches))
+    runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
@@ -82,27 +89,22 @@ def plan_sweep(
         if parts not in checked:
             checked.add(parts)
             check_config(run.config)
-    about = {} if sweep.recorded is None else {"recorded": sweep.recorded, "matched": matches}
-    return SweepRequest(runs, sweep.baseline, about)
+    about = {} if config.recorded is None else {"recorded": config.recorded, "matched": matches}
+    return SweepRequest(runs, config.baseline, about)
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
-    """Write the plan. Raises UserError where nothing can be written, or the name is taken."""
+    """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
     chosen = choose_run_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
 
 
-def refuse_beside_resume(given: Mapping[str, Any]) -> None:
-    """Raise a UserError where a flag is given that a sweep has its own plan for."""
-    extra = [name for name, value in given.items() if value not in (None, [])]
-    if extra:
-        raise UserError(f"--resume: the sweep goes on by its own plan; leave out {', '.join(extra)}")
-
-
 def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:
-    """Return what finds a radius on the tokens of a run, and notes it in `matches`; None without a run."""
+    """Return a function that finds a radius on the tokens of a run and adds it to `matches`; None without a run."""
     if recorded is None:
         return None
+    from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
+
     columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
 
@@ -126,28 +128,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _seed(part: str, text: str) -> int:
     if not part.isdecimal() or len(part) > _MOST_DIGITS:
-        raise ConfigError(f"--seeds {text}: whole numbers from 0 on, apart by commas, as in --seeds 0,1,2")
-    return int(part)
-
-
-def check_executor(executor: str, address: str | None, allowed: Sequence[str]) -> None:
-    """Refuse an executor that is unknown or not installed, and an address that nobody asks for.
-
-    Raises:
-        ConfigError: in a line.
-    """
-    if executor not in allowed:
         raise ConfigError(
-            f"--executor {executor}: unknown{nearest(executor, allowed)}; allowed: {', '.join(allowed)}"
+            f"--seeds {text}: whole numbers from 0 on, separated by commas, as in --seeds 0,1,2"
         )
-    if address is not None and executor != "ray":
-        raise ConfigError(f"--ray-address {address}: goes with --executor ray")
-    if executor == "ray" and find_spec("ray") is None:
-        raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
-
-
-def check_margin(margin: float | None) -> float | None:
-    """Return the margin of `--stop-behind`. Raises ConfigError unless it lies between 0 and 1."""
-    if margin is not None and not 0 < margin < 1:
-        raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
-    return margin
+    return int(part)

@@ -1,15 +1,13 @@
-"""A sweep at MLflow: a run of its own, which its runs are shown under."""
+"""MLflow run of a sweep, which its runs are shown under."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from bandpo_cli.cli.lines import print_warning
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.tracking.names import flat_params, run_tags
@@ -18,14 +16,16 @@ from bandpo_cli.tracking.store import Store
 if TYPE_CHECKING:
     from bandpo_cli.tracking.mirror import MlflowMirror
 
+log = logging.getLogger("bandpo_cli")
+
 
 @dataclass
 class SweepRunAtMlflow:
-    """The sweep's run at MLflow while the sweep goes on.
+    """The MLflow run of a sweep that is executed.
 
     Attributes:
-        run_id: what its runs are shown under; None where MLflow does not take it.
-        leaderboard: figures of the arms, to be sent at the end.
+        run_id: the parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
+        leaderboard: metrics of the arms, sent at the end.
     """
 
     run_id: str | None
@@ -33,11 +33,9 @@ class SweepRunAtMlflow:
 
 
 @contextmanager
-def sweep_mlflow_run(
-    folder: SweepFolder, store: Store | None, console: Console
-) -> Iterator[SweepRunAtMlflow]:
-    """Open the sweep's run, and close it with the way the body ended and the leaderboard that it left."""
-    mirror = None if store is None else _connect(folder, store, console)
+def sweep_mlflow_run(folder: SweepFolder, store: Store | None) -> Iterator[SweepRunAtMlflow]:
+    """Open the sweep's MLflow run, and close it with the status and the leaderboard that the body set."""
+    mirror = None if store is None else _connect(folder, store)
     parent = SweepRunAtMlflow(None if mirror is None else mirror.run_id)
     status = "FAILED"
     try:
@@ -48,10 +46,10 @@ def sweep_mlflow_run(
         raise
     finally:
         if mirror is not None:
-            _close(mirror, folder, status, parent.leaderboard, console)
+            _close(mirror, folder, status, parent.leaderboard)
 
 
-def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirror | None:
+def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
     from bandpo_cli.tracking.mirror import MlflowMirror
 
     params = {
@@ -60,25 +58,22 @@ def _connect(folder: SweepFolder, store: Store, console: Console) -> MlflowMirro
         "baseline": folder.baseline,
     }
     try:
-        with console.status("opening the sweep at MLflow …"):
-            mirror = MlflowMirror.connect(
-                store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
-            )
-            mirror.reopen()
-            return mirror
+        mirror = MlflowMirror.connect(
+            store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
+        )
+        mirror.reopen()
+        return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        print_warning(
-            console,
-            f"MLflow at {redact_credentials(store.uri)} did not take the sweep ({type(error).__name__}: {line}); "
+        log.warning(
+            "%s",
+            f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({type(error).__name__}: {line}); "
             "its runs are not shown under one",
         )
         return None
 
 
-def _close(
-    mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float], console: Console
-) -> None:
+def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float]) -> None:
     from bandpo_cli.tracking.mirror import MetricRecord
 
     whole = sum(folder.is_finished(run.name) for run in folder.runs)
@@ -91,4 +86,4 @@ def _close(
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        print_warning(console, f"MLflow did not take the sweep's end ({line})")
+        log.warning("%s", f"MLflow did not accept the sweep's end ({line})")

@@ -1,34 +1,39 @@
-"""From the flags of `bandpo eval` to what is to be done, with every mistake told that can be told unloaded."""
+"""Plan of an evaluation: the model or the stored completions, the tasks, the settings.
+
+Every mistake that can be found without torch is found here.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.cli.eval_tasks import eval_task_layer
-from bandpo_cli.cli.model_ref import ModelRef, resolve_model
-from bandpo_cli.cli.preflight import check_model_path
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.data import FILE_SUFFIXES, Source
+from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import CountdownTask
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.config.task import CountdownTask, DataTask
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve_model
 from bandpo_cli.grading import check_grader
 from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.registries import DATASETS, generated_tasks
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
+from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
-"""The k of pass@k and maj@k where none is asked for: those of these within n, and n itself."""
+"""The default k of pass@k and maj@k: the values below n, and n itself."""
 
 _MAX_K = 10**6
 _MAX_STEM_CHARS = 100  # characters of an evaluation's name that say what was evaluated
@@ -36,7 +41,14 @@ _MAX_STEM_CHARS = 100  # characters of an evaluation's name that say what was ev
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """Completions from a file: where they lie, and what tells whether they are still the same."""
+    """Stored completions.
+
+    Attributes:
+        path: the file.
+        digest: SHA-256 of its contents; a resume compares it.
+        grader: the grader that was asked for; None for the data's own.
+        sets: problems with their completions, by evaluation set.
+    """
 
     path: Path
     digest: str
@@ -46,10 +58,10 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """An evaluation to be made.
+    """An evaluation that has been checked and not started.
 
     Attributes:
-        config: seed, model, task, sampling, grading and evaluation; its other sections say nothing here.
+        config: seed, model, task, sampling, grading, evaluation and tracking are used, the other sections are not.
         source: the model and its task, or stored completions.
         legacy: add best@k as resampling with replacement gives it.
     """
@@ -60,7 +72,7 @@ class EvalRequest:
 
     @property
     def stem(self) -> str:
-        """The evaluation's name, the time apart."""
+        """The evaluation's name without the time."""
         if isinstance(self.source, SamplesFile):
             return _plain(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
         model, task = self.source
@@ -75,7 +87,7 @@ class EvalRequest:
         return f"{self.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a later call needs to go on with the same evaluation."""
+        """Return what a later call needs to resume the same evaluation."""
         sections = ("seed", "model", "task", "sampling", "grading", "evaluation", "tracking")
         dump = self.config.model_dump(mode="json")
         for source in (*dump["task"].get("train", ()), *dump["task"].get("heldout", ())):
@@ -95,23 +107,70 @@ class EvalRequest:
 
 
 def _absolute_path(path: str | None) -> str | None:
-    """Return the path of a local file or folder as it is seen from any folder; other texts as they are."""
+    """Return the absolute path of a local file or folder; other texts unchanged."""
     if not path or path == EMBEDDED_MODEL or not path_exists(user_path(path)):
         return path
     return str(user_path(path).absolute())
 
 
+def plan_evaluation(
+    model: str = "embedded",
+    tasks: Sequence[str] = (),
+    *,
+    samples: Path | str | None = None,
+    n: int | None = None,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+    sampler: str | None = None,
+    grader: str | None = None,
+    base: Sequence[Layer] = (),
+    settings: Sequence[Layer] = (),
+    legacy_best_at_k: bool = False,
+    runs_dir: Path | str = "runs",
+) -> EvalRequest:
+    """Check everything that can be checked without torch, and load the problems.
+
+    Args:
+        base: settings below the other arguments.
+        settings: settings above the other arguments.
+        The others: as for `evaluate`.
+
+    Raises:
+        UserError: there is no such model, task or file, or a setting cannot be used.
+    """
+    flags: dict[tuple[str, ...], Any] = {
+        ("evaluation",): samples_layer(n, k) or None,
+        ("evaluation", "temperature"): temperature,
+        ("evaluation", "problems"): limit,
+        ("sampling", "max_tokens"): max_tokens,
+        ("sampling", "engine"): sampler,
+        ("seed",): seed,
+    }
+    layers = [*base, flag_layer(flags), *settings]
+    if samples is not None:
+        request = samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
+    else:
+        judge = [] if grader is None else [{"task": {"grader": grader}}]
+        request = model_request(model, tasks, Path(runs_dir), [*layers, *judge], legacy_best_at_k)
+    if not request.config.evaluation.k:
+        raise UserError("evaluation.k: give at least one k")
+    return request
+
+
 def model_request(
     model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer], legacy: bool
 ) -> EvalRequest:
-    """Plan the evaluation of a model.
+    """Return the request that evaluates a model.
 
     Args:
-        tasks: as `--task` has them; none takes the run's own, or the settings' default.
-        layers: settings on top of the run's own.
+        tasks: values of `--task`; none for the run's own tasks, or the default of the settings.
+        layers: settings that replace the run's own.
 
     Raises:
-        UserError: a mistake in any of them; one line.
+        UserError: the model, a task or a setting is not valid.
     """
     ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
@@ -129,22 +188,24 @@ def model_request(
 
 
 def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], legacy: bool) -> EvalRequest:
-    """Plan the scoring of stored completions.
+    """Return the request that scores stored completions.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or has no completions.
     """
     sets = read_completions(path, grader)
     _check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
     layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
-    # What the layers say of drawing means nothing here, and must not forbid a k.
+    # Settings of sampling are not used here, and must not forbid a k.
     k = _resolve_for(layers, max(fewest, _MAX_K)).evaluation.k
     if max(k, default=1) > fewest:
         raise ConfigError(
             f"--k {max(k)}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
         )
-    return EvalRequest(_resolve_for(layers, fewest), SamplesFile(path, _digest(path), grader, sets), legacy)
+    return EvalRequest(
+        _resolve_for(layers, fewest), SamplesFile(path, file_digest(path), grader, sets), legacy
+    )
 
 
 def _resolve_for(layers: Sequence[Layer], samples: int) -> RunConfig:
@@ -152,7 +213,7 @@ def _resolve_for(layers: Sequence[Layer], samples: int) -> RunConfig:
 
 
 def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings of `--n` and `--k`; with n alone the k are those of `DEFAULT_K` within n, and n itself.
+    """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself.
 
     Raises:
         ConfigError: a k is greater than n.
@@ -172,7 +233,7 @@ def read_k(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MAX_K for part in parts):
         raise ConfigError(
-            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, apart by commas, as in --k 1,8,32"
+            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, separated by commas, as in --k 1,8,32"
         )
     return sorted({int(part) for part in parts})
 
@@ -182,13 +243,8 @@ def _check_graders(problems: Iterable[Problem]) -> None:
         check_grader(grader)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _samples_name(path: Path) -> str:
-    """Name a samples file: those that this package writes by the evaluation or run that they are of."""
+    """Return a name for a samples file; a file written by this package is named by its evaluation or run."""
     path = path.absolute()
     if path.name == SAMPLES_FILE:
         return path.parent.name.removeprefix("eval-")
@@ -205,10 +261,10 @@ def request_from_record(
     """Return the request that the `eval.json` of `folder` was made from, with other settings of `tracking` only.
 
     Args:
-        complete: all completions are there: neither the model nor the samples' file is asked for.
+        complete: all completions are stored, so that neither the model nor the samples file is needed.
 
     Raises:
-        UserError: the record is damaged, or its model or samples are no longer there as they were.
+        UserError: the record is damaged, or its model or samples have changed or are missing.
     """
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
@@ -222,7 +278,7 @@ def request_from_record(
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: its eval.json lacks what a resume needs ({error})") from None
     if samples is not None:
-        if not complete and (not path_exists(path) or _digest(path) != digest):
+        if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(
                 f"--resume {folder}: {path} has changed since, or is gone; start a new evaluation"
             )
@@ -232,3 +288,58 @@ def request_from_record(
         check_model_path(ref.path)
         check_engine(config.sampling.engine)
     return EvalRequest(config, (ref, build_task(config.task)), legacy)
+
+
+def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
+
+    Raises:
+        ConfigError: there is no such task or file, or countdown is asked for with others.
+    """
+    if not tasks:
+        return {}
+    problems = {"evaluation": {"problems": None}}
+    for name in generated_tasks():
+        if name in tasks:
+            if len(tasks) > 1:
+                raise ConfigError(
+                    f"--task {name}: it needs a model of its own; evaluate it without other tasks"
+                )
+            same = own is not None and own.task.name == name
+            return problems | ({} if same else {"task": {"name": name}})
+    task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
+    if own is not None and isinstance(own.task, DataTask):
+        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
+    return problems | {"task": task}
+
+
+def _sources(tasks: Sequence[str]) -> list[Any]:
+    files = [name for name in tasks if name not in DATASETS]
+    for name in files:
+        if name and path_exists(user_path(name)):
+            continue
+        if Path(name).suffix.lower() in FILE_SUFFIXES:
+            raise ConfigError(f"--task {name[:200]}: no such file")
+        known = [*generated_tasks(), *DATASETS]
+        raise ConfigError(
+            f"--task {name[:200]}: no such task or file{nearest(name, known)}; known: {', '.join(known)}, or a "
+            f"{', '.join(FILE_SUFFIXES)} file"
+        )
+    labels = Counter(map(_label_of, files))
+    sources: list[Any] = []
+    for name in tasks:
+        if name in DATASETS:
+            sources += DATASETS[name].evaluation_sets()
+        elif labels[_label_of(name)] == 1:
+            sources.append({"path": name, "label": _label_of(name)})
+        else:  # a/test.jsonl and b/test.jsonl are a-test and b-test
+            path = user_path(name).absolute()
+            sources.append({"path": name, "label": _label_of(f"{path.parent.name}-{path.name}")})
+    return sources
+
+
+def _label_of(path: str) -> str:
+    try:
+        return source_label(Source(path=path))
+    except ConfigError:  # no character of the name is allowed in a metric's name
+        return "data"

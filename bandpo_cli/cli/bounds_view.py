@@ -1,0 +1,216 @@
+"""Input and output of `bandpo bounds`: probabilities and radii from text, tables of intervals and of matched radii."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bandpo_cli.bounds import ratio_bounds
+from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.paths import read_text
+from bandpo_cli.registries import METHODS
+from bandpo_cli.reports.interval_table import PEERS, IntervalRow
+
+_MOST_TEXT = 2**28  # bytes, some ten million probabilities
+
+
+def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
+    """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
+    found: list[float] = []
+    for word in words:
+        found += (
+            _from_text(sys.stdin.read(), "standard input") if word == "-" else [_probability(word, "PROB")]
+        )
+    if file is not None:
+        found += _from_text(read_text(file, f"--file {file}", _MOST_TEXT), f"--file {file}")
+    return found
+
+
+def _from_text(text: str, source: str) -> list[float]:
+    """Return numbers separated by white space or commas; `#` begins a comment."""
+    lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
+    found = [
+        _probability(word, f"{source}, line {number}")
+        for number, words in enumerate(lines, 1)
+        for word in words
+    ]
+    if not found:
+        raise UserError(
+            f"{source}: no probability in it; give numbers in (0, 1] separated by spaces, commas or lines"
+        )
+    return found
+
+
+def _probability(word: str, source: str) -> float:
+    value = _number(word, source, "a probability in (0, 1]")
+    if not 0.0 < value <= 1.0:
+        raise UserError(f"{source}: '{word}' is not a probability; allowed: 0 < p ≤ 1")
+    return value
+
+
+def radii(words: Iterable[str]) -> list[float]:
+    """Return numbers > 0 from `--delta`, which may be repeated or hold several separated by commas."""
+    found = [_number(word, "--delta", "a number > 0") for text in words for word in text.split(",")]
+    for value in found:
+        if not (value > 0.0 and math.isfinite(value)):
+            raise UserError(f"--delta: {value:g} is no radius; allowed: a finite number > 0, such as 0.05")
+    return found
+
+
+def _number(word: str, source: str, wanted: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise UserError(f"{source}: '{word}' is not a number; expected {wanted}") from None
+
+
+def names(option: str, texts: Iterable[str], allowed: Sequence[str]) -> list[str]:
+    """Return names separated by commas, each one of `allowed`."""
+    found = [name.strip() for text in texts for name in text.split(",")]
+    for name in found:
+        if name not in allowed:
+            raise UserError(
+                f"{option}: '{name}' is not known{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
+            )
+    return found
+
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot_file(file: Path) -> None:
+    """Raise UserError for a plot file that cannot be written, before anything is computed."""
+    if file.suffix.lower() not in PLOT_SUFFIXES:
+        raise UserError(
+            f"--plot {file}: not an image format{nearest(file.suffix, PLOT_SUFFIXES)}; "
+            f"allowed endings: {', '.join(PLOT_SUFFIXES)}"
+        )
+    if not file.parent.is_dir():
+        raise UserError(f"--plot {file}: there is no folder '{file.parent}'")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(
+            f"--plot {file}: cannot be written: {'it is a folder' if file.is_dir() else 'no permission'}"
+        )
+
+
+def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
+    """Print one block per method under its name; the columns line up and fit 80 characters."""
+    console = Console(highlight=False)
+    for number, ((name, delta), block) in enumerate(
+        groupby(rows, key=lambda row: (row.divergence, row.delta))
+    ):
+        title = name if delta is None else f"{name}, delta {delta:g}"
+        console.print(f"{'' if number == 0 else chr(10)}[bold]{escape(title)}[/bold]")
+        console.print(_block(list(block), heading=number == 0))
+    console.print(_footnote(rows, max_ratio), style="dim")
+
+
+def _block(rows: Sequence[IntervalRow], heading: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=heading, header_style="dim")
+    for name, width in (("p", 10), ("lower", 9), ("upper", 9)):
+        table.add_column(name, justify="right", min_width=width, no_wrap=True)
+    table.add_column("probability range", justify="center", min_width=19, no_wrap=True)
+    table.add_column("Δp", justify="right", min_width=9, no_wrap=True)
+    table.add_column("saturated", min_width=9, no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: IntervalRow) -> tuple[str, ...]:
+    ends = [end for end, reached in (("0", row.lower_saturated), ("1/p", row.upper_saturated)) if reached]
+    return (
+        f"{row.prob:.4g}",
+        f"{row.lower:.4g}",
+        f"{row.upper:.4g}",
+        f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
+        f"+{row.prob_upper - row.prob:.3g}",
+        " ".join(ends) or "·",
+    )
+
+
+def _footnote(rows: Sequence[IntervalRow], max_ratio: float | None) -> str:
+    lines = ["lower, upper: π/π_old.  Δp: the most that p can gain."]
+    if any(row.lower_saturated or row.upper_saturated for row in rows):
+        lines.append("saturated: 0 = the token may vanish; 1/p = it may become certain.")
+    lines.append(
+        f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
+    )
+    return "\n" + "\n".join(lines)
+
+
+MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded)
+
+
+def print_matches(method: str | None, at: str | None, regions: Sequence[str], style: str) -> None:
+    """Print the radius for each divergence, null or a reason where no Band is that wide."""
+    if method is None or at is None:
+        raise UserError("--match METHOD and --at PROB go together, as in: --match clip-higher --at 0.1")
+    (method,) = names("--match", [method], MATCHABLE)
+    if at == "-":
+        raise UserError("--at: '-' is not a number; expected a probability in (0, 1)")
+    prob = probabilities([at], None)[0]
+    if prob == 1.0:
+        raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
+    upper = float(ratio_bounds(PEERS[method])(np.log([prob])).upper[0])
+    found = [
+        {
+            "divergence": name,
+            "method": method,
+            "prob": prob,
+            "upper": upper,
+            "delta": matching_delta(name, prob, upper),
+        }
+        for name in regions
+    ]
+    _MATCH_PRINTERS[style](found)
+
+
+def _print_matches_table(found: list[dict[str, Any]]) -> None:
+    first, console = found[0], Console(highlight=False)
+    method, prob, upper = first["method"], first["prob"], first["upper"]
+    console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("Band")
+    table.add_column("delta")
+    for row in found:
+        table.add_row(row["divergence"], _reason(row) if row["delta"] is None else f"{row['delta']:.9g}")
+    console.print(table)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """Return why no Band has that upper bound."""
+    limit = 1.0 / row["prob"]
+    if row["upper"] > limit:
+        return f"none: a Band never passes the simplex, r ≤ 1/p = {limit:.6g}"
+    return f"none: only an infinite radius lets a token become certain, r = 1/p = {limit:.6g}"
+
+
+def _print_matches_json(found: list[dict[str, Any]]) -> None:
+    print(json.dumps(found, indent=1))
+
+
+def _print_matches_csv(found: list[dict[str, Any]]) -> None:
+    writer = csv.DictWriter(sys.stdout, list(found[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+
+
+_MATCH_PRINTERS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+    "table": _print_matches_table,
+    "json": _print_matches_json,
+    "csv": _print_matches_csv,
+}

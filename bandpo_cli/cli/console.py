@@ -1,0 +1,68 @@
+"""Console output shared by the commands: lines, numbers, JSON, and the package's log messages."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+
+def open_console(stderr: bool = False) -> Console:
+    """Return the console of a command, and print the package's log messages on it.
+
+    INFO messages are printed as lines, WARNING and above after the heading `warning:`.
+    """
+    console = Console(stderr=stderr)
+    logger = logging.getLogger("bandpo_cli")
+    for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
+        logger.removeHandler(handler)
+    logger.addHandler(LogHandler(console))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # MLflow's database migrations give the root logger a handler of their own
+    return console
+
+
+class LogHandler(logging.Handler):
+    """Print log messages on a console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        printer = print_warning if record.levelno >= logging.WARNING else print_line
+        printer(self._console, record.getMessage())
+
+
+def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
+    """Print a line without markup, after a heading if there is one."""
+    gap = " " if heading.endswith(":") else "  "
+    text = Text.assemble((heading, style), gap, line) if heading else Text(line)
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def print_warning(console: Console, line: str) -> None:
+    """Print a line after the heading `warning:`."""
+    print_line(console, line, "warning:", "yellow")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on standard output; NaN and infinity as null."""
+    from bandpo_cli.storage.files import replace_nonfinite
+
+    print(json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 problem` or `1,024 problems`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return hours, minutes and seconds: `0:01:05`."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

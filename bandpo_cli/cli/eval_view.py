@@ -1,0 +1,367 @@
+"""Console view of evaluations: progress, metrics with intervals, the histogram of problems, comparisons."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sized
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from bandpo_cli.cli.console import format_duration, plural, print_json, print_line
+from bandpo_cli.cli.statement import describe_model, print_statement
+from bandpo_cli.evaluation.compare import Comparison
+from bandpo_cli.evaluation.metrics import Interval
+from bandpo_cli.evaluation.scores import Scores, success_histogram
+from bandpo_cli.experiments.compare import ComparisonResult
+from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
+from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
+from bandpo_cli.storage.eval_folder import EvalFolder
+from bandpo_cli.types import CallbackBase
+
+SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
+"""Text beside the spinner, by phase."""
+
+PLAIN_LINES = 20
+"""About this many progress lines in a log file, however many completions."""
+
+_BAR_WIDTH = 40
+_LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
+
+
+class EvalView(CallbackBase):
+    """Console view of an evaluation.
+
+    Args:
+        console: for everything but the JSON record.
+        style: `table` or `json`: how the metrics are printed.
+        runs_dir: the folder of evaluations, for the command that resumes one.
+    """
+
+    def __init__(self, console: Console, style: str, runs_dir: Path) -> None:
+        self._console, self._style, self._runs_dir = console, style, runs_dir
+        self._info: EvalInfo | None = None
+        self._progress: _Bar | _Lines | None = None
+        self._rate: ProgressRate | None = None
+        self._spinner: Status | None = None
+
+    def start(self, info: EvalInfo) -> None:
+        """Print the notes and the folder."""
+        self._spin(None)
+        self._info = info
+        for note in info.notes:
+            print_line(self._console, note, "note:", "yellow")
+        if info.rescored:
+            print_line(self._console, f"{info.folder} has all its completions: scoring them again")
+            return
+        print_line(self._console, str(info.folder), "evaluation")
+        self._rate = ProgressRate(info.completions, info.stored)
+        self._progress = (_Bar if self._console.is_terminal else _Lines)(self._console, self._rate)
+        self._progress.start()
+
+    def phase(self, name: str) -> None:
+        """Show a spinner in phases without progress; after the last batch print the rate."""
+        if name == "record" and self._rate is not None:
+            self._stop_progress()
+            print_line(self._console, self._rate.summary())
+        self._spin(SPINNERS.get(name))
+
+    def step(self, report: EvalProgress) -> None:
+        """Show the progress."""
+        if self._progress is not None:
+            self._progress.advance(report.label, report.completions)
+
+    def end(self, result: EvalResult) -> None:
+        """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
+        self._spin(None)
+        self._stop_progress()
+        if result.error is not None:
+            if self._info is not None and not self._info.rescored:
+                self._print_resume(result, self._info)
+            return
+        if self._style == "json":
+            print_json(result.record)
+        else:
+            print_scores(self._console, result.scores)
+            self._console.print()
+        if self._info is not None and self._info.request.config.tracking.mlflow:
+            self._spin("sending the metrics to MLflow …")
+
+    def close(self) -> None:
+        """Remove the spinner and the progress bar, where an error left them."""
+        self._spin(None)
+        self._stop_progress()
+
+    def _print_resume(self, result: EvalResult, info: EvalInfo) -> None:
+        folder, runs_dir = EvalFolder(result.folder), self._runs_dir
+        in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
+        words = ["bandpo", "eval", "--resume", folder.name if in_runs_dir else str(folder.path)]
+        if runs_dir != Path("runs"):
+            words += ["--runs-dir", str(runs_dir)]
+        print_line(
+            self._console,
+            f"{result.record['status']}: {folder.count_stored():,} of {info.completions:,} completions are stored; "
+            f"continue with: {shlex.join(words)}",
+        )
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _spin(self, text: str | None) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+        if text is not None:
+            self._spinner = self._console.status(text)
+            self._spinner.start()
+
+
+def print_request(console: Console, request: EvalRequest) -> None:
+    """Print what is evaluated."""
+    config, settings = request.config, request.config.evaluation
+    if isinstance(request.source, SamplesFile):
+        file = request.source
+        total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
+        rows = [("samples", escape(f"{file.path}, {total:,} completions")), ("tasks", _counts(file.sets))]
+        print_statement(console, rows, [], [])
+        return
+    _, task = request.source
+    sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
+    total = sum(map(len, sets.values())) * settings.samples
+    rows = [
+        ("model", escape(describe_model(config))),
+        ("tasks", _counts(sets)),
+        (
+            "samples",
+            f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
+            f"T = {settings.temperature:g}, seed {config.seed}",
+        ),
+    ]
+    # Notes that only count problems repeat the row "tasks".
+    notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
+    print_statement(console, rows, notes, [])
+
+
+def print_files(console: Console, result: EvalResult) -> None:
+    """Print where the results are."""
+    folder = EvalFolder(result.folder)
+    for heading, text in (
+        ("metrics", str(folder.path / "eval.json")),
+        ("samples", str(folder.samples_path)),
+        ("histogram", str(folder.path / "plots" / "success.png")),
+        ("MLflow", result.mlflow),
+    ):
+        if text:
+            print_line(console, text, f"{heading:<9}")
+
+
+def print_comparison(console: Console, result: ComparisonResult, show: int, style: str) -> None:
+    """Print what changed from A to B, with the `show` most changed problems of each set."""
+    if style == "json":
+        sets = {label: each.as_json() for label, each in result.sets.items()}
+        print_json({"a": str(result.path_a), "b": str(result.path_b), "sets": sets})
+        return
+    print_line(console, str(result.path_a), "A")
+    print_line(console, str(result.path_b), "B")
+    for label, each in result.sets.items():
+        _print_set(console, label, each, show)
+
+
+class ProgressRate:
+    """Count of completions and their rate; completions stored before the start do not count for the rate."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        self._before, self._start = done, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def rate(self) -> float:
+        """Completions per second."""
+        return (self.done - self._before) / max(self.seconds, 1e-9)
+
+    def words(self) -> str:
+        """Return `1,024/2,048 completions · 310/s · 0:00:03 left`."""
+        words = f"{self.done:,}/{self.total:,} completions"
+        if self.done == self._before:
+            return words
+        left = (self.total - self.done) / self.rate
+        return f"{words} · {self._rate_words()}/s · {format_duration(left)} left"
+
+    def summary(self) -> str:
+        """Return `2,048 completions in 0:00:07, 310 a second`, counting what came since the start."""
+        new = self.done - self._before
+        before = f" after {self._before:,} that were there" if self._before else ""
+        rate = f", {self._rate_words()} a second" if new else ""
+        return f"{new:,} completions{before} in {format_duration(self.seconds)}{rate}"
+
+    def _rate_words(self) -> str:
+        return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
+
+
+class _Bar:
+    def __init__(self, console: Console, pace: ProgressRate) -> None:
+        self._pace = pace
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[words]}", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task(
+            "evaluating", total=pace.total, completed=pace.done, words=pace.words()
+        )
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def advance(self, label: str, completions: int) -> None:
+        self._pace.done += completions
+        name = label if len(label) <= _LABEL_WIDTH else label[: _LABEL_WIDTH - 1] + "…"
+        self._progress.update(
+            self._task, description=name, completed=self._pace.done, words=self._pace.words()
+        )
+
+
+class _Lines:
+    def __init__(self, console: Console, pace: ProgressRate) -> None:
+        self._console, self._pace = console, pace
+        self._stride = max(1, pace.total // PLAIN_LINES)
+        self._next = pace.done + self._stride
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def advance(self, label: str, completions: int) -> None:
+        self._pace.done += completions
+        if self._pace.done >= self._next:
+            self._next = self._pace.done + self._stride
+            self._console.print(f"{label}: {self._pace.words()}", highlight=False, soft_wrap=True)
+
+
+def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
+    """Print a table and a histogram for each evaluation set."""
+    for label, each in scores.items():
+        console.print()
+        console.print(
+            Text.assemble((label, "bold"), f"  {plural(len(each.by_problem), 'problem')} × {_n(each)}"
+                          f" = {each.completions:,} completions"),
+            highlight=False,
+            soft_wrap=True,
+        )  # fmt: skip
+        console.print(_table(each))
+        console.print()
+        for line in histogram(each):
+            console.print(line, highlight=False)
+
+
+def metric_label(name: str) -> str:
+    """Return a metric's name as the literature writes it: `mean@16`, `pass@4`, `answer format`."""
+    words = name.replace("_at_", "@").removesuffix("_rate").replace("_", " ")
+    return f"{words}, tokens" if name == "response_length" else words
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return a value with its unit: shares as they are, tokens with one decimal."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.1f}" if name == "response_length" else f"{value:.3f}"
+
+
+def interval_text(name: str, figure: Interval) -> str:
+    """Return `0.412 to 0.478`, or a dash where there is no interval; a difference may have minus signs."""
+    if math.isnan(figure.low):
+        return "–"
+    return f"{metric_text(name, figure.low)} to {metric_text(name, figure.high)}"
+
+
+def histogram(scores: Scores) -> Iterable[Text]:
+    """Yield lines with the number of problems by the share of their completions that is right."""
+    shares = [next(iter(values.values())) for values in scores.by_problem.values()]
+    yield Text("problems by share of right completions", style="dim")
+    bars = success_histogram(shares)
+    most = max(count for _, count in bars)
+    for words, count in bars:
+        length = math.ceil(_BAR_WIDTH * count / most) if count else 0
+        yield Text.assemble(f"{words:>11}  ", ("█" * length, "cyan"), f" {count:,}" if count else " ·")
+
+
+def _table(scores: Scores) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("mean", justify="right")
+    table.add_column("95% interval", justify="right")
+    for name, figure in scores.metrics.items():
+        if name.endswith(("timeout_rate", "error_rate")) and figure.value == 0:
+            continue
+        table.add_row(metric_label(name), metric_text(name, figure.value), interval_text(name, figure))
+    return table
+
+
+def _n(scores: Scores) -> str:
+    return str(scores.fewest) if scores.fewest == scores.most else f"{scores.fewest} to {scores.most}"
+
+
+def _counts(problems: Mapping[str, Sized]) -> str:
+    return ", ".join(f"{label} ({plural(len(each), 'problem')})" for label, each in problems.items())
+
+
+def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
+    console.print()
+    print_line(console, _problems(comparison), label)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for heading in ("A", "B", "B − A", "95% interval"):
+        table.add_column(heading, justify="right")
+    for name, each in comparison.metrics.items():
+        table.add_row(
+            metric_label(name),
+            metric_text(name, each.a),
+            metric_text(name, each.b),
+            _signed(name, each.change.value),
+            interval_text(name, each.change),
+        )
+    console.print(table)
+    print_line(
+        console,
+        f"a higher share right in B on {plural(comparison.wins, 'problem')}, lower on {comparison.losses:,}, the same "
+        f"on {comparison.ties:,}",
+    )
+    for id_, before, after in comparison.changed_problems[:show]:
+        print_line(console, f"  {before:.2f} → {after:.2f}  {id_}")
+
+
+def _problems(comparison: Comparison) -> str:
+    words = f"{plural(comparison.shared, 'problem')} in both"
+    extra: list[Any] = [
+        f"{count:,} only in {which}"
+        for which, count in (("A", comparison.only_a), ("B", comparison.only_b))
+        if count
+    ]
+    return ", ".join([words, *extra])
+
+
+def _signed(name: str, value: float) -> str:
+    text = metric_text(name, value)
+    return text if text.startswith("-") or float(text.replace(",", "")) == 0 else f"+{text}"

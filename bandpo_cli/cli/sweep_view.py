@@ -1,0 +1,330 @@
+"""Console view of sweeps: the plan, a live table of the arms, the report, failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.live import Live
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from bandpo_cli.cli.console import format_duration, print_line
+from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
+from bandpo_cli.reports.sweep.arms import Metric, Report
+from bandpo_cli.reports.sweep.tables import _relative_to_cwd, half_width, value_text
+from bandpo_cli.sweeps.folder import SweepRun
+from bandpo_cli.sweeps.scheduler import RunState
+from bandpo_cli.types import CallbackBase
+
+LINES_EVERY_S = 60.0
+"""Seconds between progress lines where the output is no terminal."""
+
+_WIDE = 110
+"""Columns of a terminal in which a mean and its interval stand on one line."""
+
+SPINNERS = {
+    "tracking": "opening the sweep at MLflow …",
+    "trial": "a trial of three steps, for an estimate of the time …",
+    "report": "writing the report …",
+}
+"""Text beside the spinner, by phase."""
+
+
+class SweepView(CallbackBase):
+    """Console view of a sweep: a live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, runs_dir: Path) -> None:
+        self._console, self._runs_dir = console, runs_dir
+        self._info: SweepInfo | None = None
+        self._states: dict[str, RunState] = {}
+        self._table: _LiveTable | _PlainLines | None = None
+        self._spinner: Status | None = None
+        self._start = time.perf_counter()
+
+    def start(self, info: SweepInfo) -> None:
+        """Print the folder, the plan and the estimate of the time."""
+        self._info = info
+        print_line(self._console, str(info.folder), "sweep")
+        self._start = time.perf_counter()
+        self.print_plan(info)
+
+    def print_plan(self, info: SweepInfo) -> None:
+        """Print the table of runs and the estimate of the time."""
+        steps = {name: config.steps for name, config in info.configs.items()}
+        self._console.print(plan_table(info.runs, steps), highlight=False)
+        finished = len(info.runs) - len(info.pending)
+        self._console.print(
+            f"{len(info.runs)} runs{f', {finished} of them whole' if finished else ''}, {info.slots} at a time, "
+            f"{info.threads} thread{'' if info.threads == 1 else 's'} each",
+            highlight=False,
+        )
+        if not info.pending:
+            return
+        try:
+            estimate = estimate_time(info, self._runs_dir, lambda: self._spin(SPINNERS["trial"]))
+        finally:
+            self._spin(None)
+        if estimate is None:
+            self._console.print(
+                "no run of this shape is here to estimate the time by; the live table shows one after the first steps"
+            )
+            return
+        self._console.print(
+            f"about {format_duration(estimate.total_s)} in all, {format_duration(estimate.run_s)} a run "
+            f"({estimate.method})",
+            highlight=False,
+        )
+
+    def phase(self, name: str) -> None:
+        """Show the live table while the runs are executed, a spinner in other phases."""
+        self._spin(None)
+        if name == "run" and self._info is not None:
+            view = _LiveTable if self._console.is_terminal else _PlainLines
+            self._table = view(self._console, self._info.runs, self._info.slots)
+            self._table.start()
+        if name == "report":
+            if self._stop_table() and self._info is not None:
+                self._console.print(arms_table(self._info.runs, self._states))
+            self._console.print()
+        self._spin(SPINNERS.get(name))
+
+    def step(self, report: States) -> None:
+        """Show the states of the runs."""
+        self._states.update(report)
+        if self._table is not None:
+            self._table.show(report)
+
+    def end(self, result: SweepResult) -> None:
+        """Print the report and what failed; after Ctrl-C print how to resume."""
+        self.close()
+        if self._info is None:
+            return
+        finished = f"{result.finished} of {len(self._info.runs)} runs"
+        if result.error is not None:
+            if isinstance(result.error, KeyboardInterrupt):
+                again = resume_command(result.folder, self._runs_dir)
+                print_line(self._console, f"stopped, {finished} are whole; continue with: {again}")
+            return
+        if result.report is None:
+            print_line(self._console, str(result.report_error), "no report:", "yellow")
+        else:
+            print_report(self._console, result.report)
+            self._console.print()
+        duration = format_duration(time.perf_counter() - self._start)
+        took = f" in {duration}" if self._info.pending else ""
+        self._console.print(f"{finished} whole{took}", highlight=False)
+        if result.mlflow is not None:
+            print_line(self._console, result.mlflow, "MLflow")
+        for name, why in result.stopped.items():
+            print_line(self._console, f"{name}: {why}", "stopped early", "yellow")
+        for name, why in result.failures.items():
+            print_line(self._console, f"{name}: {why}", "failed", "red")
+
+    def close(self) -> None:
+        """Remove the spinner and the live table."""
+        self._spin(None)
+        self._stop_table()
+
+    def _stop_table(self) -> bool:
+        """Remove the live table; return whether there was one."""
+        table, self._table = self._table, None
+        if table is not None:
+            table.stop()
+        return table is not None
+
+    def _spin(self, text: str | None) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+        if text is not None:
+            self._spinner = self._console.status(text)
+            self._spinner.start()
+
+
+def resume_command(folder: Path, runs_dir: Path) -> str:
+    """Return the command that resumes a sweep."""
+    elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
+    return f"bandpo sweep --resume {folder.name}{elsewhere}"
+
+
+def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
+    """Return one row per arm, with its seeds and steps."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("arm", "seeds", "steps", "runs"):
+        table.add_column(heading, justify="left" if heading in ("arm", "seeds") else "right")
+    for arm, members in by_arm(runs).items():
+        seeds = ", ".join(str(run.seed) for run in members)
+        counts = sorted({steps[run.name] for run in members})
+        table.add_row(arm, seeds, " ".join(map(str, counts)), str(len(members)))
+    return table
+
+
+def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
+    """Return the runs by arm, in the order of the first run of each arm."""
+    arms: dict[str, list[SweepRun]] = {}
+    for run in runs:
+        arms.setdefault(run.arm, []).append(run)
+    return arms
+
+
+def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
+    """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("arm", "whole", "running at step", "accuracy", "entropy", "left"):
+        table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
+    for arm, members in by_arm(runs).items():
+        own = [states[run.name] for run in members]
+        running = [state for state in own if state.status == "running"]
+        whole = sum(state.status == "finished" for state in own)
+        ended = [
+            (f" {count} {status}", style)
+            for status, style in (("failed", "red"), ("stopped", "yellow"))
+            if (count := sum(state.status == status for state in own))
+        ]
+        table.add_row(
+            arm,
+            Text.assemble(f"{whole}/{len(own)}", *ended),
+            "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
+            _mean([state.accuracy for state in own]),
+            _mean([state.entropy for state in own]),
+            _max_duration([state.seconds_left for state in running]),
+        )
+    return table
+
+
+def seconds_left(states: States, jobs: int) -> float | None:
+    """Return the remaining seconds by the mean pace of the running runs; None before there is one."""
+    rates = [
+        state.seconds_left / (state.steps - state.step)
+        for state in states.values()
+        if state.status == "running" and state.seconds_left is not None and state.step < state.steps
+    ]
+    if not rates:
+        return None
+    pace = fmean(rates)
+    waiting = sum(state.steps for state in states.values() if state.status == "waiting")
+    running = sum(state.steps - state.step for state in states.values() if state.status == "running")
+    return (waiting + running) * pace / jobs
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.3f}" if known else "·"
+
+
+def _max_duration(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return format_duration(max(known)) if known else "·"
+
+
+def _progress(states: States, jobs: int) -> str:
+    whole = sum(state.status == "finished" for state in states.values())
+    failed = sum(state.status == "failed" for state in states.values())
+    left = seconds_left(states, jobs)
+    parts = [f"{whole}/{len(states)} runs whole"]
+    stopped = sum(state.status == "stopped" for state in states.values())
+    parts += [f"{failed} failed"] if failed else []
+    parts += [f"{stopped} stopped early"] if stopped else []
+    parts += [f"{format_duration(left)} left"] if left is not None else []
+    return " · ".join(parts)
+
+
+class _LiveTable:
+    def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
+        self._runs, self._jobs = runs, jobs
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def show(self, states: States) -> None:
+        table = arms_table(self._runs, states)
+        table.title, table.title_justify = _progress(states, self._jobs), "left"
+        self._live.update(table, refresh=True)
+
+
+class _PlainLines:
+    def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
+        self._console, self._jobs = console, jobs
+        self._ended = -1
+        self._next = time.monotonic()
+        self._arms = {run.name: run.arm for run in runs}
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def show(self, states: States) -> None:
+        ended = sum(state.status in ("finished", "failed", "stopped") for state in states.values())
+        if ended == self._ended and time.monotonic() < self._next:
+            return
+        self._ended, self._next = ended, time.monotonic() + LINES_EVERY_S
+        running = ", ".join(
+            f"{name} {state.step}/{state.steps}"
+            for name, state in states.items()
+            if state.status == "running"
+        )
+        self._console.print(
+            _progress(states, self._jobs) + (f"  running: {running}" if running else ""),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the report: finding, leaderboard, notes, files."""
+    whole = not console.is_terminal  # in a file or a pipe a sentence is a line
+    console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=whole)
+    console.print(Text(report.finding), soft_wrap=whole)
+    console.print()
+    apart = " " if console.width >= _WIDE else "\n"
+    console.print(
+        _report_table(report, [figure for figure in report.figures if "/" not in figure.key], apart)
+    )
+    if len(report.sets) > 1:
+        console.print()
+        by_set = [figure for figure in report.figures if figure.key.startswith("accuracy/")]
+        console.print(_report_table(report, by_set, apart))
+    for note in report.notes:
+        console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=whole)
+    for each in report.left_out:
+        who = f"{each.arm}, seed {each.seed}: " if each.arm else ""
+        console.print(
+            Text.assemble(("left out: ", "yellow"), f"{each.run}: {who}{each.reason}"), soft_wrap=whole
+        )
+    console.print()
+    for name in ("report.html", "report.md", "leaderboard.csv"):
+        console.print(Text(_relative_to_cwd(report.files[name])), soft_wrap=True)
+    pictures = [name for name in report.files if name.endswith(".png")]
+    console.print(Text(f"beside them: {', '.join(pictures)}", style="dim"), soft_wrap=whole)
+
+
+def _report_table(report: Report, figures: Sequence[Metric], apart: str) -> Table:
+    """Return the arms, the most accurate first, with half the width of each 95% interval."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("arm", overflow="fold")
+    table.add_column("seeds", justify="right", no_wrap=True)
+    for figure in figures:
+        table.add_column(figure.name.replace(", ", ",\n"), justify="right", no_wrap=True)
+    for arm in report.arms:
+        name = Text(arm.name)
+        if arm.name == report.baseline:
+            name.append("\nbaseline", style="dim")
+        cells = [
+            Text.assemble(value_text(figure, value), (f"{apart}{half}" if half else "", "dim"))
+            for figure in figures
+            for value in [arm.figures.get(figure.key)]
+            for half in [half_width(figure, value)]
+        ]
+        table.add_row(name, str(len(arm.seeds)), *cells)
+    return table

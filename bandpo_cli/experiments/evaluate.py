@@ -1,0 +1,348 @@
+"""Evaluations: completions sampled or read, graded, stored and scored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.config.layers import Layer
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.eval_request import (
+    EvalRequest,
+    SamplesFile,
+    plan_evaluation,
+    request_from_record,
+)
+from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
+from bandpo_cli.experiments.preflight import choose_run_name
+from bandpo_cli.storage.environment import describe_environment, redact_credentials
+from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
+from bandpo_cli.storage.files import write_json
+from bandpo_cli.storage.tables import EvalRow, read_eval_table
+from bandpo_cli.tracking.names import run_tags
+from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.types import Callback
+
+if TYPE_CHECKING:
+    from bandpo_cli.evaluation.scores import Scores
+
+Rows = dict[str, list[EvalRow]]
+"""All completions by evaluation set."""
+
+log = logging.getLogger("bandpo_cli")
+
+
+@dataclass(frozen=True)
+class EvalInfo:
+    """An evaluation at its start, as callbacks receive it.
+
+    Attributes:
+        request: what is evaluated.
+        folder: the evaluation's folder.
+        sets: number of problems by evaluation set.
+        completions: number of completions of the complete evaluation.
+        stored: number of completions that an interrupted evaluation has left.
+        rescored: all completions were stored, and are only scored again.
+        notes: remarks of loading, one line each.
+    """
+
+    request: EvalRequest
+    folder: Path
+    sets: Mapping[str, int]
+    completions: int
+    stored: int
+    rescored: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EvalProgress:
+    """One batch of graded and stored completions: the label of its set, and their number."""
+
+    label: str
+    completions: int
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The end of an evaluation.
+
+    Attributes:
+        folder: the evaluation's folder.
+        record: the contents of eval.json.
+        scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
+        mlflow: the command or address that shows the metrics in MLflow; None where it does not have them, and in
+            `Callback.end`, which comes before they are sent.
+        error: the exception that ended the evaluation early.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    scores: Mapping[str, Scores]
+    mlflow: str | None = None
+    error: BaseException | None = None
+
+
+EvalCallback = Callback[EvalInfo, EvalProgress, EvalResult]
+"""A callback of `evaluate` and `resume_evaluation`."""
+EvalEvents = Dispatcher[EvalInfo, EvalProgress, EvalResult]
+
+
+def evaluate(
+    model: str | EvalRequest = "embedded",
+    tasks: Sequence[str] = (),
+    *,
+    samples: Path | str | None = None,
+    n: int | None = None,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    seed: int | None = None,
+    sampler: str | None = None,
+    grader: str | None = None,
+    settings: Sequence[Layer] = (),
+    legacy_best_at_k: bool = False,
+    runs_dir: Path | str = "runs",
+    name: str | None = None,
+    callbacks: Sequence[EvalCallback] = (),
+) -> EvalResult:
+    """Score a model, or stored completions, in a new folder, and store every completion.
+
+    Args:
+        model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
+            `plan_evaluation`, which has all other settings.
+        tasks: `countdown`, names of data sets, or files; none for the run's own sets.
+        samples: a file of completions to score, in place of a model.
+        n: completions per problem.
+        k: the k of pass@k and maj@k, each at most n.
+        temperature: sampling temperature; 0 is greedy.
+        max_tokens: the most tokens of a completion.
+        limit: the most problems of each set.
+        seed: seed of the sampling.
+        sampler: the sampling engine: auto, transformers or vllm.
+        grader: the grader of all answers; None for the data's own.
+        settings: other settings, as nested dictionaries; they win over the arguments above.
+        legacy_best_at_k: add best@k as resampling with replacement gives it.
+        runs_dir: the folder of the evaluation's folder, and of runs.
+        name: name of the folder; None for model, tasks, n, seed and time.
+        callbacks: receive the events of `types.Callback`.
+
+    Raises:
+        UserError: the name is taken, a setting cannot be used, or the model cannot be loaded; nothing has been written.
+        RunError: the device has not enough memory, or the engine failed; graded completions are stored.
+    """
+    runs_dir = Path(runs_dir)
+    if not isinstance(model, EvalRequest):
+        model = plan_evaluation(
+            model,
+            tasks,
+            samples=samples,
+            n=n,
+            k=k,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            limit=limit,
+            seed=seed,
+            sampler=sampler,
+            grader=grader,
+            settings=settings,
+            legacy_best_at_k=legacy_best_at_k,
+            runs_dir=runs_dir,
+        )
+    request = model
+    name = choose_run_name(runs_dir, name, request.default_name())
+    events = Dispatcher(callbacks)
+    with ExitStack() as stack:
+        source = open_completion_source(request, events.phase, stack)
+        folder = EvalFolder.create(runs_dir, name)
+        write_json(folder.path / "env.json", describe_environment())
+        result = _evaluate(request, source, folder, {}, events)
+    return _finish(request, result, events, runs_dir)
+
+
+def resume_evaluation(
+    name: str,
+    runs_dir: Path | str = "runs",
+    tracking: Layer | None = None,
+    callbacks: Sequence[EvalCallback] = (),
+    request: EvalRequest | None = None,
+) -> EvalResult:
+    """Continue an interrupted evaluation; one that has all its completions is scored again from them.
+
+    Args:
+        name: the evaluation's name in `runs_dir`, or its folder.
+        runs_dir: the folder of evaluations.
+        tracking: settings of the section `tracking` to change.
+        callbacks: as for `evaluate`.
+        request: what `plan_evaluation_resume` returned; None to plan it here.
+
+    Raises:
+        UserError: there is no such evaluation, or its model or data have changed.
+        RunError: as `evaluate`.
+    """
+    runs_dir = Path(runs_dir)
+    folder = EvalFolder.open(runs_dir, name)
+    before = folder.read_record()
+    request = request or plan_evaluation_resume(folder, tracking)
+    events = Dispatcher(callbacks)
+    if folder.samples_path.exists():
+        result = _rescore(request, folder, events)
+    else:
+        with ExitStack() as stack:
+            source = open_completion_source(request, events.phase, stack)
+            parts = folder.read_parts()
+            if parts and before["sets"] != source.planned():
+                raise UserError(
+                    f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a "
+                    "new evaluation"
+                )
+            result = _evaluate(request, source, folder, parts, events)
+    return _finish(request, result, events, runs_dir)
+
+
+def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
+    """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
+
+    Raises:
+        UserError: the record is damaged, or the model or data have changed.
+    """
+    complete = folder.samples_path.exists()
+    return request_from_record(folder.read_record(), folder.path, tracking or {}, complete)
+
+
+def _evaluate(
+    request: EvalRequest,
+    source: CompletionSource,
+    folder: EvalFolder,
+    parts: dict[PartKey, list[EvalRow]],
+    events: EvalEvents,
+) -> EvalResult:
+    """Collect and score all completions; the record has the status while this runs and when it ends early."""
+    sets = source.planned()
+    folder.write_record({**_record_head(request, folder, "running"), "sets": sets})
+    counts = {label: len(ids) for label, ids in source.ids.items()}
+    stored = sum(map(len, parts.values()))
+    info = EvalInfo(request, folder.path, counts, source.completions, stored, False, source.notes)
+    try:
+        events.start(info)
+        return _score(request, folder, _collect_completions(source, folder, parts, events), events)
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        record = {**_record_head(request, folder, status), "sets": sets}
+        folder.write_record(record)
+        events.end(EvalResult(folder.path, record, {}, error=error))
+        raise
+
+
+def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> EvalResult:
+    """Score the stored completions of a complete evaluation."""
+    folder.drop_parts()  # a kill between the table and this call leaves them
+    rows = _stored_rows(folder)
+    counts = {label: len({row["problem_id"] for row in each}) for label, each in rows.items()}
+    total = sum(map(len, rows.values()))
+    try:
+        events.start(EvalInfo(request, folder.path, counts, total, total, True, ()))
+        return _score(request, folder, rows, events)
+    except BaseException as error:
+        events.end(EvalResult(folder.path, {}, {}, error=error))
+        raise
+
+
+def _collect_completions(
+    source: CompletionSource, folder: EvalFolder, parts: dict[PartKey, list[EvalRow]], events: EvalEvents
+) -> Rows:
+    """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
+    events.phase("sample")
+    for batch in source.batches(set(parts)):
+        folder.write_part(batch.key, batch.rows)
+        parts[batch.key] = batch.rows
+        events.step(EvalProgress(batch.label, len(batch.rows)))
+    for grader, line in source.errors().items():
+        log.warning("grader '%s' failed on some answers; the first error: %s", grader, line)
+    events.phase("record")
+    labels = [*source.ids]
+    rows: Rows = {label: [] for label in labels}
+    for key in sorted(parts):
+        rows[labels[key.set_index]] += parts[key]
+    folder.write_samples(row for each in rows.values() for row in each)
+    return rows
+
+
+def _stored_rows(folder: EvalFolder) -> Rows:
+    rows: Rows = {}
+    for row in read_eval_table(folder.samples_path):
+        rows.setdefault(row["task"], []).append(row)
+    if not rows:
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
+    return rows
+
+
+def _score(request: EvalRequest, folder: EvalFolder, rows: Rows, events: EvalEvents) -> EvalResult:
+    """Score every completion, and write eval.json and the histogram."""
+    from bandpo_cli.evaluation.scores import metric_record, score
+    from bandpo_cli.reports.run_plots import plot_success_histogram
+
+    events.phase("score")
+    scores = {
+        label: score(label, each, request.config.evaluation.k, request.legacy) for label, each in rows.items()
+    }
+    record = {
+        **_record_head(request, folder, "finished"),
+        "metrics": metric_record(scores, with_intervals=True),
+        "sets": {label: each.as_json() for label, each in scores.items()},
+    }
+    folder.write_record(record)
+    plot_success_histogram(folder.path)
+    return EvalResult(folder.path, record, scores)
+
+
+def _finish(request: EvalRequest, result: EvalResult, events: EvalEvents, runs_dir: Path) -> EvalResult:
+    """Call `end` of the callbacks, then send the metrics to MLflow: a slow server does not delay the result."""
+    events.end(result)
+    if not request.config.tracking.mlflow:
+        return result
+    return replace(
+        result, mlflow=_send_to_mlflow(request, EvalFolder(result.folder), result.record, runs_dir)
+    )
+
+
+def _send_to_mlflow(
+    request: EvalRequest, folder: EvalFolder, record: Mapping[str, Any], runs_dir: Path
+) -> str | None:
+    """Send the metrics to MLflow and return where they are; on any error log a warning and return None."""
+    from bandpo_cli.tracking.parents import send_evaluation
+
+    model = None if isinstance(request.source, SamplesFile) else request.source[0]
+    run = None if model is None else model.run
+    store = tracking_store(request.config.tracking, runs_dir if run is None else run.path.parent)
+    config = record["config"]
+    made_from = {"model": {**config["model"], **(record["model"] or {})}, "samples": record["samples"]}
+    try:
+        env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+        place = send_evaluation(
+            store,
+            folder.path,
+            None if run is None else run.path,
+            None if model is None else model.step,
+            record["metrics"],
+            {**config, **made_from},
+            run_tags(env),
+            [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
+        )
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        message = f"MLflow at {store.uri} did not accept the metrics ({type(error).__name__}: {line})"
+        log.warning("%s", redact_credentials(message))
+        return None
+    return f"{redact_credentials(ui_command(store.uri))}  (run {place})"
+
+
+def _record_head(request: EvalRequest, folder: EvalFolder, status: str) -> dict[str, Any]:
+    return {"name": folder.name, "status": status, **request.as_json()}

@@ -1,0 +1,119 @@
+"""Memory of a training run: the estimate before it starts, and the error when it was too much."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import RunError
+from bandpo_cli.registries import ENGINES
+
+if TYPE_CHECKING:
+    from bandpo_cli.models.memory import MemoryEstimate
+
+GIB = 2**30
+_MOST_USED = 0.95  # share of the memory that an estimate may take and still count as fitting
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory that a run takes, against the memory of the device.
+
+    Attributes:
+        estimate: bytes by part.
+        engine: bytes of the vLLM engine; 0 where the policy's own weights are sampled from.
+        device: name of the GPU, or of this machine where there is none.
+        available: bytes of its memory.
+        peak: the greatest number of bytes in use at one time.
+    """
+
+    estimate: MemoryEstimate
+    engine: int
+    device: str
+    available: int
+    peak: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak leaves some memory free."""
+        return self.peak < _MOST_USED * self.available
+
+
+def memory_report(config: RunConfig) -> MemoryReport:
+    """Estimate the memory of a run on the GPU at hand, or on this machine where there is none. Imports torch.
+
+    Raises:
+        UserError: the model's architecture cannot be read.
+    """
+    import torch
+
+    from bandpo_cli.config.sampling import resolve_engine
+    from bandpo_cli.models.memory import estimate_memory
+
+    on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
+    if on_gpu:
+        card = torch.cuda.get_device_properties(0)
+        device, available = card.name, card.total_memory
+    else:
+        device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    own_sampler = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
+    estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
+    engine = 0 if own_sampler else _engine_bytes(config, available, on_gpu)
+    return MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
+
+
+def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:
+    vllm = config.sampling.vllm
+    return int(available * vllm.memory_fraction) if on_gpu else int(vllm.kv_cache_gb * GIB)
+
+
+def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
+    """Return the peak in bytes: a sleeping engine frees its memory for the update, another one does not."""
+    held, update = sum(estimate.always.values()), sum(estimate.update.values())
+    if engine and config.sampling.vllm.sleep:
+        return held + max(update, engine)
+    return estimate.peak + engine
+
+
+def memory_saving_settings(config: RunConfig) -> str:
+    """Return the settings that take less memory, the cheapest to change first, with values to type."""
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
+    less = max(config.optim.micro_batch_tokens // 2, longest)
+    found = []
+    if less < config.optim.micro_batch_tokens:
+        found.append(f"optim.micro_batch_tokens={less}")
+    if not config.model.gradient_checkpointing:
+        found.append("model.gradient_checkpointing=true")
+    if config.model.dtype == "float32":
+        found.append("model.dtype=bfloat16")
+    if config.sampling.engine == "vllm":
+        found.append(f"sampling.vllm.memory_fraction={config.sampling.vllm.memory_fraction / 2:g}")
+    else:
+        found.append(f"sampling.max_sequences={max(1, config.sampling.max_sequences // 4)}")
+    found.append(f"sampling.max_tokens={max(1, config.sampling.max_tokens // 2)}")
+    return "for less memory, in this order: " + ", ".join(f"--set {setting}" for setting in found)
+
+
+@contextmanager
+def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
+    """Raise RunError with the settings to change in place of an out-of-memory error of torch or Python."""
+    import torch
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # torch's CPU allocator has no class of its own
+            raise
+        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the size that was asked for, without the allocator's advice and its file names."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text.rsplit("] ", 1)[-1].split(". GPU", 1)[0].strip()

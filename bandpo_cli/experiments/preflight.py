@@ -1,0 +1,200 @@
+"""Checks before anything heavy loads: names, settings, model references.
+
+Functions here do not import torch; `check_config` imports numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.sampling import check_engine
+from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.grading import check_grader
+from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.storage.checkpoints import model_checkpoints
+from bandpo_cli.storage.files import step_of
+from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.registry import build_task
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID_WITH_OWNER = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def default_name(config: RunConfig) -> str:
+    """Return a run's name where none is asked for."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{config.bounds.slug()}-{config.task.name}-s{config.seed}-{stamp}"
+
+
+def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
+    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix if it is taken.
+
+    Raises:
+        UserError: `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
+    """
+    ground = next(
+        folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if path_exists(folder)
+    )
+    if not ground.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
+    if not os.access(ground, os.W_OK):
+        raise UserError(f"--runs-dir {runs_dir}: {ground} is not writable; name another folder")
+    if asked is None:
+        return unused_name(default, runs_dir)
+    name = check_name(asked, runs_dir)
+    if path_exists(runs_dir / name):
+        raise UserError(
+            f"--name {name}: {runs_dir / name} exists already; try --name {unused_name(name, runs_dir)}"
+        )
+    return name
+
+
+def check_config(config: RunConfig) -> Task:
+    """Check settings that validation alone cannot check, and return the task with its problems loaded.
+
+    Raises:
+        ConfigError: a custom divergence or grader cannot be used, the model path does not exist, an engine is not
+            installed, or a task has no problems.
+    """
+    import numpy as np
+
+    from bandpo_cli.bounds import ratio_bounds
+
+    ratio_bounds(config.bounds)(np.zeros(1))
+    check_model_path(config.model.path)
+    check_engine(config.sampling.engine)
+    if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
+        raise ConfigError(
+            f"task.name = {config.task.name!r}: the embedded model can read nothing but countdown; "
+            "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    task = build_task(config.task)
+    for grader in sorted({problem.grader for problem in task.train_problems()}):
+        check_grader(grader)
+    return task
+
+
+def config_warnings(config: RunConfig) -> list[str]:
+    """Return warnings about the settings of the optimizer."""
+    found = []
+    if config.optim.updates == 1 and config.bounds.method != "none":
+        found.append(
+            "clipping can never bind: with one update per batch the ratio is always 1 and every method gives the same "
+            "run; use --set optim.updates=4 or more to compare methods"
+        )
+    if config.optim.warmup_steps >= config.steps * config.optim.updates:
+        found.append(
+            f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
+            f"the run {config.steps * config.optim.updates}"
+        )
+    return found
+
+
+def checkpoint_warnings(config: RunConfig) -> list[str]:
+    """Return warnings about the checkpoint settings."""
+    each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    by_evaluation = metric is None or metric.startswith("eval/")
+    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps and evaluated):
+        return []
+    if math.lcm(each, evaluated) < config.steps:
+        return []
+    return [
+        f"no checkpoint but the last can be kept as the best: checkpoints (every {each} steps) and evaluations (every "
+        f"{evaluated}) do not fall together before; use --set checkpoint.every={evaluated}"
+    ]
+
+
+def check_model_path(path: str) -> None:
+    """Check that `path` is a model folder or can be a hub id.
+
+    Raises:
+        ConfigError: no such folder, a folder without config.json, or a malformed id.
+    """
+    if path == EMBEDDED_MODEL:
+        return
+    folder = user_path(path)
+    if path_exists(folder):
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"
+            )
+        return
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or not _HUB_ID.fullmatch(path)
+    if looks_local or "/" not in path:
+        hint = nearest(path, [EMBEDDED_MODEL])
+        raise ConfigError(
+            f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
+            f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model to load from `path`; the run and step that trained it, where they are known."""
+
+    path: str
+    run: RunFolder | None = None
+    step: int | None = None
+
+    @property
+    def stem(self) -> str:
+        """The part of an evaluation's name that names the model."""
+        if self.run is not None:
+            return f"{self.run.name}@{self.step}"
+        return Path(self.path).absolute().name or "model"
+
+
+def resolve_model(text: str, runs_dir: Path) -> ModelRef:
+    """Return what `text` means: `embedded`, RUN, RUN@STEP, a folder, or else a hub id.
+
+    RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
+
+    Raises:
+        UserError: there is no such checkpoint, or nothing of that name.
+    """
+    if text == EMBEDDED_MODEL:
+        return ModelRef(text)
+    found = find_run(text, runs_dir)
+    if found is not None:
+        run, step = found
+        return _checkpoint(run, step)
+    folder = user_path(text).absolute()
+    run_path = folder.parent.parent
+    if step_of(folder) is not None and folder.parent.name == "checkpoints" and is_run_folder(run_path):
+        return _checkpoint(RunFolder(run_path), step_of(folder))
+    if not text or (not path_exists(folder) and not _looks_like_hub_id(text, runs_dir)):
+        names = folders_containing(runs_dir, "config.yaml")
+        hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
+        raise ConfigError(
+            f"--model {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
+            f"Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )
+    path = str(user_path(text)) if path_exists(folder) else text
+    check_model_path(path)
+    return ModelRef(path)
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
+    checkpoints = model_checkpoints(run)
+    if not checkpoints:
+        raise UserError(f"--model {run.name}: the run in {run.path} has no checkpoint yet")
+    if step is None:
+        step = max(checkpoints)
+    if step not in checkpoints:
+        there = ", ".join(map(str, checkpoints))
+        raise UserError(f"--model {run.name}@{step}: no checkpoint of that step; there are: {there}")
+    return ModelRef(str(checkpoints[step]), run, step)
+
+
+def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:
+    """Return whether `text` is like `Qwen/Qwen2.5-0.5B`, not a missing run's path; the hub allows 96 characters."""
+    looks_like_one = len(text) <= 96 and _HUB_ID_WITH_OWNER.fullmatch(text) is not None
+    return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)

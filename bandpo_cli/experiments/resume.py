@@ -1,0 +1,254 @@
+"""Resuming a training run: the step from which it continues, and the settings that may change.
+
+Nothing heavy is imported at module level.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.preflight import check_config, checkpoint_warnings, config_warnings
+from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
+from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.environment import describe_environment
+from bandpo_cli.storage.files import remove_temporary_files, run_lock
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.types import RunResult, TrainCallback
+
+CHANGEABLE_SETTINGS = (
+    "tracking",
+    "checkpoint",
+    "grading.workers",
+    "model.gradient_checkpointing",
+    "optim.max_skips",
+    "sampling.vllm.memory_fraction",
+    "sampling.vllm.kv_cache_gb",
+    "sampling.vllm.sleep",
+)
+"""Settings, or complete sections, that a resume may change: they affect no number in the record. `steps` is apart."""
+
+_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
+_NOT_SET = "nothing"
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """A run that is to be resumed.
+
+    Attributes:
+        folder: the run folder.
+        config: the run's settings with the changes that were asked for.
+        task: its problems, loaded; None where all steps are done.
+        done: the last step in metrics.jsonl; -1 before the first line.
+        step: the step after which the run continues; -1 for from the start.
+        checkpoint: the state after `step`; None where the run starts again.
+        warnings: skipped checkpoints and remarks on the settings, one line each.
+    """
+
+    folder: RunFolder
+    config: RunConfig
+    task: Task | None
+    done: int
+    step: int
+    checkpoint: Path | None
+    warnings: tuple[str, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether every step is done, so that only the summary and the plots are missing."""
+        return self.step >= self.config.steps
+
+    def describe(self) -> str:
+        """Return one line that says from where the run continues."""
+        if self.is_trained:
+            return f"all {self.step} steps are done; what is left is the summary and the plots"
+        if self.checkpoint is None:
+            again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""
+            return f"from the start: there is no checkpoint yet{again}"
+        again = f", {self.done - self.step} of them done again" if self.done > self.step else ""
+        return (
+            f"after step {self.step} ({self.checkpoint}): {self.config.steps - self.step} steps to go{again}"
+        )
+
+
+def resume(
+    run: str | ResumePlan,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Callable[[], bool] | None = None,
+) -> RunResult:
+    """Continue a training run from its last complete checkpoint.
+
+    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+
+    Args:
+        run: its name in `runs_dir`, its folder, or a plan of `locked_resume`, whose lock the caller holds.
+        runs_dir: the folder of run folders.
+        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
+        callbacks: as for `train`.
+        stop_requested: as for `train`.
+
+    Raises:
+        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
+        RunError: as `train`.
+    """
+    if isinstance(run, ResumePlan):
+        return _resume(run, callbacks, stop_requested)
+    with locked_resume(run, runs_dir, settings) as plan:
+        return _resume(plan, callbacks, stop_requested)
+
+
+@contextmanager
+def locked_resume(
+    run: str, runs_dir: Path | str = "runs", settings: Sequence[Layer] = (), read_only: bool = False
+) -> Iterator[ResumePlan]:
+    """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
+
+    Raises:
+        UserError: there is no such run, another process writes it, or as `plan_resume`.
+    """
+    folder = RunFolder.open(Path(runs_dir), run)
+    with nullcontext() if read_only else run_lock(folder.path):
+        yield plan_resume(folder, settings)
+
+
+def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
+    """Return how the run in `folder` continues; `layers` are the settings that were given with --resume.
+
+    Raises:
+        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
+    """
+    own_layer = read_layer(folder.path / "config.yaml", f"--resume {folder.name}:")
+    try:
+        own = resolve([own_layer])
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path / 'config.yaml'}: {error}") from None
+    config = resolve([own_layer, *layers])
+    done = _last_step(folder, own)
+    _check_changes(folder.name, own, config, done)
+    if done >= config.steps and is_finished(folder.path):
+        further = (
+            f"; to train further: --resume {folder.name} --steps {2 * config.steps}"
+            if config.optim.schedule == "constant"
+            else f" (its {config.optim.schedule} schedule has ended)"
+        )
+        raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
+
+    whole, damaged = complete_checkpoints(folder)
+    ahead = [step for step in whole if step > done + 1]
+    if ahead:
+        raise UserError(
+            f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
+            "lines are missing; bring the file back, or start a new run"
+        )
+    step = max((step for step in whole if step <= done), default=-1)
+    if step < 0 and done >= own.steps:
+        raise UserError(
+            f"run {folder.name} has no complete checkpoint to resume from; train anew: bandpo train --config "
+            f"{folder.path / 'config.yaml'} --steps {config.steps}"
+        )
+    checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
+    return ResumePlan(
+        folder,
+        config,
+        None if step >= config.steps else check_config(config),
+        done,
+        step,
+        checkpoint,
+        (
+            *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
+            *config_warnings(config),
+            *checkpoint_warnings(config),
+        ),
+    )
+
+
+def resume_command(folder: RunFolder, runs_dir: Path) -> str:
+    """Return the command that resumes a run."""
+    in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
+    words = ["bandpo", "train", "--resume", folder.name if in_runs_dir else str(folder.path)]
+    if in_runs_dir and runs_dir != Path("runs"):
+        words += ["--runs-dir", str(runs_dir)]
+    return shlex.join(words)
+
+
+def _resume(
+    plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
+) -> RunResult:
+    events = train_events(plan.config, callbacks)
+    if plan.task is None:
+        _roll_back(plan)
+        with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
+            pass
+        return record.result
+    with loaded_components(plan.config, plan.task, events) as components:
+        if plan.checkpoint is not None:
+            components.resume_from(plan.checkpoint)
+        _roll_back(plan)
+        return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
+
+
+def _roll_back(plan: ResumePlan) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
+    folder = plan.folder
+    (folder.path / "summary.json").unlink(missing_ok=True)
+    remove_temporary_files(folder.path / "plots")
+    # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
+    remove_checkpoints_after(folder, plan.step)
+    folder.roll_back(plan.step)
+    prune_checkpoints(folder, plan.config.checkpoint)
+    folder.write_config(to_yaml(plan.config))
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
+
+
+def _last_step(folder: RunFolder, config: RunConfig) -> int:
+    """Return the last step of the record, which has each step once.
+
+    Before the first line it is -1, or 0 in a run that does not evaluate before training.
+    """
+    first = 0 if config.evaluation.every else 1
+    steps = [record["step"] for record in folder.read_metrics()]
+    expected = list(range(first, first + len(steps)))
+    if steps != expected:
+        number = next(i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b)
+        raise UserError(
+            f"{folder.metrics_path}, line {number + 1}: step {steps[number]} where step {expected[number]} belongs; "
+            "the record is damaged: bring the file back, or start a new run"
+        )
+    return first + len(steps) - 1
+
+
+def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
+    """Raise ConfigError where a setting is given that is not the run's own and not harmless."""
+    before, after = (flatten(each.model_dump(mode="json")) for each in (own, config))
+    changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
+    refused = [key for key in changed if key != "steps" and not key.startswith(_HARMLESS_STARTS)]
+    if refused:
+        what = ", ".join(
+            f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
+        )
+        raise ConfigError(
+            f"--resume {name}: a run is resumed with its own settings; leave out {what}. "
+            f"What may change: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
+        )
+    if "steps" in changed and own.optim.schedule != "constant":
+        raise ConfigError(
+            f"--resume {name}: steps = {config.steps}: optim.schedule = '{own.optim.schedule}' runs to its end over "
+            f"the run's {own.steps} steps, so their number is part of every step; only a constant one can be extended"
+        )
+    if "steps" in changed and config.steps <= done:
+        raise ConfigError(
+            f"--resume {name}: steps = {config.steps}: it has done {done} already; give more than that"
+        )

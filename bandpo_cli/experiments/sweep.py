@@ -1,0 +1,291 @@
+"""Sweeps: the runs of a plan as processes of their own, the MLflow run above them, and the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
+from bandpo_cli.experiments.sweep_tracking import sweep_mlflow_run
+from bandpo_cli.storage.environment import usable_cores
+from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs, seconds_from_trial, total_seconds
+from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
+from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.scheduler import RunState, run_sweep
+from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.types import Callback
+
+if TYPE_CHECKING:
+    from bandpo_cli.reports.sweep import Report
+
+
+@dataclass(frozen=True)
+class Executor:
+    """The place where runs are executed.
+
+    Attributes:
+        name: `local` or `ray`.
+        address: address of a Ray cluster; None for one of this machine.
+        jobs: runs at a time; None for one per GPU, or one per core where there is none.
+        stop_margin: stop a run half-way or later whose held-out accuracy is this far below another arm's; None stops
+            no run.
+    """
+
+    name: str = "local"
+    address: str | None = None
+    jobs: int | None = None
+    stop_margin: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepInfo:
+    """A sweep at its start, as callbacks receive it.
+
+    Attributes:
+        folder: the sweep's folder; None in a dry run.
+        runs: all runs of the plan.
+        configs: their settings, by name of the run.
+        pending: the runs that are to be executed.
+        slots: runs at a time.
+        threads: CPU threads per run.
+    """
+
+    folder: Path | None
+    runs: Sequence[SweepRun]
+    configs: Mapping[str, RunConfig]
+    pending: Sequence[SweepRun]
+    slots: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """The time that a sweep will take: seconds in all, seconds of the first run, and how they were found."""
+
+    total_s: float
+    run_s: float
+    method: str
+
+
+States = Mapping[str, RunState]
+"""The state of each run, by name."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The end of a sweep.
+
+    Attributes:
+        folder: the sweep's folder.
+        runs: number of runs of the plan.
+        states: the last state of each run that was executed, by name.
+        finished: number of finished runs, those of earlier calls included.
+        failures: why a run failed, by name.
+        stopped: why a run was stopped early, by name.
+        report: the report over all finished runs; None where there is nothing to report on.
+        report_error: why there is no report.
+        mlflow: the command or address that shows the runs in MLflow; None without MLflow.
+        error: the exception that ended the sweep early, KeyboardInterrupt for example.
+    """
+
+    folder: Path
+    runs: int
+    states: States
+    finished: int
+    failures: Mapping[str, str]
+    stopped: Mapping[str, str]
+    report: Report | None = None
+    report_error: str | None = None
+    mlflow: str | None = None
+    error: BaseException | None = None
+
+
+SweepCallback = Callback[SweepInfo, States, SweepResult]
+"""A callback of `sweep`."""
+
+
+def sweep(
+    request: SweepRequest | SweepConfig | str,
+    *,
+    executor: Executor | None = None,
+    runs_dir: Path | str = "runs",
+    name: str | None = None,
+    callbacks: Sequence[SweepCallback] = (),
+) -> SweepResult:
+    """Execute the runs of a sweep that are not finished, each as a process, and write the report.
+
+    A run that fails stops no other and raises nothing: see `SweepResult.failures`.
+
+    Args:
+        request: a plan of `plan_sweep`, the settings of a new sweep, or the name of a sweep to resume.
+        executor: where the runs are executed; None for this machine.
+        runs_dir: the folder of the sweep's folder.
+        name: name of a new sweep's folder; None for `sweep-` and the time.
+        callbacks: receive the events of `types.Callback`; `step` has the states of all runs about once per second.
+
+    Raises:
+        UserError: a setting cannot be used, the name is taken, or there is no such sweep.
+        KeyboardInterrupt: after the running processes have been stopped; the sweep can be resumed.
+    """
+    runs_dir, executor = Path(runs_dir), executor or Executor()
+    check_executor(executor)
+    if isinstance(request, SweepConfig):
+        request = request_from_config(request, [], runs_dir)
+    folder = (
+        SweepFolder.open(runs_dir, request)
+        if isinstance(request, str)
+        else create_sweep(request, runs_dir, name)
+    )
+    return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
+
+
+def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
+    """Return what `start` would receive for a new sweep on this machine."""
+    runs = [SweepRun(run.name, run.arm, run.seed) for run in request.runs]
+    configs = {run.name: run.config for run in request.runs}
+    with closing(_local_pool(executor, len(runs), {})) as pool:
+        return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads)
+
+
+def estimate_time(
+    info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] | None = None
+) -> TimeEstimate | None:
+    """Estimate the time of the pending runs from earlier runs; with the embedded model, else from a trial.
+
+    Args:
+        on_trial: called before the trial, three training steps in a process.
+
+    Returns:
+        None where no earlier run is similar enough.
+    """
+    first = info.configs[info.pending[0].name]
+    seconds, method = seconds_from_earlier_runs(first, Path(runs_dir), info.threads), "by earlier runs"
+    if seconds is None and first.model.path == EMBEDDED_MODEL:
+        if on_trial is not None:
+            on_trial()
+        seconds = seconds_from_trial(first, {**os.environ, "OMP_NUM_THREADS": str(info.threads)})
+        method = "by a trial of three steps alone on the machine"
+    if seconds is None:
+        return None
+    each = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
+    return TimeEstimate(total_seconds(each, info.slots), seconds, method)
+
+
+def check_executor(executor: Executor) -> None:
+    """Raise ConfigError for an executor that is unknown or not installed, or options that do not fit."""
+    name, address, margin = executor.name, executor.address, executor.stop_margin
+    if name not in EXECUTORS:
+        raise ConfigError(
+            f"--executor {name}: unknown{nearest(name, EXECUTORS)}; allowed: {', '.join(EXECUTORS)}"
+        )
+    if address is not None and name != "ray":
+        raise ConfigError(f"--ray-address {address}: goes with --executor ray")
+    if name == "ray" and find_spec("ray") is None:
+        raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
+    if margin is not None and not 0 < margin < 1:
+        raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
+
+
+def _run_pending(
+    folder: SweepFolder,
+    executor: Executor,
+    runs_dir: Path,
+    events: Dispatcher[SweepInfo, States, SweepResult],
+) -> SweepResult:
+    """Execute what is not finished, then write the report and call `end`."""
+    configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
+    given_up = folder.stopped()
+    left = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in given_up]
+    tracking = next(iter(configs.values())).tracking
+    store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
+    # Runs are tracked where the sweep is, not in a file of the sweep's folder.
+    variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
+    latest: dict[str, RunState] = {}
+    failures: dict[str, str] = {}
+    report: Report | None = None
+    report_error: str | None = None
+    error: BaseException | None = None
+
+    def watch(states: States) -> None:
+        latest.update(states)
+        events.step(states)
+
+    with closing(_POOLS[executor.name](executor, len(left), variables)) as pool:
+        try:
+            events.start(SweepInfo(folder.path, folder.runs, configs, left, pool.slots, pool.threads))
+            if left:
+                if store is not None:
+                    events.phase("tracking")
+                with sweep_mlflow_run(folder, store) as parent:
+                    flags = [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
+                    steps = {name: config.steps for name, config in configs.items()}
+                    events.phase("run")
+                    failures = run_sweep(folder, pool, steps, watch, flags, executor.stop_margin)
+                    report, report_error, parent.leaderboard = _report(folder, events)
+            else:
+                report, report_error, _ = _report(folder, events)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            result = SweepResult(
+                folder.path,
+                len(folder.runs),
+                latest,
+                sum(folder.is_finished(run.name) for run in folder.runs),
+                failures,
+                folder.stopped(),
+                report,
+                report_error,
+                None if store is None else ui_command(store.uri),
+                error,
+            )
+            events.end(result)
+    return result
+
+
+def _report(
+    folder: SweepFolder, events: Dispatcher[SweepInfo, States, SweepResult]
+) -> tuple[Report | None, str | None, dict[str, float]]:
+    """Write the report over the finished runs; return it, or why there is none, and its leaderboard."""
+    from bandpo_cli.reports.sweep import read_sweep, write_report
+    from bandpo_cli.reports.sweep.tables import leaderboard_metrics
+
+    title, baseline, runs = read_sweep(folder.path)
+    events.phase("report")
+    try:
+        report = write_report(runs, title, baseline, folder.path / "report")
+    except UserError as error:
+        return None, str(error), {}
+    return report, None, leaderboard_metrics(report)
+
+
+def _local_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
+    gpus, cores = visible_gpus(os.environ), usable_cores()
+    jobs = executor.jobs or len(gpus) or cores
+    slots = slot_environments(max(1, min(jobs, runs)), cores, gpus, os.environ)
+    return LocalPool([{**slot, **variables} for slot in slots])
+
+
+def _ray_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
+    from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
+
+    return RayPool(executor.address, executor.jobs, variables)
+
+
+_POOLS: dict[str, Callable[[Executor, int, Mapping[str, str]], Pool]] = {
+    "local": _local_pool,
+    "ray": _ray_pool,
+}
+
+EXECUTORS = tuple(_POOLS)

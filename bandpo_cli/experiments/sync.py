@@ -1,0 +1,179 @@
+"""Sending what MLflow lacks of runs, from their run folders."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import read_stored_run
+from bandpo_cli.sweeps.folder import PLAN_FILE
+from bandpo_cli.tracking.store import Store, check_reachable
+from bandpo_cli.tracking.sync import SyncResult, store_for_run, sync_run
+from bandpo_cli.tracking.tracker import CONNECT_TIMEOUT_S, short_error
+from bandpo_cli.types import Callback
+
+log = logging.getLogger("bandpo_cli")
+
+
+@dataclass(frozen=True)
+class RunToSync:
+    """A run to send.
+
+    Attributes:
+        path: its folder.
+        named: whether it was named itself, and not a folder that contains it.
+    """
+
+    path: Path
+    named: bool
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What became of one run: exactly one of the last three is not None.
+
+    Attributes:
+        name: the run.
+        result: what was sent.
+        skipped: why the run was not to be sent.
+        error: why it could not be sent.
+    """
+
+    name: str
+    result: SyncResult | None = None
+    skipped: str | None = None
+    error: str | None = None
+
+
+SyncCallback = Callback[Sequence[RunToSync], SyncReport, Sequence[SyncReport]]
+"""A callback of `sync`."""
+
+
+def sync(
+    names: Sequence[str] = (),
+    *,
+    all_runs: bool = False,
+    uri: str | None = None,
+    runs_dir: Path | str = "runs",
+    callbacks: Sequence[SyncCallback] = (),
+) -> list[SyncReport]:
+    """Send MLflow what it lacks of runs: params, tags, metrics of every step, files and status.
+
+    A store that cannot be reached is tried once. The other runs are sent before an error is raised.
+
+    Args:
+        names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
+        all_runs: send every run of `runs_dir` in place of `names`; those with `tracking.mlflow: false` are skipped.
+        uri: MLflow server or store; None for the one of each run's settings.
+        runs_dir: the folder of run folders.
+        callbacks: receive the events of `types.Callback`: `start` has all runs, `phase("tracking")` comes before each
+            run that is sent, `step` after each run.
+
+    Raises:
+        RunError: a store could not be reached or did not accept a run.
+        UserError: there is no such run, or a run folder is damaged.
+    """
+    chosen = choose_runs(names, all_runs, Path(runs_dir))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
+    events = Dispatcher(callbacks)
+    away: dict[str, str] = {}
+    damaged: list[str] = []
+    reports: list[SyncReport] = []
+    try:
+        events.start(chosen)
+        for run in chosen:
+            reports.append(_send(run, uri, away, damaged, events))
+            events.step(reports[-1])
+    finally:
+        events.end(reports)
+    for line in damaged if away else damaged[:-1]:
+        log.warning("%s", line)
+    if away:
+        lines = "; ".join(away.values())
+        raise RunError(
+            f"{lines}. Nothing is lost, the run folders have everything: sync again when it is back"
+        )
+    if damaged:
+        raise UserError(damaged[-1])
+    return reports
+
+
+def choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> list[RunToSync]:
+    """Return the runs that `names` name, or every run in `runs_dir`; each once.
+
+    Raises:
+        UserError: none is named, a name is no run's, or names are given beside --all.
+    """
+    if all_runs == bool(names):
+        raise UserError(
+            "give runs or --all, not both"
+            if all_runs
+            else "name the runs to send, or give --all for every run"
+        )
+    found: dict[Path, RunToSync] = {}
+    for chosen in (
+        _inside(runs_dir) if all_runs else [each for name in names for each in _named(name, runs_dir)]
+    ):
+        found.setdefault(chosen.path.resolve(), chosen)
+    if not found:
+        raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
+    return list(found.values())
+
+
+def _send(
+    chosen: RunToSync,
+    uri: str | None,
+    away: dict[str, str],
+    damaged: list[str],
+    events: Dispatcher[Sequence[RunToSync], SyncReport, Sequence[SyncReport]],
+) -> SyncReport:
+    """Send one run; errors are added to `away` (by the store's URI) or `damaged`."""
+    name = chosen.path.name
+    try:
+        run = read_stored_run(chosen.path)
+        if not chosen.named and run.tracking.get("mlflow") is False:
+            return SyncReport(name, skipped="tracking.mlflow is false; name it to send it")
+        store = store_for_run(run, uri)
+        if store.uri in away:
+            return SyncReport(name, error=away[store.uri])
+        events.phase("tracking")
+        return SyncReport(name, result=_sync_one(chosen.path, store))
+    except UserError as error:
+        damaged.append(str(error))
+        return SyncReport(name, error=str(error))
+    except RunError as error:
+        away[store.uri] = str(error)
+        return SyncReport(name, error=str(error))
+
+
+def _sync_one(path: Path, store: Store) -> SyncResult:
+    """Send one run. Raises RunError when the store does not answer or does not accept it."""
+    try:
+        check_reachable(store.uri, CONNECT_TIMEOUT_S)
+        return sync_run(store, path)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
+        how = "cannot be reached" if isinstance(error, OSError) else f"did not accept run {path.name}"
+        raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None
+
+
+def _named(name: str, runs_dir: Path) -> list[RunToSync]:
+    for path in (runs_dir / name, Path(name)):
+        if name and (path / PLAN_FILE).is_file():
+            return _inside(path)
+    return [RunToSync(RunFolder.open(runs_dir, name).path, named=True)]
+
+
+def _inside(folder: Path) -> list[RunToSync]:
+    """Return the runs of a runs folder or a sweep, those of the sweeps in it included."""
+    paths = [path.parent for path in sorted(folder.glob("*/config.yaml"))]
+    nested = [each for plan in sorted(folder.glob(f"*/{PLAN_FILE}")) for each in _inside(plan.parent)]
+    return [*(RunToSync(path, named=False) for path in paths), *nested]

@@ -1,0 +1,256 @@
+"""Training runs: checks before loading, the record in the run folder, callbacks around the training loop.
+
+The run folder is written first, MLflow and the other callbacks come after it. `experiments.resume` continues a run with
+the same functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import RunError, system_error_message
+from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.preflight import (
+    check_config,
+    checkpoint_warnings,
+    choose_run_name,
+    config_warnings,
+    default_name,
+)
+from bandpo_cli.storage.environment import describe_environment
+from bandpo_cli.storage.files import run_lock
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import Task
+from bandpo_cli.tracking.tracker import MlflowCallback
+from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport, TrainCallback, status_of
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.components import Components
+
+TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
+
+log = logging.getLogger("bandpo_cli")
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training run that has been checked and not started.
+
+    Attributes:
+        config: all settings.
+        task: its problems, loaded.
+        runs_dir: the folder of the run folder.
+        name: name of the run folder; no folder of that name exists.
+        warnings: what the user should know before the run starts, one line each.
+    """
+
+    config: RunConfig
+    task: Task
+    runs_dir: Path
+    name: str
+    warnings: tuple[str, ...]
+
+
+def plan_training(config: RunConfig, runs_dir: Path | str = "runs", name: str | None = None) -> TrainPlan:
+    """Check everything that can be checked without torch, and load the problems.
+
+    Args:
+        name: name of the run folder; None for method, task, seed and time.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        UserError: the name is taken, or nothing can be written to `runs_dir`.
+    """
+    runs_dir = Path(runs_dir)
+    name = choose_run_name(runs_dir, name, default_name(config))
+    task = check_config(config)
+    warnings = (*config_warnings(config), *checkpoint_warnings(config))
+    return TrainPlan(config, task, runs_dir, name, warnings)
+
+
+def train(
+    config: RunConfig | TrainPlan,
+    runs_dir: Path | str = "runs",
+    name: str | None = None,
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Callable[[], bool] | None = None,
+) -> RunResult:
+    """Train a policy, write the run folder, and mirror it to MLflow unless `tracking.mlflow` is false.
+
+    Args:
+        config: the settings, or a plan of `plan_training`, which has its own `runs_dir` and `name`.
+        runs_dir: the folder of the run folder.
+        name: name of the run folder; None for method, task, seed and time.
+        callbacks: receive the events of `types.Callback`, after the MLflow tracker.
+        stop_requested: called between steps; once it returns True, the state is saved as a checkpoint and the run ends
+            with status KILLED.
+
+    Returns:
+        The folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl.
+
+    Raises:
+        UserError: a setting cannot be used or the model cannot be loaded; nothing has been written.
+        RunError: the device has not enough memory, the disk is full, or an update is not finite. The record is closed
+            and `end` has been called with status FAILED.
+    """
+    plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
+    events = train_events(plan.config, callbacks)
+    with loaded_components(plan.config, plan.task, events) as components:
+        folder = RunFolder.create(plan.runs_dir, plan.name)
+        with run_lock(folder.path):
+            folder.write_config(to_yaml(plan.config))
+            folder.write_env(describe_environment())
+            return run_steps(plan.config, folder, components, events, 0, stop_requested)
+
+
+def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
+    """Return the dispatcher of a run: the MLflow tracker if it is on, then `callbacks`."""
+    trackers = [MlflowCallback(config.tracking)] if config.tracking.mlflow else []
+    return Dispatcher([*trackers, *callbacks])
+
+
+@contextmanager
+def loaded_components(config: RunConfig, task: Task, events: TrainEvents) -> Iterator[Components]:
+    """Load model, sampler, grader and optimizer, and close them at the end."""
+    events.phase("load")
+    with out_of_memory_errors(config):
+        from bandpo_cli.training.components import build_components
+
+        components = build_components(config, task)
+    try:
+        yield components
+    finally:
+        for grader, line in components.grader.errors.items():
+            log.warning("grader '%s' failed on some answers; the first error: %s", grader, line)
+        components.close()
+
+
+def run_steps(
+    config: RunConfig,
+    folder: RunFolder,
+    components: Components,
+    events: TrainEvents,
+    first_step: int,
+    stop_requested: Callable[[], bool] | None,
+) -> RunResult:
+    """Train from step `first_step` to the last, and close the record."""
+    from bandpo_cli.training import (
+        loop,  # before MLflow's thread starts: two threads that import delay each other
+    )
+
+    stop = stop_requested or _never
+    with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
+        with out_of_memory_errors(config), disk_errors(folder):
+            for report in loop.train(config, components, folder, events.phase, first_step, stop):
+                events.step(report)
+        if stop() and _last_step(folder.read_metrics()) < config.steps:
+            record.status = "KILLED"
+    return record.result
+
+
+@dataclass
+class RunRecord:
+    """The record of a run that is being trained: its status and, after the end, its result."""
+
+    result: RunResult
+    status: RunStatus = "FINISHED"
+
+
+@contextmanager
+def recorded_run(
+    config: RunConfig, folder: RunFolder, events: TrainEvents, notes: tuple[str, ...], first_step: int
+) -> Iterator[RunRecord]:
+    """Call `start` of the callbacks; however the body ends, write plots and summary.json, then call `end`."""
+    env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+    dumped = config.model_dump(mode="json")
+    info = RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
+    record = RunRecord(RunResult(folder.path, "FAILED", []))
+    error: BaseException | None = None
+    try:
+        events.start(info)
+        yield record
+    except BaseException as raised:
+        error, record.status = raised, status_of(raised)
+        raise
+    finally:
+        records: list[dict[str, Any]] = []
+        try:
+            events.phase("close")
+            records = folder.read_metrics()
+            _close_record(config, folder, records, record.status, error)
+        except (
+            OSError
+        ) as failure:  # a full disk, for example: the error that ended the run is the one to report
+            if error is None:
+                error, record.status = failure, "FAILED"
+                raise
+            why = system_error_message(failure) or failure.strerror or failure
+            log.warning("the summary and the plots cannot be written: %s", why)
+        finally:
+            record.result = RunResult(folder.path, record.status, records, error)
+            events.end(record.result)
+
+
+@contextmanager
+def disk_errors(folder: RunFolder) -> Iterator[None]:
+    """Raise RunError with one line in place of the system's error where the disk accepts no more data."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error
+
+
+def _close_record(
+    config: RunConfig,
+    folder: RunFolder,
+    records: list[dict[str, Any]],
+    status: RunStatus,
+    error: BaseException | None,
+) -> None:
+    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
+    from bandpo_cli.reports.run_plots import plot_run
+
+    evaluations = [record for record in records if any(key.startswith("eval/") for key in record)]
+    message = "stopped by request" if status == "KILLED" else None
+    try:
+        if records:
+            plot_run(folder.path)
+    finally:
+        folder.write_summary(
+            {
+                "status": status,
+                "error": message if error is None else f"{type(error).__name__}: {error}",
+                "steps": _last_step(records),
+                "of_steps": config.steps,
+                "time/train_s": round(sum(record["time/step"] for record in records), 3),
+                "first_eval": _eval_metrics(evaluations[0]) if evaluations else None,
+                "last_eval": _eval_metrics(evaluations[-1]) if evaluations else None,
+                "last_step": records[-1] if records else None,
+            }
+        )
+
+
+def _eval_metrics(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
+
+
+def _last_step(records: Sequence[dict[str, Any]]) -> int:
+    """Return the step of the last record; 0 before the first one."""
+    return int(records[-1]["step"]) if records else 0
+
+
+def _never() -> bool:
+    return False

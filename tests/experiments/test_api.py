@@ -1,0 +1,211 @@
+"""The Python API: six functions with callbacks, and no terminal library below them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.experiments import compare, evaluate, resume, sync, train
+from bandpo_cli.experiments.compare import ComparisonResult
+from bandpo_cli.types import CallbackBase
+
+SMALL = {
+    "sampling": {"prompts": 2, "samples": 2},
+    "optim": {"updates": 1, "warmup_steps": 0},
+    "evaluation": {"problems": 2, "samples": 2, "k": [2], "every": 2},
+    "tracking": {"mlflow": False},
+}
+
+
+class Recorder(CallbackBase):
+    """Record the names of all calls and their arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.arguments: dict[str, list[Any]] = {"start": [], "phase": [], "step": [], "end": []}
+
+    def _add(self, call: str, argument: Any) -> None:
+        self.calls.append(f"{call} {argument}" if call == "phase" else call)
+        self.arguments[call].append(argument)
+
+    def start(self, info: Any) -> None:
+        self._add("start", info)
+
+    def phase(self, name: str) -> None:
+        self._add("phase", name)
+
+    def step(self, report: Any) -> None:
+        self._add("step", report)
+
+    def end(self, result: Any) -> None:
+        self._add("end", result)
+
+    def outline(self) -> list[str]:
+        """Return the calls without the phases inside steps."""
+        kept = ("phase load", "phase close", "phase tracking", "phase run", "phase report", "phase score")
+        return [call for call in self.calls if not call.startswith("phase") or call in kept]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api") / "runs"
+
+
+@pytest.fixture(scope="module")
+def trained(runs: Path) -> Recorder:
+    seen = Recorder()
+    result = train(resolve([SMALL, {"steps": 1}]), runs_dir=runs, name="demo", callbacks=[seen])
+    assert (result.folder, result.name, result.status, result.error) == (
+        runs / "demo",
+        "demo",
+        "FINISHED",
+        None,
+    )
+    assert [record["step"] for record in result.records] == [0, 1]
+    assert result == seen.arguments["end"][0]
+    return seen
+
+
+def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
+    assert trained.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
+    first = trained.calls.index("step")
+    second = trained.calls.index("step", first + 1)
+    names = ["sample", "grade", "logprobs", "update", "sync", "record", "eval", "checkpoint"]
+    assert trained.calls[first + 1 : second] == [f"phase {name}" for name in names]
+    info = trained.arguments["start"][0]
+    assert (info.folder, info.steps, info.first_step, info.parent) == (runs / "demo", 1, 0, None)
+    assert info.config["sampling"]["prompts"] == 2
+    assert [report.step for report in trained.arguments["step"]] == [0, 1]
+
+
+def test_resume_trains_further(trained: Recorder, runs: Path) -> None:
+    seen = Recorder()
+    result = resume("demo", runs_dir=runs, settings=[{"steps": 2}], callbacks=[seen])
+    assert seen.outline() == ["phase load", "start", "step", "phase close", "end"]
+    assert seen.arguments["start"][0].first_step == 2
+    assert result.status == "FINISHED"
+    assert [record["step"] for record in result.records] == [0, 1, 2]
+    with pytest.raises(UserError, match="demo"):
+        resume("demo", runs_dir=runs)
+
+
+def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
+    seen = Recorder()
+    for name, model in (("a", "embedded"), ("b", "demo@1")):
+        result = evaluate(
+            model, n=2, k=[2], limit=2, settings=[SMALL], runs_dir=runs, name=name, callbacks=[seen]
+        )
+        assert result.folder == runs / name
+        assert result.record["status"] == "finished"
+        assert json.loads((result.folder / "eval.json").read_text())["name"] == name
+    assert seen.outline()[:3] == ["phase load", "start", "step"]
+    assert seen.outline()[-2:] == ["phase score", "end"]
+    assert seen.arguments["start"][0].completions == sum(
+        report.completions for report in seen.arguments["step"][: len(seen.arguments["step"]) // 2]
+    )
+    compared = compare("a", "b", runs)
+    assert isinstance(compared, ComparisonResult)
+    assert (compared.path_a, [*compared.sets]) == (runs / "a" / "eval.json", ["countdown"])
+
+
+def test_sync_reports_each_run(trained: Recorder, runs: Path) -> None:
+    seen = Recorder()
+    reports = sync(all_runs=True, runs_dir=runs, callbacks=[seen])
+    assert [(report.name, report.result) for report in reports] == [("demo", None)]
+    assert "tracking.mlflow is false" in str(reports[0].skipped)
+    assert seen.outline() == ["start", "step", "end"]
+    uri = f"sqlite:///{runs / 'other.db'}"
+    (sent,) = sync(["demo"], uri=uri, runs_dir=runs, callbacks=[seen])
+    assert sent.result is not None
+    assert sent.result.ended
+    assert seen.outline()[3:] == ["start", "phase tracking", "step", "end"]
+
+
+def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
+    """Without an evaluation at step 0 there is no line in metrics.jsonl yet."""
+    config = resolve([SMALL, {"steps": 2, "evaluation": {"every": 0}}])
+    seen = Recorder()
+    result = train(config, tmp_path, "r", [seen], stop_requested=lambda: True)
+    assert (result.status, result.records, result.error) == ("KILLED", [], None)
+    assert seen.outline() == ["phase load", "start", "phase close", "end"]
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["error"]) == ("KILLED", 0, "stopped by request")
+    assert resume("r", tmp_path).status == "FINISHED"
+
+
+def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> None:
+    class Failing(Recorder):
+        def step(self, report: Any) -> None:
+            raise RunError("enough")
+
+    failing, seen = Failing(), Recorder()
+    with pytest.raises(RunError, match="enough"):
+        train(resolve([SMALL, {"steps": 1}]), tmp_path, "r", [failing, seen])
+    assert seen.outline() == ["phase load", "start", "phase close", "end"]
+    result = seen.arguments["end"][0]
+    assert (result.status, str(result.error)) == ("FAILED", "enough")
+    assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "FAILED"
+
+
+def test_mistakes_are_raised_before_anything_is_written(
+    trained: Recorder, runs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="exists already"):
+        train(resolve([SMALL]), runs, "demo")
+    with pytest.raises(UserError, match="no such run"):
+        evaluate("nowhere", runs_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_functions_loads_no_torch() -> None:
+    code = (
+        "import sys; from bandpo_cli.experiments import train, resume, evaluate, compare, sweep, sync\n"
+        "assert all(callable(each) for each in (train, resume, evaluate, compare, sweep, sync))\n"
+        "print([name for name in ('torch', 'mlflow', 'matplotlib', 'pyarrow', 'rich', 'typer') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_all_functions_run_without_rich_and_typer(tmp_path: Path) -> None:
+    """A sweep's runs are processes of the command line; this process imports neither."""
+    code = f"""
+import sys
+sys.modules["rich"] = sys.modules["typer"] = None  # an import of them raises ImportError
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.experiments import compare, evaluate, resume, sweep, sync, train
+from bandpo_cli.types import CallbackBase
+
+SMALL = {SMALL!r}
+class Recorder(CallbackBase):
+    calls = []
+    def start(self, info): self.calls.append("start")
+    def phase(self, name): self.calls.append(name)
+    def step(self, report): self.calls.append("step")
+    def end(self, result): self.calls.append("end")
+
+train(resolve([SMALL, {{"steps": 1}}]), "runs", "demo", [Recorder()])
+resume("demo", settings=[{{"steps": 2}}])
+evaluate("demo", settings=[SMALL], name="a")
+compare("a", "demo@2")
+sync(["demo"], uri="sqlite:///mlflow.db")
+Recorder.calls.clear()
+config = SweepConfig(fixed={{**SMALL, "steps": 1}}, axes={{"bounds.method": ["band", "clip"]}})
+result = sweep(config, name="both", callbacks=[Recorder()])
+assert not result.failures, result.failures
+assert (result.runs, result.finished) == (2, 2)
+assert Recorder.calls[:3] == ["start", "run", "step"], Recorder.calls
+assert Recorder.calls[-2:] == ["report", "end"], Recorder.calls
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
