@@ -307,8 +307,8 @@ def test_the_same_settings_again_and_harmless_ones_are_taken(made: Path, tmp_pat
 def test_a_schedule_that_ends_cannot_be_made_longer(made: Path, tmp_path: Path) -> None:
     config = (made / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
     (made / "config.yaml").write_text(config)
-    assert "only a constant one can go on" in refused("train", "--resume", "a", "--steps", "12", cwd=tmp_path)
-    assert "(its cosine schedule has come to its end)" in refused("train", "--resume", "a", cwd=tmp_path)
+    assert "only a constant one can be extended" in refused("train", "--resume", "a", "--steps", "12", cwd=tmp_path)
+    assert "(its cosine schedule has ended)" in refused("train", "--resume", "a", cwd=tmp_path)
 
 
 def _no_config(folder: Path) -> None:
