@@ -1,4 +1,4 @@
-"""What `--model` means: each kind of name, and which one wins where a text could be two."""
+"""Model references: each kind of name, and which one wins where a text could be two kinds."""
 
 from __future__ import annotations
 
