@@ -125,8 +125,8 @@ def sweep(
     from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
 
-    place = Executor(executor, ray_address, jobs, stop_behind)
-    check_executor(place)
+    chosen = Executor(executor, ray_address, jobs, stop_behind)
+    check_executor(chosen)
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
@@ -136,7 +136,7 @@ def sweep(
             "--mlflow": mlflow, "--dry-run": dry_run or None,
         }  # fmt: skip
         refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
-        return _run(resume, place, runs_dir, None)
+        return _run(resume, chosen, runs_dir, None)
     fixed = flag_layer(
         {
             ("sampling", "engine"): sampler,
@@ -158,10 +158,10 @@ def sweep(
         "model.path": model,
     }
     request = plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
-    return _dry_run(request, place, runs_dir) if dry_run else _run(request, place, runs_dir, name)
+    return _dry_run(request, chosen, runs_dir) if dry_run else _run(request, chosen, runs_dir, name)
 
 
-def _run(request: SweepRequest | str, place: Executor, runs_dir: Path, name: str | None) -> None:
+def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: str | None) -> None:
     """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.sweep_view import SweepView, resume_command
@@ -171,13 +171,13 @@ def _run(request: SweepRequest | str, place: Executor, runs_dir: Path, name: str
     if not isinstance(request, str):
         _print_matches(console, request)
     with closing(SweepView(console, runs_dir)) as view:
-        result = run_sweep(request, executor=place, runs_dir=runs_dir, name=name, callbacks=[view])
+        result = run_sweep(request, executor=executor, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
         again = resume_command(result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
 
 
-def _dry_run(request: SweepRequest, place: Executor, runs_dir: Path) -> None:
+def _dry_run(request: SweepRequest, executor: Executor, runs_dir: Path) -> None:
     """Print the runs and how long they will take."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.sweep_view import SweepView
@@ -186,7 +186,7 @@ def _dry_run(request: SweepRequest, place: Executor, runs_dir: Path) -> None:
     console = open_console()
     _print_matches(console, request)
     with closing(SweepView(console, runs_dir)) as view:
-        view.print_plan(dry_run_info(request, place))
+        view.print_plan(dry_run_info(request, executor))
 
 
 def _print_matches(console: Console, request: SweepRequest) -> None:

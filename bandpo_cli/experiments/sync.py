@@ -37,7 +37,7 @@ class RunToSync:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What became of one run: exactly one of the last three is not None.
+    """The outcome of one run: exactly one of the last three attributes is not None.
 
     Attributes:
         name: the run.

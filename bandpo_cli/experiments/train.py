@@ -160,7 +160,7 @@ def run_steps(
 
 
 @dataclass
-class RunRecord:
+class OpenRecord:
     """The record of a run that is being trained: its status and, after the end, its result."""
 
     result: RunResult
@@ -170,12 +170,12 @@ class RunRecord:
 @contextmanager
 def recorded_run(
     config: RunConfig, folder: RunFolder, events: TrainEvents, notes: tuple[str, ...], first_step: int
-) -> Iterator[RunRecord]:
+) -> Iterator[OpenRecord]:
     """Call `start` of the callbacks; however the body ends, write plots and summary.json, then call `end`."""
     env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
     dumped = config.model_dump(mode="json")
     info = RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
-    record = RunRecord(RunResult(folder.path, "FAILED", []))
+    record = OpenRecord(RunResult(folder.path, "FAILED", []))
     error: BaseException | None = None
     try:
         events.start(info)

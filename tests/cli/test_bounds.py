@@ -105,7 +105,7 @@ def test_saturation(run, prob: str, name: str, delta: str, saturated: tuple[bool
     assert not saturated[1] or (row["upper"], row["prob_upper"]) == (1.0 / float(prob), 1.0)
 
 
-def test_csv_and_json_say_the_same(run) -> None:
+def test_csv_and_json_have_the_same_values(run) -> None:
     words = ["0.1", "1", "-d", "js", "--compare", "clip,none"]
     rows = json.loads(run(*words, "--format", "json").out)
     table = list(csv.DictReader(io.StringIO(run(*words, "--format", "csv").out)))

@@ -166,7 +166,7 @@ def test_a_log_gets_plain_lines(place: Path) -> None:
     assert f"figures    {Path('runs/plain/eval.json')}" in done.out
 
 
-def test_the_name_says_what_was_evaluated(place: Path) -> None:
+def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
     done = good("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
     (folder,) = (place / "runs").glob("eval-*")
     assert folder.name.startswith("eval-first@1@4-countdown-n1-s5-")
@@ -258,7 +258,7 @@ def test_a_mistake_gets_one_line_and_writes_nothing(
     assert sorted((place / "runs").rglob("*")) == before
 
 
-def test_a_run_without_a_checkpoint_says_so(place: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "young"
     (run / "checkpoints" / ".step-000002.writing").mkdir(parents=True)
     (run / "config.yaml").write_text((place / "runs" / RUN / "config.yaml").read_text())

@@ -1,4 +1,4 @@
-"""An evaluation that is stopped, by Ctrl-C or by a kill at any moment, goes on to what it would have been."""
+"""Resumed evaluations: after Ctrl-C or a kill at any moment the result equals that of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def check_same(folder: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_there_and_says_how_to_go_on(tmp_path: Path, long_one: Path) -> None:
+def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
+    tmp_path: Path, long_one: Path
+) -> None:
     """To the whole process group, as a terminal sends it; the line that is printed is then typed."""
     process = start(tmp_path, *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"

@@ -1,4 +1,4 @@
-"""What a run meets when the machine has no more to give: one line, exit code 1, and a record that goes on."""
+"""Limits of the machine (disk, memory, file size): one line, exit code 1, and a run that can be resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill(disk: Path, leave: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 200) as disk:
         runs = ["--runs-dir", str(disk / "runs")]
         done = train("--steps", "2", *SMALL, *runs, cwd=tmp_path)
@@ -83,7 +83,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_read_only_runs_folder_is_told_before_anything_loads(tmp_path: Path) -> None:
+def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 8) as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
@@ -92,7 +92,7 @@ def test_a_read_only_runs_folder_is_told_before_anything_loads(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_files_that_may_not_grow_end_the_run_in_a_line(tmp_path: Path) -> None:
+def test_a_file_size_limit_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """A limit that every user can set meets the same code as a full disk."""
 
     def limit() -> None:
@@ -110,7 +110,7 @@ def test_files_that_may_not_grow_end_the_run_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_out_of_memory_names_what_takes_less(tmp_path: Path) -> None:
+def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
 
@@ -128,7 +128,7 @@ def test_out_of_memory_names_what_takes_less(tmp_path: Path) -> None:
     assert "--set sampling.max_sequences=50000" in done.stderr
 
 
-def test_only_the_machines_troubles_are_told_so() -> None:
+def test_only_known_system_errors_have_a_message() -> None:
     assert system_error_message(OSError("no number")) is None
     assert system_error_message(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
     assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"

@@ -1,4 +1,4 @@
-"""Running out of memory names the settings that take less, with values that can be typed as they are."""
+"""Out of memory: the error and the estimate name settings that take less, with values to type."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_other_errors_are_left_alone() -> None:
         raise RuntimeError("something else")
 
 
-def test_the_estimate_is_told_by_part_and_against_what_is_there() -> None:
+def test_the_estimate_is_printed_by_part_with_the_available_memory() -> None:
     out = io.StringIO()
     print_memory(Console(file=out, width=120), resolve([]))
     text = out.getvalue()
@@ -60,7 +60,7 @@ def test_the_estimate_is_told_by_part_and_against_what_is_there() -> None:
         assert part in text
 
 
-def test_what_cannot_fit_is_said_with_what_to_change() -> None:
+def test_too_large_an_estimate_names_settings_to_change() -> None:
     out = io.StringIO()
     enormous = resolve([{"optim": {"micro_batch_tokens": 500_000_000}}])
     print_memory(Console(file=out, width=300), enormous)

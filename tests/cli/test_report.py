@@ -73,7 +73,7 @@ def test_loose_runs_are_reported_here(report, tmp_path):
     assert "band lr=5e-5" in out
 
 
-def test_left_out_runs_are_said(report, tmp_path):
+def test_excluded_runs_are_listed(report, tmp_path):
     write_run(tmp_path / "runs" / "a", CLIP)
     write_run(tmp_path / "runs" / "b", CLIP, 1, status="FAILED")
     (tmp_path / "runs" / "c").mkdir()

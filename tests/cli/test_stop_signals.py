@@ -1,4 +1,4 @@
-"""The first signal waits for the step, the second does not, and nothing of it outlives the run."""
+"""Signal handlers: the first signal waits for the step, the second does not, and both are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bandpo sweep` as its user runs it: whole runs in one folder, whatever ends it in between."""
+"""`bandpo sweep`: complete runs in one folder, also after a kill, Ctrl-C or a failed run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_mistake_costs_one_line_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_killed_half_way_and_resumed_it_ends_with_whole_runs_and_redoes_none(tmp_path: Path) -> None:
+def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
     arguments = ["--delta", "0.01,0.1", "--seeds", "0,1", *SMALL, "--jobs", "2", "--name", "a", "--no-mlflow"]
     command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
     first = subprocess.Popen(

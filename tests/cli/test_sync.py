@@ -1,4 +1,4 @@
-"""`bandpo sync` as a user types it: what it says, what it exits with, which runs it takes."""
+"""`bandpo sync`: output, exit codes, choice of runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sync(
     return ended.value.code, said.out, said.err
 
 
-def test_it_says_what_was_sent_and_the_second_time_that_nothing_was(
+def test_sync_prints_what_was_sent_and_the_second_time_nothing(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(runs, "first")

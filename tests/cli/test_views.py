@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on."""
+"""Console view of a training run."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
     assert bounds.slug() == stem  # type: ignore[attr-defined]
 
 
-def test_completions_without_a_verdict_are_told_apart() -> None:
+def test_shares_of_ungraded_completions() -> None:
     assert ungraded_text({"grade/malformed_fraction": 0.1}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
     assert ungraded_text(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"

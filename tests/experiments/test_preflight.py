@@ -1,4 +1,4 @@
-"""What `--model` means: each kind of name, and which one wins where a text could be two."""
+"""Model references: each kind of name, and which one wins where a text could be two kinds."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
         resolve_model("young", runs)
 
 
-def test_a_run_is_told_apart_from_its_step(runs: Path) -> None:
+def test_run_and_step_are_separated_at_the_last_at_sign(runs: Path) -> None:
     assert find_run("nothing", runs) is None
     for text, name, step in (("a", "a", None), ("a@7", "a", 7), ("a@2", "a@2", None), ("a@2@7", "a@2", 7)):
         found = find_run(text, runs)
