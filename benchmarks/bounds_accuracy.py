@@ -81,7 +81,7 @@ def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
 
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
-    """Return both bounds of one token, computed alone or in a batch."""
+    """Both bounds of one token, alone or in a batch."""
     count = BATCH[DIVERGENCES[name].solve is not None] if batch else 1
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()

@@ -1,4 +1,4 @@
-"""Intervals of single probabilities as rows, and the rows as a table, JSON or CSV. Uses numpy, not torch."""
+"""Ratio intervals of single probabilities as rows, and the rows as JSON or CSV. Needs numpy, not torch."""
 
 from __future__ import annotations
 
