@@ -81,13 +81,8 @@ def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
 
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
-<<<<<<< HEAD
     """Return both bounds of one token, computed alone or in a batch."""
     count = BATCH[find_divergence(name).solve is not None] if batch else 1
-=======
-    """Both bounds of one token, alone or in a batch."""
-    count = BATCH[DIVERGENCES[name].solve is not None] if batch else 1
->>>>>>> g-g
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()
 
