@@ -14,15 +14,20 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout, lock_descriptor
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import check_regular_file
 
 LOCK = ".lock"
 """The lock file in a run folder. It stays when the run ends: only the system's lock on it counts, not its existence."""
+
+ACQUIRE_TIMEOUT_S = 1.0
+"""Seconds to wait for the lock of a run: longer than `is_locked` in another process holds it."""
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 _MAX_ERROR_CHARS = 200
@@ -133,90 +138,53 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Wait for the exclusive lock of the file `path` and hold it within the body. Does nothing on Windows.
+def file_lock(path: Path) -> AbstractContextManager[object]:
+    """Return the lock of the file `path`, a context manager that waits for other processes and threads.
 
-    It is a lock of the open file (flock), so it excludes the other threads of this process as well as other
-    processes. The system releases it when the process dies.
+    The system releases it when the process dies. The file stays: it carries no information.
     """
-    if os.name != "posix":
-        yield
-        return
-    import fcntl
-
-    with path.open("w") as file:
-        # Never remove the file: a waiting process and one that creates the file again could then both hold the lock.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            # Unlock explicitly: a process forked within the body has the file open too, which would keep the lock.
-            fcntl.flock(file, fcntl.LOCK_UN)
+    return FileLock(path)
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run in `folder` within the body; does not wait for it.
+    """Hold the lock of the run in `folder` within the body.
 
-    It is a POSIX record lock (lockf), unlike that of `file_lock`: child processes do not inherit it, so no orphan
-    can keep a run locked, and it works across the machines of a network file system that supports locks. It does
-    not exclude other threads, and closing any descriptor of the lock file releases it. Windows has no such locks:
-    there this does nothing.
+    A process forked within the body does not keep the lock. It is not waited for, except for the moment in which
+    another process asks `is_locked`.
 
     Raises:
         UserError: another process holds the lock (the message has its id and host), or `folder` is not writable.
     """
-    if os.name != "posix":
-        yield
-        return
-    import fcntl
-
+    if not folder.is_dir():  # filelock would create it
+        raise UserError(f"{folder}: cannot be written to: there is no such folder")
+    lock = FileLock(folder / LOCK, fallback_to_soft=False)
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock.acquire(timeout=ACQUIRE_TIMEOUT_S)
+    except Timeout:
+        raise UserError(
+            f"run {folder.name} is being written by {_lock_owner(folder)}; wait for it, or stop it first"
+        ) from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}") from None
     try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (
-            BlockingIOError,
-            PermissionError,
-        ):  # POSIX allows either error for a lock that another process holds
-            raise UserError(
-                f"run {folder.name} is being written by {_lock_owner(descriptor)}; wait for it, or stop it first"
-            ) from None
-        except OSError as error:
-            raise UserError(f"{folder / LOCK}: cannot be locked here: {error.strerror}") from None
         owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode(), 0)
+        (folder / LOCK).write_text(owner, encoding="utf-8")
         yield
     finally:
-        os.close(descriptor)  # releases the lock
+        lock.release()
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process holds the lock of the run in `folder`; a dead process holds none.
-
-    Do not call it in the process that holds the lock: closing the file, as this does, would release that lock.
-    """
-    if os.name != "posix":
-        return False
-    import fcntl
-
+    """Return whether a process holds the lock of the run in `folder`; a dead process holds none."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)  # the run may belong to another user
     except OSError:
         return False
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
+        return not lock_descriptor(descriptor, blocking=False)
     finally:
-        os.close(descriptor)  # releases the lock
+        os.close(descriptor)  # releases the lock if it was free
 
 
 def _write_utf8(path: Path, text: str) -> None:
@@ -231,10 +199,10 @@ def _sync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _lock_owner(descriptor: int) -> str:
+def _lock_owner(folder: Path) -> str:
     """Return the process that the lock file names; a process that has just taken the lock may not be in it yet."""
     try:
-        owner = json.loads(os.pread(descriptor, 1000, 0))
+        owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
         return f"process {owner['pid']} on {owner['host']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"

@@ -100,6 +100,6 @@ def link_version(folder: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_ino
 
 
-def send_lock(folder: Path) -> AbstractContextManager[None]:
+def send_lock(folder: Path) -> AbstractContextManager[object]:
     """Return the lock for sending the run in `folder`: without it a tracker and `bandpo sync` would send twice."""
     return file_lock(folder / ".mlflow.lock")

@@ -163,7 +163,7 @@ def test_a_log_gets_plain_lines(place: Path) -> None:
         "never",
     ):
         assert part in done.out
-    assert f"figures    {Path('runs/plain/eval.json')}" in done.out
+    assert f"metrics    {Path('runs/plain/eval.json')}" in done.out
 
 
 def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:

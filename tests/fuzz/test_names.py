@@ -158,5 +158,5 @@ def test_a_link_in_place_of_a_run_is_set_aside_and_never_followed(tmp_path: Path
 def test_an_arm_whose_name_is_too_long_for_a_folder(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
-    with pytest.raises(UserError, match="a shorter one"):
+    with pytest.raises(UserError, match="a shorter name"):
         sweep_request.plan_sweep(sweep, {}, [], None, None, [], None, tmp_path)

@@ -11,12 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-Settings = dict[str, Any]
+from tests.oracle.reference_bounds import Settings, ratio_bounds
 
 
 @dataclass(frozen=True)
@@ -352,56 +351,3 @@ class ReferenceTrainer:
 
 def _k3(log_u: float) -> float:
     return math.exp(log_u) - 1 - log_u
-
-
-# -- bounds, from their definitions ---------------------------------------------------------------------------------
-
-GENERATORS: dict[str, Callable[[float], float]] = {
-    "kl": lambda u: -math.log(u) + u - 1 if u > 0 else math.inf,
-    "reverse-kl": lambda u: u * math.log(u) - u + 1 if u > 0 else 1.0,
-    "tv": lambda u: abs(u - 1) / 2,
-    "chi2": lambda u: (u - 1) ** 2,
-    "neyman": lambda u: (u - 1) ** 2 / u if u > 0 else math.inf,
-    "hellinger": lambda u: (math.sqrt(u) - 1) ** 2,
-    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
-    "js": lambda u: (0.5 * u * math.log(2 * u / (1 + u)) if u > 0 else 0.0) + 0.5 * math.log(2 / (1 + u)),
-}
-
-
-def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
-    """Return the interval of ratios that a method's settings allow a token of this log-probability."""
-    p = math.exp(old_logprob)
-    method = bounds["method"]
-    if method == "none":
-        return 0.0, math.inf
-    if method in ("clip", "clip-higher"):
-        return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
-    cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
-    if method == "dcpo":
-        lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
-        return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)
-    assert method == "band"
-    lower, upper = band(GENERATORS[bounds["divergence"]], old_logprob, bounds["delta"])
-    upper = min(upper, cap)
-    if bounds["relax"] is not None:
-        lower = min(lower, 1 - bounds["relax"]["eps_low"])
-        upper = max(upper, 1 + bounds["relax"]["eps_high"])
-    return lower, upper
-
-
-def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple[float, float]:
-    """Bisect p·f(r) + (1−p)·f((1−rp)/(1−p)) = δ on [0, 1] and on [1, 1/p]; an end within δ is the bound itself."""
-    p, rest = math.exp(old_logprob), -math.expm1(old_logprob)
-
-    def divergence(r: float) -> float:
-        return p * f(r) + rest * f(max(0.0, 1 - p * (r - 1) / rest))
-
-    def bisect(inside: float, outside: float) -> float:
-        if divergence(outside) <= delta:
-            return outside
-        for _ in range(200):
-            middle = 0.5 * (inside + outside)
-            inside, outside = (middle, outside) if divergence(middle) <= delta else (inside, middle)
-        return inside
-
-    return bisect(1.0, 0.0), bisect(1.0, 1 / p)

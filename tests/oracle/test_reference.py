@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.oracle.reference import GENERATORS, ReferenceTrainer, band, ratio_bounds
+from tests.oracle.reference import ReferenceTrainer
+from tests.oracle.reference_bounds import GENERATORS, band, ratio_bounds
 
 AT_008 = {
     "kl": (0.261695843479, 2.41055379376),

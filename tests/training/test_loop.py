@@ -67,7 +67,7 @@ def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
         evaluation = json.loads((folder.path / "evals" / f"step-{step:06d}.json").read_text())
         scores = evaluation["sets"]["countdown"]
         assert len(scores["by_problem"]) == 4
-        assert scores["reference_kl"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
+        assert scores["figures"]["mean_at_4"]["value"] == records[step]["eval/countdown/mean_at_4"]
     assert "eval/countdown/mean_at_4" not in records[1]
 
     samples = pd.read_parquet(folder.path / "samples" / "step-000003.parquet")
