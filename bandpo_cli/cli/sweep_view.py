@@ -17,6 +17,7 @@ from bandpo_cli.cli.console import format_duration, print_line
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.reports.sweep.arms import Metric, Report
 from bandpo_cli.reports.sweep.tables import _relative_to_cwd, half_width, value_text
+from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.types import CallbackBase
@@ -107,7 +108,7 @@ class SweepView(CallbackBase):
         finished = f"{result.finished} of {len(self._info.runs)} runs"
         if result.error is not None:
             if isinstance(result.error, KeyboardInterrupt):
-                again = resume_command(result.folder, self._runs_dir)
+                again = resume_command("sweep", result.folder, self._runs_dir)
                 print_line(self._console, f"stopped, {finished} are whole; continue with: {again}")
             return
         if result.report is None:
@@ -144,12 +145,6 @@ class SweepView(CallbackBase):
         if text is not None:
             self._spinner = self._console.status(text)
             self._spinner.start()
-
-
-def resume_command(folder: Path, runs_dir: Path) -> str:
-    """Return the command that resumes a sweep."""
-    elsewhere = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
-    return f"bandpo sweep --resume {folder.name}{elsewhere}"
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:

@@ -24,9 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli.console import print_line
-from bandpo_cli.experiments.resume import resume_command
 from bandpo_cli.storage.checkpoints import model_checkpoints
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
@@ -90,7 +89,9 @@ class TrainView(CallbackBase):
         if result.status != "FINISHED":
             print_line(self._console, f"{result.status.lower()}; what the run did is in {folder.path}")
         if result.status == "KILLED" or (result.status == "FAILED" and model_checkpoints(folder)):
-            print_line(self._console, f"continue with: {resume_command(folder, self._runs_dir)}")
+            print_line(
+                self._console, f"continue with: {resume_command('train', folder.path, self._runs_dir)}"
+            )
 
     def close(self) -> None:
         """Remove the spinner and the panel, where an error left them."""

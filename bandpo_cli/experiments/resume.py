@@ -5,7 +5,6 @@ Nothing heavy is imported at module level.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -172,15 +171,6 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
             *checkpoint_warnings(config),
         ),
     )
-
-
-def resume_command(folder: RunFolder, runs_dir: Path) -> str:
-    """Return the command that resumes a run."""
-    in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
-    words = ["bandpo", "train", "--resume", folder.name if in_runs_dir else str(folder.path)]
-    if in_runs_dir and runs_dir != Path("runs"):
-        words += ["--runs-dir", str(runs_dir)]
-    return shlex.join(words)
 
 
 def _resume(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bandpo_cli.bounds import band_bounds
-from examples import custom_grader, grpo_loop
+from examples import custom_grader, grpo_loop, python_api
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,3 +76,13 @@ def test_the_custom_grader_gives_partial_credit() -> None:
         "correct": False,
         "verdict": "wrong",
     }
+
+
+def test_the_python_api_trains_resumes_and_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = python_api.main(tmp_path, steps=1)
+    out = capsys.readouterr().out
+    assert [line[:8] for line in out.splitlines() if line.startswith("step")] == ["step   1", "step   2"]
+    assert abs(change) < 0.5
+    assert json.loads((tmp_path / "demo" / "summary.json").read_text())["status"] == "FINISHED"
