@@ -48,9 +48,8 @@ def main(runs_dir: Path, steps: int) -> float:
         )
     comparison = compare("demo-1", f"demo-{steps + 1}", runs_dir=runs_dir).sets["countdown"]
     change = comparison.metrics["mean"]
-    print(
-        f"mean@4 {change.a:.3f} -> {change.b:.3f}, 95% interval of the change {change.change.low:+.3f} to {change.change.high:+.3f}"
-    )
+    low, high = change.change.low, change.change.high
+    print(f"mean@4 {change.a:.3f} -> {change.b:.3f}, 95% interval of the change {low:+.3f} to {high:+.3f}")
     return change.b - change.a
 
 
