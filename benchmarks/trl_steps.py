@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.base import build_task
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]

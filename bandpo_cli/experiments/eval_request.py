@@ -26,9 +26,8 @@ from bandpo_cli.registries import DATASETS, generated_tasks
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
-from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Problem
 

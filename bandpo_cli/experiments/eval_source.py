@@ -86,7 +86,7 @@ def _open_model(request: EvalRequest, on_phase: Callable[[str], None], stack: Ex
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading import GraderPool
         from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling.engines import SamplingParams, build_sampler
+        from bandpo_cli.sampling.base import SamplingParams, build_sampler
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,

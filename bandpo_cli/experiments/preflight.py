@@ -21,8 +21,7 @@ from bandpo_cli.paths import folders_containing, path_exists, user_path
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
-from bandpo_cli.tasks.base import Task
-from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.base import Task, build_task
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ID_WITH_OWNER = re.compile(r"[\w.-]+/[\w.-]+")

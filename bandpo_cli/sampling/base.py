@@ -8,7 +8,11 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import check_engine, resolve_engine
 from bandpo_cli.errors import RunError
+from bandpo_cli.models.load import Policy
+from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
 TokenIds = Sequence[int]
@@ -69,3 +73,16 @@ class Sampler(Protocol):
 
 class StaleEngineError(RunError):
     """The engine samples from other weights than the policy's, so its completions are not valid for training."""
+
+
+def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
+    """Return the engine that `sampling.engine` names.
+
+    Raises:
+        ConfigError: the engine is not installed.
+        UserError: the engine cannot start with this model and these settings.
+    """
+    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    check_engine(engine)
+    sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
+    return sampler

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from bandpo_cli.sampling.base import SamplingParams, TokenIds
+from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.models.load import Policy
+from bandpo_cli.sampling.base import Sampler, SamplingParams, TokenIds
 from bandpo_cli.types import Completion
 
 
@@ -116,6 +118,11 @@ class TransformersSampler:
             for ids, lps, count, stop in rows
         ]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+
+def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
+    """Return the sampler that runs the trainer's own model."""
+    return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
 
 
 def sample_tokens(

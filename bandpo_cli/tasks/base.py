@@ -1,4 +1,4 @@
-"""Tasks and the order of training: the `Task` protocol and the endless stream of shuffled problems.
+"""Tasks: the `Task` protocol, the function that builds the task of a config, and the stream of shuffled problems.
 
 A task has training problems and held-out evaluation sets. Graders are in `bandpo_cli.grading`.
 """
@@ -9,6 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.registries import TASKS, load_attribute, task_kind
 from bandpo_cli.types import Problem
 
 
@@ -34,6 +36,15 @@ class Task(Protocol):
 
     def notes(self) -> list[str]:
         """Return lines for the user on the problems read so far: counts, and what was dropped and why."""
+
+
+def build_task(config: TaskSettings) -> Task:
+    """Return the task of these settings; raise ConfigError for settings that leave it no problems.
+
+    Files and data sets are read when their problems are first needed, and raise ConfigError then.
+    """
+    task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
+    return task
 
 
 class ProblemStream:

@@ -25,7 +25,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy, save_policy
-from bandpo_cli.sampling.engines import Sampler, SamplingParams, build_sampler
+from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,

@@ -24,7 +24,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.preflight import config_warnings
-from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
 

@@ -20,8 +20,8 @@ from bandpo_cli.reports.sweep import select_runs
 from bandpo_cli.reports.sweep.runs import read_arm_run
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.tasks.rows import read_hub
 from tests.fuzz.mutate import (
     JSON_TEXTS,

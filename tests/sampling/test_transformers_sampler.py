@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.sampling.engines import build_sampler
+from bandpo_cli.sampling.base import SamplingParams, build_sampler
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler, sample_tokens
 from tests.conftest import random_model
 

@@ -11,8 +11,7 @@ import torch
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.base import StaleEngineError
-from bandpo_cli.sampling.engines import build_sampler
+from bandpo_cli.sampling.base import StaleEngineError, build_sampler
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from tests.conftest import random_model

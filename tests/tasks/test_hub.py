@@ -14,8 +14,8 @@ from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.questions import load_questions
-from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.tasks.rows import read_hub
 
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * n}"} for n in range(2500)]

@@ -15,8 +15,8 @@ import pytest
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.question_answers import QuestionAnswerTask
-from bandpo_cli.tasks.registry import build_task
 from bandpo_cli.types import Message, Problem
 
 
@@ -264,7 +264,7 @@ def test_invalid_settings_are_reported_before_a_file_is_read(
 
 
 def test_import_loads_no_heavy_package() -> None:
-    code = "import sys, bandpo_cli.tasks.registry; print(*sorted(sys.modules))"
+    code = "import sys, bandpo_cli.tasks.base; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -20,7 +20,7 @@ from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.registry import build_task
+from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import StepReport, train
 from bandpo_cli.types import Completion, Grade, Problem
