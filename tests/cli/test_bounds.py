@@ -1,4 +1,4 @@
-"""`bandpo bounds`: what it prints, how it refuses, and that it starts without torch."""
+"""`bandpo bounds`: output, error messages, and start-up without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = [
 
 
 class Ran:
-    """What one call printed and how it ended."""
+    """Output and exit code of one command."""
 
     def __init__(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str

@@ -1,4 +1,4 @@
-"""`bandpo eval` of a run's checkpoints: what training measured, again, under whatever name the checkpoint goes."""
+"""`bandpo eval` of a run's checkpoints: the metrics equal those of training, for every form of model reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = "first@1"  # the name of a run may have an @ in it
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, mirrored at MLflow."""
+    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, tracked with MLflow."""
     folder = tmp_path_factory.mktemp("trained")
     good(
         "train", *SMALL, "--steps", "4", "--name", RUN, "--set", "evaluation.every=2", "--set", "optim.lr=1e-3",
@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def latest(place: Path) -> Path:
-    """Return the evaluation of the latest checkpoint with the run's own settings, sent to MLflow."""
+    """Return the evaluation of the latest checkpoint with the run's settings, sent to MLflow."""
     good("eval", "--model", RUN, "--name", "latest", cwd=place)
     return place / "runs" / "latest"
 
@@ -39,7 +39,7 @@ def trained(place: Path, step: int) -> dict:
 
 
 def test_a_checkpoint_scores_what_it_scored_in_training(place: Path, latest: Path) -> None:
-    """The same draws, so the same figures to the last bit, intervals and every problem's values included."""
+    """The samples are the same, so all metrics, intervals and values per problem are equal bit by bit."""
     record = record_of(latest)
     assert record["status"] == "finished"
     assert record["sets"] == trained(place, 4)["sets"]
@@ -52,7 +52,7 @@ def test_a_checkpoint_scores_what_it_scored_in_training(place: Path, latest: Pat
 
 
 def test_the_figures_follow_from_the_completions(latest: Path) -> None:
-    """Means recomputed by pandas from the table, by the definitions of docs/evaluation.md."""
+    """The means are recomputed by pandas from the table, with the definitions of docs/evaluation.md."""
     table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["figures"]
     assert len(table) == 6 * 8
     by_problem = table.groupby("problem_id")
@@ -174,7 +174,7 @@ def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
 
 
 def test_a_resume_needs_neither_the_current_folder_nor_a_relative_path(place: Path, tmp_path: Path) -> None:
-    """The model and its files are known by their whole paths: an evaluation goes on from wherever one is."""
+    """The record contains absolute paths of the model and its files, so the current folder does not matter."""
     good("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)
     folder = place / "runs" / "moved"
     before = samples_of(folder)
@@ -204,7 +204,7 @@ def test_two_steps_of_a_run_compare(place: Path, latest: Path) -> None:
 
 
 def test_an_evaluation_compares_with_the_step_it_repeats(place: Path, latest: Path) -> None:
-    """By name, by folder, by file, and RUN for its latest step: no figure differs."""
+    """By name, folder and file, with RUN for the latest step of the run: all differences are 0."""
     for other in ("latest", "runs/latest", "runs/latest/eval.json"):
         done = good("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
@@ -278,7 +278,7 @@ def test_a_runs_settings_that_no_longer_hold_are_refused_by_their_name(place: Pa
 
 
 def test_mlflow_gets_the_figures_with_the_run_that_made_the_model(place: Path, latest: Path) -> None:
-    """In the run's own MLflow run, at the checkpoint's step, with the intervals; its status and params as before."""
+    """They go to the MLflow run of the training run, at the checkpoint's step, with intervals; status and params stay."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{place}/runs/mlflow.db")

@@ -1,4 +1,4 @@
-"""Mistakes that `bandpo eval` tells before torch is imported: a line each, and nothing written."""
+"""User errors of `bandpo eval` are reported before torch is imported, in one line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ends(place: Path) -> dict[str, tuple[int, str]]:
-    """Return how each case ended, by its arguments; and make sure that none of them wrote anything."""
+    """Return exit code and error message of each case by its arguments, and require that no case writes a file."""
     cases = place / "cases.json"
     cases.write_text(json.dumps([["eval", *arguments] for arguments, _ in CASES]))
     before = sorted(place.rglob("*"))

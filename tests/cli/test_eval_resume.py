@@ -54,7 +54,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an evaluation that nothing stopped."""
+    """Return the folder of an uninterrupted evaluation."""
     place = tmp_path_factory.mktemp("undisturbed")
     good("eval", *SETTINGS, "--name", "whole", cwd=place)
     return place / "runs" / "whole"
@@ -62,14 +62,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a longer evaluation that nothing stopped."""
+    """Return the folder of a longer uninterrupted evaluation."""
     place = tmp_path_factory.mktemp("long")
     good("eval", *LONG, "--name", "whole", cwd=place)
     return place / "runs" / "whole"
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, as a shell does."""
+    """Start a command in a new process group, as a shell does."""
     return subprocess.Popen(
         [sys.executable, "-m", "bandpo_cli", "eval", *arguments],
         cwd=place,
@@ -86,14 +86,14 @@ def parts_of(folder: Path) -> int:
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, parts: int) -> None:
-    """Wait until so many batches are stored."""
+    """Wait until `parts` batches are stored."""
     deadline = time.monotonic() + 120
     while parts_of(folder) < parts and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def check_same(folder: Path, undisturbed: Path) -> None:
-    """Require the same completions and figures, bit for bit, and no trace of the interruption."""
+    """Require equal completions and metrics, bit by bit, and the same files."""
     pd.testing.assert_frame_equal(samples_of(folder), samples_of(undisturbed), check_exact=True)
     ours, theirs = record_of(folder), record_of(undisturbed)
     for key in ("sets", "metrics", "config", "status"):
@@ -107,7 +107,7 @@ def check_same(folder: Path, undisturbed: Path) -> None:
 def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
     tmp_path: Path, long_one: Path
 ) -> None:
-    """To the whole process group, as a terminal sends it; the line that is printed is then typed."""
+    """The signal goes to the process group, as from a terminal; then the printed command is run."""
     process = start(tmp_path, *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
     wait_for(process, folder, 3)
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
 
 @pytest.mark.slow
 def test_kills_at_any_moment_lose_a_batch_at_most(tmp_path: Path, long_one: Path) -> None:
-    """Killed five times at random moments, resumed each time, and at last left alone."""
+    """The evaluation is killed five times at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
     process = start(tmp_path, *LONG, "--name", "killed")
@@ -153,7 +153,7 @@ def test_kills_at_any_moment_lose_a_batch_at_most(tmp_path: Path, long_one: Path
 
 
 def stopped(place: Path, keep: int) -> Path:
-    """Return the folder of an evaluation that Ctrl-C stopped when so many batches were stored."""
+    """Return the folder of an evaluation that Ctrl-C interrupted when `keep` batches were stored."""
     write, written = eval_folder.write_eval_table, []
 
     def stop_after(path: Path, rows: list) -> Path:
@@ -172,14 +172,14 @@ def stopped(place: Path, keep: int) -> Path:
 
 @pytest.mark.parametrize("keep", [0, 1, 6])
 def test_a_stop_after_any_number_of_batches(tmp_path: Path, undisturbed: Path, keep: int) -> None:
-    """Before the first, after the first, and between the last part and the whole table."""
+    """Before the first batch, after the first, and between the last part and the complete table."""
     folder = stopped(tmp_path, keep)
     good("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
     check_same(folder, undisturbed)
 
 
 def test_what_other_batches_left_aside_is_not_taken_in(tmp_path: Path, undisturbed: Path) -> None:
-    """A kill while a part is written leaves a file of another name; it is no part."""
+    """A kill during the write of a part leaves a temporary file, which is not a part."""
     folder = stopped(tmp_path, 2)
     (folder / "parts" / ".000-00000002.parquet.123.tmp").write_bytes(b"PAR1 half")
     (folder / "parts" / "notes.parquet").write_bytes(b"a user's own")
@@ -200,7 +200,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, undisturbed: Path) -> None:
 
 
 def test_a_kill_between_the_table_and_the_figures(tmp_path: Path, undisturbed: Path) -> None:
-    """The table is whole, the parts still lie there, the record says running: it is scored from the table."""
+    """The table is complete, the parts still exist, and the status is running: the metrics come from the table."""
     good("eval", *SETTINGS, "--name", "a", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     record = record_of(folder)
@@ -216,7 +216,7 @@ def test_a_kill_between_the_table_and_the_figures(tmp_path: Path, undisturbed: P
 
 
 def test_a_finished_evaluation_is_scored_again_without_its_model(tmp_path: Path) -> None:
-    """Nothing but the table is asked for: neither the model nor the file that its problems came from."""
+    """Only the table is read: neither the model nor the file of the problems is needed."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
     good("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
     before = record_of(tmp_path / "runs" / "a")
@@ -249,7 +249,7 @@ def test_stored_completions_that_have_changed_are_not_gone_on_with(tmp_path: Pat
 
 
 def test_other_problems_under_the_same_names_are_not_gone_on_with(tmp_path: Path) -> None:
-    """The task's file, or here its settings, gives as many problems as before, but others."""
+    """The task's file, or its settings as here, gives the same number of problems, but different ones."""
     folder = stopped(tmp_path, 2)
     record = record_of(folder)
     record["config"]["task"]["max_number"] = 5

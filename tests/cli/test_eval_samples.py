@@ -1,4 +1,4 @@
-"""`bandpo eval --samples`: stored completions judged again, the same verdicts from the same texts, without a model."""
+"""`bandpo eval --samples`: stored completions are graded again, with equal verdicts, without a model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_training_steps_completions_are_judged_as_they_were(place: Path) -> No
 
 
 def test_no_model_is_loaded(tmp_path: Path) -> None:
-    """In an interpreter that cannot import torch, transformers or MLflow."""
+    """The interpreter cannot import torch, transformers or MLflow."""
     jsonl(tmp_path / "a.jsonl", *FOREIGN)
     done = subprocess.run(
         [
@@ -99,7 +99,7 @@ def test_no_model_is_loaded(tmp_path: Path) -> None:
 
 
 def test_uneven_numbers_of_completions(tmp_path: Path) -> None:
-    """By hand: 2 of 3 right, 0 of 1, 1 of 1; k goes up to the fewest, and there are no token counts."""
+    """By hand: 2 of 3 correct, 0 of 1, 1 of 1; k is at most the smallest count, and there are no token counts."""
     rows = [
         {"question": "1+1?", "answer": "2", "completions": ["Answer: 2", "Answer: 3", "\\boxed{2.0}"]},
         {"question": "2+2?", "answer": "4", "completions": ["no idea"]},
@@ -155,7 +155,7 @@ FOUR = {
 
 @pytest.mark.parametrize(("grader", "right"), [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1])])
 def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
-    """The same four texts under other judges; the table says who it was."""
+    """The same four texts with different graders; the table has the name of the grader."""
     path = jsonl(tmp_path / "a.jsonl", FOUR)
     good("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
     table = samples_of(tmp_path / "runs" / "a")
@@ -164,7 +164,7 @@ def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
 
 
 def test_a_grader_of_ones_own(tmp_path: Path) -> None:
-    """In the current folder, and one that prints: nothing but JSON comes on standard output."""
+    """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
     jsonl(tmp_path / "a.jsonl", FOUR)
     arguments = [
@@ -272,7 +272,7 @@ def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path, name: 
 
 
 def test_settings_of_drawing_in_a_config_file_do_not_stand_in_the_way(tmp_path: Path) -> None:
-    """A file of settings made for sampling says n = 64 and greedy; here there are 2 completions, and k is for them."""
+    """The config file for sampling sets n = 1 and greedy decoding; the file has 2 completions, and --k applies to them."""
     (tmp_path / "my.yaml").write_text("evaluation: {samples: 1, temperature: 0, k: [1]}\n")
     jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]})
     good(
@@ -295,7 +295,7 @@ def test_settings_of_drawing_in_a_config_file_do_not_stand_in_the_way(tmp_path: 
 
 
 def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) -> None:
-    """What a Parquet file from elsewhere may hold beside the answer: times, bytes, nested rows."""
+    """A Parquet file of another program may contain times, bytes and nested rows beside the answer."""
     import datetime
 
     extra = {"index": 1, "when": datetime.datetime(2025, 1, 2), "raw": b"\xff", "deep": [{"a": [None, 1.5]}]}
@@ -323,7 +323,7 @@ def test_garbled_completions_of_a_half_trained_model_are_judged_in_seconds(tmp_p
 
 @pytest.mark.slow
 def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
-    """120 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
+    """120 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
     files = [(".parquet", each) for each in mutations(table, 21, 30)]

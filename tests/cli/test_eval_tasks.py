@@ -1,4 +1,4 @@
-"""`bandpo eval --task FILE` with a small random-weight language model: everything but the cleverness is real."""
+"""`bandpo eval --task FILE` with a small language model of random weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def questions(path: Path, count: int, first: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model and three files of questions, two of one name."""
+    """Return a folder with a model and three files of questions, two of them with the same name."""
     folder = tmp_path_factory.mktemp("tasks")
     questions(folder / "sums.jsonl", 5)
     questions(folder / "a" / "test.jsonl", 3)
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_several_files_are_several_sets(place: Path) -> None:
-    """Two files of one name are told apart by their folders."""
+    """Files with the same name are distinguished by their folders."""
     good(
         "eval", "--model", "model", "--task", "sums.jsonl", "--task", "a/test.jsonl", "--task", "b/test.jsonl", *SHORT,
         "--name", "three", cwd=place,
@@ -130,7 +130,7 @@ def test_more_than_the_model_reads_is_refused_and_leaves_nothing(place: Path) ->
 
 
 def test_a_runs_own_template_and_system_message_go_with_another_file(place: Path) -> None:
-    """A text model's run of one step, on its own held-out file and then on another one."""
+    """A text model's run of one step is evaluated on its own held-out file and then on another file."""
     good(
         "train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", "--name", "run", "--no-mlflow",
         "--set", "task.heldout=a/test.jsonl", "--set", "task.template='Q {question} A'",
