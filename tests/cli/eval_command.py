@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Refuse())
 from bandpo_cli.__main__ import main
 main()
 """
-"""For `python -c`: what a mistake or a file of completions costs must not include loading these."""
+"""Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
 
 
 class Done(NamedTuple):
@@ -65,14 +65,14 @@ def bandpo(*arguments: str | Path, cwd: Path) -> Done:
     return Done(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
 
 
-def good(*arguments: str | Path, cwd: Path) -> Done:
+def succeed(*arguments: str | Path, cwd: Path) -> Done:
     """Run a command and require exit code 0."""
     done = bandpo(*arguments, cwd=cwd)
     assert done.code == 0, done.out + done.err
     return done
 
 
-def refused(*arguments: str | Path, cwd: Path) -> str:
+def usage_error(*arguments: str | Path, cwd: Path) -> str:
     """Run a command, require exit code 2 and an error message of one line, and return that line."""
     done = bandpo(*arguments, cwd=cwd)
     assert done.code == 2, (done.code, done.out, done.err)
