@@ -1,4 +1,4 @@
-"""`bandpo train --resume`: a run resumed from every state that a crash can leave equals an uninterrupted run."""
+"""`bandpo train --resume`: a run resumed after a crash, a kill or a signal equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
-from bandpo_cli.storage.run_folder import RunFolder
-from tests.cli.eval_command import WITHOUT_TORCH, Done, bandpo, succeed, usage_error
+from tests.cli.eval_command import Done, bandpo, succeed, usage_error
+from tests.cli.train_runs import (
+    SMALL,
+    check_equal,
+    drop_checkpoints,
+    metrics_lines,
+    record,
+    summary,
+    truncate_metrics,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SMALL = [
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "evaluation.every=2", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
-    "--set", "evaluation.k=[1,4]", "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=null",
-    "--seed", "3", "--no-mlflow",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,78 +38,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def placeholder_run(tmp_path: Path) -> Path:
-    """Return the folder of such a run with placeholder tensors, made without training."""
-    run = RunFolder.create(tmp_path / "runs", "a")
-    run.write_config(to_yaml(resolve([read_assignments(["steps=6", "seed=3", *SMALL[1:-3:2]])])))
-    for step in range(7):
-        run.append_metrics({"step": step, "time/step": 1.0})
-    for step in (2, 4, 6):
-        folder = run.checkpoint_dir(step)
-        (folder / "trainer").mkdir(parents=True)
-        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
-            (folder / name).write_bytes(b"none")
-        write_trainer_state(folder, Progress(step, 2 * step, 0, 4 * step, "abc"))
-    run.write_summary({"status": "FINISHED", "steps": 6})
-    (run.path / "plots").mkdir()
-    return run.path
-
-
-@pytest.fixture
 def crashed(uninterrupted: Path, tmp_path: Path) -> Path:
     """Return a copy of the uninterrupted run, which a test changes to the state after a crash."""
     return Path(shutil.copytree(uninterrupted, tmp_path / "runs" / "a"))
-
-
-def metrics_lines(folder: Path) -> list[str]:
-    return (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-
-
-def record(folder: Path) -> list[dict[str, Any]]:
-    found = map(json.loads, metrics_lines(folder))
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in found]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
-
-
-TIMED = ("metrics.jsonl", "env.json", "summary.json")
-
-
-def file_contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a run by path without the lock; files and plots that depend on times are empty."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {
-        path.relative_to(folder).as_posix(): b""
-        if path.name in TIMED or path.parent.name == "plots"
-        else path.read_bytes()
-        for path in paths
-    }
-
-
-def check_equal(folder: Path, uninterrupted: Path) -> None:
-    """Require an equal run; only env.json may differ after a crash."""
-    assert record(folder) == record(uninterrupted)
-    ours, theirs = file_contents(folder), file_contents(uninterrupted)
-    assert sorted(ours) == sorted(theirs)
-    assert not [name for name in ours if ours[name] != theirs[name]]
-    for key, value in summary(uninterrupted).items():
-        if not key.startswith("time/") and key != "last_step":
-            assert summary(folder)[key] == value, key
-
-
-def truncate_metrics(folder: Path, last: int) -> None:
-    """Change the metrics to those of a kill after step `last`; checkpoints stay unchanged."""
-    (folder / "metrics.jsonl").write_text("".join(metrics_lines(folder)[: last + 1]))
-    for name in ("summary.json", "plots"):
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def drop_checkpoints(folder: Path, *steps: int) -> None:
-    for step in steps:
-        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
 
 
 def _before_the_first_line(folder: Path) -> None:
@@ -225,13 +154,6 @@ def test_resume_prints_its_starting_point_and_continues(
     assert "versions" not in resume, "nothing has changed"
 
 
-def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_path: Path) -> None:
-    before = file_contents(placeholder_run)
-    line = usage_error("train", "--resume", "a", cwd=tmp_path)
-    assert "run a is complete: 6 of 6 steps; to train further: --resume a --steps 12" in line
-    assert file_contents(placeholder_run) == before
-
-
 @pytest.mark.slow
 def test_a_complete_run_can_be_extended(crashed: Path, tmp_path: Path) -> None:
     """8 steps in two commands equal 8 steps in one."""
@@ -272,143 +194,6 @@ def test_resume_sends_the_steps_that_mlflow_lacks(crashed: Path, tmp_path: Path)
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "train/entropy")
     assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--lr"], ["--lr"]),
-        (["--set", "optim.lr=1e-3"], ["optim.lr = 0.001 (the run has 5e-05)", "What may change", "tracking"]),
-        (
-            ["--seed", "4", "--delta", "0.1"],
-            ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
-        ),
-        (["--method", "clip"], ["bounds.method = clip (the run has band)"]),
-        (["--set", "grading.deadline=1"], ["grading.deadline"]),
-        (["--name", "b"], ["leave out --name"]),
-        (["--steps", "5"], ["it has done 5 already"]),
-        (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
-        (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
-    ],
-)
-def test_changed_settings_are_refused(
-    placeholder_run: Path, tmp_path: Path, arguments: list[str], parts: list[str]
-) -> None:
-    truncate_metrics(placeholder_run, 5)
-    before = file_contents(placeholder_run)
-    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
-    for part in parts:
-        assert part in line
-    assert file_contents(placeholder_run) == before
-
-
-def test_equal_and_harmless_settings_are_accepted(placeholder_run: Path, tmp_path: Path) -> None:
-    truncate_metrics(placeholder_run, 5)
-    flags = ["--seed", "3", "--set", "grading.workers=1", "--set", "checkpoint.keep_best=0", "--no-mlflow"]
-    succeed("train", "--resume", "a", "--config", "runs/a/config.yaml", *flags, "--dry-run", cwd=tmp_path)
-
-
-def test_a_finite_schedule_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
-    config = (placeholder_run / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
-    (placeholder_run / "config.yaml").write_text(config)
-    assert "only a constant one can be extended" in usage_error(
-        "train", "--resume", "a", "--steps", "12", cwd=tmp_path
-    )
-    assert "(its cosine schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.yaml").unlink()
-
-
-def _truncated_config(folder: Path) -> None:
-    (folder / "config.yaml").write_text("seed: [")
-
-
-def _config_with_unknown_setting(folder: Path) -> None:
-    (folder / "config.yaml").write_text("optim:\n  lrr: 1\n")
-
-
-def _no_metrics(folder: Path) -> None:
-    (folder / "metrics.jsonl").unlink()
-
-
-def _truncated_metrics(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("".join(metrics_lines(folder)[:3]))
-
-
-def _duplicate_line(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("".join([*metrics_lines(folder)[:3], metrics_lines(folder)[2]]))
-
-
-def _invalid_line(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text(
-        "".join([*metrics_lines(folder)[:3], "rubbish\n", *metrics_lines(folder)[3:]])
-    )
-
-
-def _no_checkpoint_of_a_finished_run(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints")
-
-
-def _evaluation(folder: Path) -> None:
-    (folder / "config.yaml").unlink()
-    (folder / "eval.json").write_text("{}")
-
-
-@pytest.mark.parametrize(
-    ("damage", "arguments", "words"),
-    [
-        (_no_config, [], ["it has no config.yaml", "start a new run"]),
-        (_truncated_config, [], ["config.yaml", "not readable as YAML"]),
-        (_config_with_unknown_setting, [], ["config.yaml", "optim.lrr", "did you mean 'lr'"]),
-        (_no_metrics, [], ["metrics.jsonl", "checkpoint of step 2", "lines are missing"]),
-        (_truncated_metrics, [], ["ends with step 2", "checkpoint of step 4", "lines are missing"]),
-        (_duplicate_line, [], ["line 4: step 2 where step 3 belongs"]),
-        (_invalid_line, [], ["line 4", "is not a JSON object"]),
-        (
-            _no_checkpoint_of_a_finished_run,
-            ["--steps", "8"],
-            ["no complete checkpoint", "train anew", "--steps 8"],
-        ),
-        (_evaluation, [], ["bandpo eval --resume a"]),
-    ],
-)
-def test_a_damaged_run_is_one_line(
-    placeholder_run: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    arguments: list[str],
-    words: list[str],
-) -> None:
-    damage(placeholder_run)
-    before = file_contents(placeholder_run)
-    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
-    for word in words:
-        assert word in line
-    assert file_contents(placeholder_run) == before
-
-
-def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tmp_path: Path) -> None:
-    """A similar run name is suggested."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "train", "--resume", "a", "--seed", "9"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "seed = 9" in done.stderr
-    assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
-
-
-def test_a_warning_for_steps_without_checkpoint_and_evaluation(tmp_path: Path) -> None:
-    settings = ["--set", "checkpoint.every=7", "--set", "evaluation.every=20", "--steps", "100", "--dry-run"]
-    assert "do not fall together before" in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
-    settings[1] = "checkpoint.every=4"
-    assert "do not fall together" not in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
