@@ -108,7 +108,7 @@ def test_a_relative_path_inside_the_run_folder_finds_the_run(place: Path) -> Non
         assert Path(record["model"]["run"]).resolve() == run
 
 
-def test_the_completions_depend_on_the_seed_only(place: Path, latest: Path) -> None:
+def test_completions_are_reproducible_by_seed(place: Path, latest: Path) -> None:
     for name, seed in (("again", "5"), ("other", "6")):
         succeed("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
     again, other = place / "runs" / "again", place / "runs" / "other"
