@@ -48,7 +48,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["--model", "damaged"], ["not readable as YAML"]),
     (["--task", "countdwn"], ["--task countdwn", "did you mean 'countdown'"]),
     (["--task", "gsm8k"], ["embedded model can read nothing but countdown", "--model"]),
-    (["--task", "countdown", "--task", "gsm8k"], ["--task countdown", "by itself"]),
+    (["--task", "countdown", "--task", "gsm8k"], ["--task countdown", "evaluate it without other tasks"]),
     (["--task", ""], ["--task :"]),
     (["--task", LONG], ["no such task or file"]),
     (["--model", "a/b", "--task", "nowhere.jsonl"], ["--task nowhere.jsonl: no such file"]),
