@@ -322,7 +322,9 @@ def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
         "eval.json", "plots", "samples.parquet",
     ]  # fmt: skip
     succeed("eval", "--resume", "embedded", cwd=tmp_path)
-    assert len(client.search_runs([run.info.experiment_id])) == 1, "scored again, it is the same run"
+    assert len(client.search_runs([run.info.experiment_id])) == 1, (
+        "a repeated evaluation uses the same MLflow run"
+    )
 
 
 def test_an_unreachable_server_gives_one_warning(place: Path) -> None:

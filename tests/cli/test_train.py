@@ -21,7 +21,7 @@ WITHOUT_TORCH = (
     "import sys; sys.modules.update(torch=None, transformers=None, mlflow=None);"
     "from bandpo_cli.__main__ import main; main()"
 )
-"""Any import of these fails: what a mistake costs must not include loading them."""
+"""Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
 
 
 def bandpo(
