@@ -167,7 +167,7 @@ def test_output_to_a_file_is_plain_lines(place: Path) -> None:
         "never",
     ):
         assert part in done.out
-    assert f"figures    {Path('runs/plain/eval.json')}" in done.out
+    assert f"metrics    {Path('runs/plain/eval.json')}" in done.out
 
 
 def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
