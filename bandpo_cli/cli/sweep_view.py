@@ -60,7 +60,7 @@ class SweepView(CallbackBase):
         self._console.print(plan_table(info.runs, steps), highlight=False)
         finished = len(info.runs) - len(info.pending)
         self._console.print(
-            f"{len(info.runs)} runs{f', {finished} of them whole' if finished else ''}, {info.slots} at a time, "
+            f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
             f"{info.threads} thread{'' if info.threads == 1 else 's'} each",
             highlight=False,
         )
@@ -109,7 +109,7 @@ class SweepView(CallbackBase):
         if result.error is not None:
             if isinstance(result.error, KeyboardInterrupt):
                 again = resume_command("sweep", result.folder, self._runs_dir)
-                print_line(self._console, f"stopped, {finished} are whole; continue with: {again}")
+                print_line(self._console, f"stopped, {finished} are finished; continue with: {again}")
             return
         if result.report is None:
             print_line(self._console, str(result.report_error), "no report:", "yellow")
@@ -118,7 +118,7 @@ class SweepView(CallbackBase):
             self._console.print()
         duration = format_duration(time.perf_counter() - self._start)
         took = f" in {duration}" if self._info.pending else ""
-        self._console.print(f"{finished} whole{took}", highlight=False)
+        self._console.print(f"{finished} finished{took}", highlight=False)
         if result.mlflow is not None:
             print_line(self._console, result.mlflow, "MLflow")
         for name, why in result.stopped.items():
@@ -170,12 +170,12 @@ def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
 def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
     """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("arm", "whole", "running at step", "accuracy", "entropy", "left"):
+    for heading in ("arm", "finished", "running at step", "accuracy", "entropy", "left"):
         table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
     for arm, members in by_arm(runs).items():
         own = [states[run.name] for run in members]
         running = [state for state in own if state.status == "running"]
-        whole = sum(state.status == "finished" for state in own)
+        finished = sum(state.status == "finished" for state in own)
         ended = [
             (f" {count} {status}", style)
             for status, style in (("failed", "red"), ("stopped", "yellow"))
@@ -183,7 +183,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
         ]
         table.add_row(
             arm,
-            Text.assemble(f"{whole}/{len(own)}", *ended),
+            Text.assemble(f"{finished}/{len(own)}", *ended),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
             _mean([state.accuracy for state in own]),
             _mean([state.entropy for state in own]),
@@ -218,10 +218,10 @@ def _max_duration(values: Sequence[float | None]) -> str:
 
 
 def _progress(states: States, jobs: int) -> str:
-    whole = sum(state.status == "finished" for state in states.values())
+    finished = sum(state.status == "finished" for state in states.values())
     failed = sum(state.status == "failed" for state in states.values())
     left = seconds_left(states, jobs)
-    parts = [f"{whole}/{len(states)} runs whole"]
+    parts = [f"{finished}/{len(states)} runs finished"]
     stopped = sum(state.status == "stopped" for state in states.values())
     parts += [f"{failed} failed"] if failed else []
     parts += [f"{stopped} stopped early"] if stopped else []
@@ -278,9 +278,9 @@ class _PlainLines:
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
-    whole = not console.is_terminal  # in a file or a pipe a sentence is a line
-    console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=whole)
-    console.print(Text(report.finding), soft_wrap=whole)
+    soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
+    console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=soft_wrap)
+    console.print(Text(report.finding), soft_wrap=soft_wrap)
     console.print()
     apart = " " if console.width >= _WIDE else "\n"
     console.print(
@@ -291,17 +291,17 @@ def print_report(console: Console, report: Report) -> None:
         by_set = [figure for figure in report.figures if figure.key.startswith("accuracy/")]
         console.print(_report_table(report, by_set, apart))
     for note in report.notes:
-        console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=whole)
+        console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
     for each in report.left_out:
         who = f"{each.arm}, seed {each.seed}: " if each.arm else ""
         console.print(
-            Text.assemble(("left out: ", "yellow"), f"{each.run}: {who}{each.reason}"), soft_wrap=whole
+            Text.assemble(("left out: ", "yellow"), f"{each.run}: {who}{each.reason}"), soft_wrap=soft_wrap
         )
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
         console.print(Text(_relative_to_cwd(report.files[name])), soft_wrap=True)
     pictures = [name for name in report.files if name.endswith(".png")]
-    console.print(Text(f"beside them: {', '.join(pictures)}", style="dim"), soft_wrap=whole)
+    console.print(Text(f"plots: {', '.join(pictures)}", style="dim"), soft_wrap=soft_wrap)
 
 
 def _report_table(report: Report, figures: Sequence[Metric], apart: str) -> Table:

@@ -144,14 +144,14 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
         )
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
 
-    whole, damaged = complete_checkpoints(folder)
-    ahead = [step for step in whole if step > done + 1]
+    complete, damaged = complete_checkpoints(folder)
+    ahead = [step for step in complete if step > done + 1]
     if ahead:
         raise UserError(
             f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
             "lines are missing; bring the file back, or start a new run"
         )
-    step = max((step for step in whole if step <= done), default=-1)
+    step = max((step for step in complete if step <= done), default=-1)
     if step < 0 and done >= own.steps:
         raise UserError(
             f"run {folder.name} has no complete checkpoint to resume from; train anew: bandpo train --config "

@@ -1,4 +1,4 @@
-"""`bandpo` as a user types it, called in this process: the imports of torch are paid once."""
+"""Helpers that run `bandpo` commands in this process, so that torch is imported once."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ sys.meta_path.insert(0, Refuse())
 from bandpo_cli.__main__ import main
 main()
 """
-"""For `python -c`: what a mistake or a file of completions costs must not include loading these."""
+"""Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -47,7 +47,7 @@ class Done(NamedTuple):
 
 
 def bandpo(*arguments: str | Path, cwd: Path) -> Done:
-    """Run a command line to its end and return what it printed."""
+    """Run a command in `cwd` and return its exit code and output."""
     out, err = io.StringIO(), io.StringIO()
     environ = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     with (
@@ -65,15 +65,15 @@ def bandpo(*arguments: str | Path, cwd: Path) -> Done:
     return Done(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
 
 
-def good(*arguments: str | Path, cwd: Path) -> Done:
-    """Run a command line that must succeed."""
+def succeed(*arguments: str | Path, cwd: Path) -> Done:
+    """Run a command and require exit code 0."""
     done = bandpo(*arguments, cwd=cwd)
     assert done.code == 0, done.out + done.err
     return done
 
 
-def refused(*arguments: str | Path, cwd: Path) -> str:
-    """Run a command line that must be refused in one line; return the line."""
+def usage_error(*arguments: str | Path, cwd: Path) -> str:
+    """Run a command, require exit code 2 and an error message of one line, and return that line."""
     done = bandpo(*arguments, cwd=cwd)
     assert done.code == 2, (done.code, done.out, done.err)
     assert done.err.startswith("error: "), done.err

@@ -1,4 +1,4 @@
-"""`bandpo bounds`: what it prints, how it refuses, and that it starts without torch."""
+"""`bandpo bounds`: output, error messages, and start-up without torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KEYS = [
 ]
 
 
-class Ran:
-    """What one call printed and how it ended."""
+class CommandResult:
+    """Output and exit code of one command."""
 
     def __init__(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
     ) -> None:
-        monkeypatch.setattr(sys, "argv", ["bandpo", "bounds", *words])
+        monkeypatch.setattr(sys, "argv", ["bandpo", "bounds", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         self.code = ended.value.code or 0
@@ -44,11 +44,11 @@ class Ran:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    return lambda *words: Ran(capsys, monkeypatch, *words)
+    return lambda *arguments: CommandResult(capsys, monkeypatch, *arguments)
 
 
-def test_json_has_exactly_the_keys_in_the_promised_order(run) -> None:
-    words = [
+def test_json_has_the_documented_keys_in_order(run) -> None:
+    arguments = [
         "0.9",
         "0.08",
         "-d",
@@ -62,9 +62,9 @@ def test_json_has_exactly_the_keys_in_the_promised_order(run) -> None:
         "--format",
         "json",
     ]
-    ran = run(*words)
-    rows = json.loads(ran.out)
-    assert ran.code == 0
+    result = run(*arguments)
+    rows = json.loads(result.out)
+    assert result.code == 0
     assert all(list(row) == KEYS for row in rows)
     order = [(row["divergence"], row["delta"], row["prob"]) for row in rows]
     assert order == [
@@ -75,7 +75,7 @@ def test_json_has_exactly_the_keys_in_the_promised_order(run) -> None:
     assert rows[1]["prob_upper"] == rows[1]["upper"] * 0.08
 
 
-def test_no_cap_unless_asked(run) -> None:
+def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
     assert json.loads(run("1e-6", "--format", "json").out)[0]["upper"] > 1e4
     capped = json.loads(run("1e-6", "--format", "json", "--max-ratio", "10").out)[0]
     assert (capped["upper"], capped["upper_saturated"]) == (10.0, False)
@@ -86,7 +86,7 @@ def test_no_cap_unless_asked(run) -> None:
     [
         ("0.08", "js", "0.05", (True, False)),
         ("0.04", "tv", "0.05", (True, False)),
-        ("0.01", "tv", "0.01", (True, False)),  # just so
+        ("0.01", "tv", "0.01", (True, False)),  # exactly at the edge
         ("0.97", "tv", "0.05", (False, True)),
         ("0.5", "hellinger", "2", (True, True)),
         (
@@ -94,7 +94,7 @@ def test_no_cap_unless_asked(run) -> None:
             "kl",
             "0.05",
             (False, False),
-        ),  # the ratio underflows, but no radius lets the token vanish
+        ),  # the ratio underflows, but p > 0 for every radius
         ("1", "kl", "0.05", (False, True)),
     ],
 )
@@ -106,9 +106,9 @@ def test_saturation(run, prob: str, name: str, delta: str, saturated: tuple[bool
 
 
 def test_csv_and_json_have_the_same_values(run) -> None:
-    words = ["0.1", "1", "-d", "js", "--compare", "clip,none"]
-    rows = json.loads(run(*words, "--format", "json").out)
-    table = list(csv.DictReader(io.StringIO(run(*words, "--format", "csv").out)))
+    arguments = ["0.1", "1", "-d", "js", "--compare", "clip,none"]
+    rows = json.loads(run(*arguments, "--format", "json").out)
+    table = list(csv.DictReader(io.StringIO(run(*arguments, "--format", "csv").out)))
     assert list(table[0]) == KEYS
     for row, cells in zip(rows, table, strict=True):
         assert float(cells["upper"]) == (row["upper"] if row["upper"] is not None else float("inf"))
@@ -116,9 +116,9 @@ def test_csv_and_json_have_the_same_values(run) -> None:
 
 
 def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
-    words = ["0.000123456", "0.08", "0.9", "-d", "kl", "-d", "reverse-kl", "--delta", "0.001"]
-    ran = run(*words, "--compare", "clip,clip-higher,dcpo")
-    assert max(map(len, ran.out.splitlines())) <= 80
+    arguments = ["0.000123456", "0.08", "0.9", "-d", "kl", "-d", "reverse-kl", "--delta", "0.001"]
+    result = run(*arguments, "--compare", "clip,clip-higher,dcpo")
+    assert max(map(len, result.out.splitlines())) <= 80
     for word in (
         "kl, delta 0.001",
         "reverse-kl, delta 0.001",
@@ -130,8 +130,8 @@ def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
         "upper",
         "saturated",
     ):
-        assert word in ran.out
-    assert "…" not in ran.out
+        assert word in result.out
+    assert "…" not in result.out
 
 
 def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,18 +141,18 @@ def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch: pyt
     assert [row["prob"] for row in rows] == [0.6, 0.4, 0.5, 0.1, 0.2, 0.3]
 
 
-def test_match_finds_the_radius(run) -> None:
+def test_match_computes_delta(run) -> None:
     (found,) = json.loads(run("--match", "clip-higher", "--at", "0.1", "--format", "json").out)
     (row,) = json.loads(run("0.1", "--delta", repr(found["delta"]), "--format", "json").out)
     assert row["upper"] == pytest.approx(1.28, rel=1e-9)
-    ran = run("--match", "clip-higher", "--at", "0.9", "-d", "tv")
-    assert ran.code == 0
-    assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in ran.out
+    result = run("--match", "clip-higher", "--at", "0.9", "-d", "tv")
+    assert result.code == 0
+    assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in result.out
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plot(run, suffix: str) -> None:
-    words = [
+    arguments = [
         "0.1",
         "-d",
         "kl",
@@ -165,14 +165,14 @@ def test_plot(run, suffix: str) -> None:
         "--compare",
         "clip,dcpo,none",
     ]
-    ran = run(*words, "--plot", f"out.{suffix}")
-    assert ran.code == 0
+    result = run(*arguments, "--plot", f"out.{suffix}")
+    assert result.code == 0
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
     assert Path(f"out.{suffix}").read_bytes().startswith(begins)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "parts"),
     [
         (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
         (["0.1", "-d", "no_module_here:f"], ["no_module_here:f", "failed"]),
@@ -200,33 +200,33 @@ def test_plot(run, suffix: str) -> None:
         (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
     ],
 )
-def test_a_mistake_gets_one_line(run, words: list[str], said: list[str]) -> None:
+def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -> None:
     Path("empty.txt").write_text("# nothing\n")
     Path("bad.txt").write_text("0.1\n0.2 x\n")
     Path("folder.png").mkdir()
-    ran = run(*words)
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("error: ")
-    assert len(ran.err.splitlines()) == 1
-    for word in said:
-        assert word in ran.err
+    result = run(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert len(result.err.splitlines()) == 1
+    for part in parts:
+        assert part in result.err
 
 
-def test_help_teaches(run) -> None:
-    ran = run("--help")
-    assert ran.code == 0
-    assert "bandpo bounds 0.001 0.08 0.9" in ran.out
-    assert "--match clip-higher --at 0.1" in ran.out
+def test_help_has_examples(run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    assert "bandpo bounds 0.001 0.08 0.9" in result.out
+    assert "--match clip-higher --at 0.1" in result.out
 
 
 @pytest.mark.parametrize(
-    "words", [["0.08", "-d", "js"], ["--match", "dcpo", "--at", "0.1"], ["0.1", "--format", "json"]]
+    "arguments", [["0.08", "-d", "js"], ["--match", "dcpo", "--at", "0.1"], ["0.1", "--format", "json"]]
 )
-def test_it_answers_without_torch(words: list[str]) -> None:
+def test_the_command_does_not_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from bandpo_cli.__main__ import main\n"
-        f"sys.argv = ['bandpo', 'bounds', *{words!r}]\n"
+        f"sys.argv = ['bandpo', 'bounds', *{arguments!r}]\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
         "heavy = {'torch', 'transformers', 'vllm', 'mlflow', 'pandas', 'matplotlib'} & set(sys.modules)\n"
@@ -235,7 +235,7 @@ def test_it_answers_without_torch(words: list[str]) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_help_needs_not_even_numpy() -> None:
+def test_help_does_not_import_numpy() -> None:
     code = (
         "import sys; from bandpo_cli.__main__ import main\n"
         "sys.argv = ['bandpo', '--help']\n"
@@ -247,11 +247,11 @@ def test_help_needs_not_even_numpy() -> None:
 
 
 @pytest.mark.slow
-def test_it_answers_within_a_second() -> None:
-    words = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
+def test_the_command_takes_less_than_a_second() -> None:
+    arguments = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        subprocess.run(words, check=True, capture_output=True)
+        subprocess.run(arguments, check=True, capture_output=True)
         times.append(time.perf_counter() - begin)
     assert min(times) < 1.0

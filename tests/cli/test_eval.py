@@ -1,4 +1,4 @@
-"""`bandpo eval` of a run's checkpoints: what training measured, again, under whatever name the checkpoint goes."""
+"""`bandpo eval` of a run's checkpoints: the metrics equal those of training, for every form of model reference."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import yaml
 
 from bandpo_cli.config.layers import read_layer, resolve
-from tests.cli.eval_command import SMALL, bandpo, good, record_of, refused, samples_of
+from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error
 
-RUN = "first@1"  # the name of a run may have an @ in it
+RUN = "first@1"  # a run name may contain an @
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, mirrored at MLflow."""
+    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, tracked with MLflow."""
     folder = tmp_path_factory.mktemp("trained")
-    good(
+    succeed(
         "train", *SMALL, "--steps", "4", "--name", RUN, "--set", "evaluation.every=2", "--set", "optim.lr=1e-3",
         "--set", "checkpoint.every=2", "--seed", "5", cwd=folder,
     )  # fmt: skip
@@ -29,21 +29,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def latest(place: Path) -> Path:
-    """Return the evaluation of the latest checkpoint with the run's own settings, sent to MLflow."""
-    good("eval", "--model", RUN, "--name", "latest", cwd=place)
+    """Return the evaluation of the latest checkpoint with the run's settings, sent to MLflow."""
+    succeed("eval", "--model", RUN, "--name", "latest", cwd=place)
     return place / "runs" / "latest"
 
 
-def trained(place: Path, step: int) -> dict:
+def training_record(place: Path, step: int) -> dict:
     return json.loads((place / "runs" / RUN / "evals" / f"step-{step:06d}.json").read_text())
 
 
-def test_a_checkpoint_scores_what_it_scored_in_training(place: Path, latest: Path) -> None:
-    """The same draws, so the same figures to the last bit, intervals and every problem's values included."""
+def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Path) -> None:
+    """The samples are the same, so all metrics, intervals and values per problem are equal bit by bit."""
     record = record_of(latest)
     assert record["status"] == "finished"
-    assert record["sets"] == trained(place, 4)["sets"]
-    assert record["sets"] != trained(place, 2)["sets"], "the policy has moved, or this shows nothing"
+    assert record["sets"] == training_record(place, 4)["sets"]
+    assert record["sets"] != training_record(place, 2)["sets"], (
+        "the policy must have changed between the steps"
+    )
     assert record["model"]["step"] == 4
     assert sorted(path.name for path in latest.iterdir()) == [
         "env.json", "eval.json", "plots", "samples.parquet",
@@ -51,8 +53,8 @@ def test_a_checkpoint_scores_what_it_scored_in_training(place: Path, latest: Pat
     assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_figures_follow_from_the_completions(latest: Path) -> None:
-    """Means recomputed by pandas from the table, by the definitions of docs/evaluation.md."""
+def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
+    """The means are recomputed by pandas from the table, with the definitions of docs/evaluation.md."""
     table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["figures"]
     assert len(table) == 6 * 8
     by_problem = table.groupby("problem_id")
@@ -81,11 +83,11 @@ def test_the_figures_follow_from_the_completions(latest: Path) -> None:
         f"{{place}}/runs/{RUN}@2",
     ],
 )
-def test_an_earlier_checkpoint_by_every_name_it_has(place: Path, tmp_path: Path, model: str) -> None:
+def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path: Path, model: str) -> None:
     name = f"by-{abs(hash(model))}"
-    good("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
+    succeed("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
     record = record_of(place / "runs" / name)
-    assert record["sets"] == trained(place, 2)["sets"]
+    assert record["sets"] == training_record(place, 2)["sets"]
     assert record["model"] == {
         "path": str(place / "runs" / RUN / "checkpoints" / "step-000002"),
         "run": str(place / "runs" / RUN),
@@ -93,20 +95,22 @@ def test_an_earlier_checkpoint_by_every_name_it_has(place: Path, tmp_path: Path,
     }
 
 
-def test_the_run_is_found_from_within_its_own_folder(place: Path) -> None:
+def test_a_relative_path_inside_the_run_folder_finds_the_run(place: Path) -> None:
     run = place / "runs" / RUN
     checkpoint = run / "checkpoints" / "step-000004"
     for model, cwd in ((".", run), (".", checkpoint), ("../..", checkpoint)):
         name = f"here-{len(list((place / 'runs').iterdir()))}"
-        good("eval", "--model", model, "--runs-dir", place / "runs", "--name", name, "--no-mlflow", cwd=cwd)
+        succeed(
+            "eval", "--model", model, "--runs-dir", place / "runs", "--name", name, "--no-mlflow", cwd=cwd
+        )
         record = record_of(place / "runs" / name)
-        assert record["sets"] == trained(place, 4)["sets"]
+        assert record["sets"] == training_record(place, 4)["sets"]
         assert Path(record["model"]["run"]).resolve() == run
 
 
-def test_one_seed_gives_one_evaluation_and_another_seed_another(place: Path, latest: Path) -> None:
+def test_completions_are_reproducible_by_seed(place: Path, latest: Path) -> None:
     for name, seed in (("again", "5"), ("other", "6")):
-        good("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
+        succeed("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
     again, other = place / "runs" / "again", place / "runs" / "other"
     pd.testing.assert_frame_equal(samples_of(again), samples_of(latest), check_exact=True)
     assert record_of(again)["sets"] == record_of(latest)["sets"]
@@ -114,8 +118,8 @@ def test_one_seed_gives_one_evaluation_and_another_seed_another(place: Path, lat
     assert list(samples_of(other)["text"]) != list(samples_of(latest)["text"])
 
 
-def test_flags_go_on_top_of_the_runs_own_settings(place: Path) -> None:
-    good(
+def test_flags_override_the_settings_of_the_run(place: Path) -> None:
+    succeed(
         "eval", "--model", RUN, "--n", "2", "--limit", "3", "--temperature", "0.5", "--name", "flags",
         "--set", "evaluation.batch=2", "--no-mlflow", "--legacy-best-at-k", cwd=place,
     )  # fmt: skip
@@ -131,9 +135,9 @@ def test_flags_go_on_top_of_the_runs_own_settings(place: Path) -> None:
     assert {"mean_at_2", "pass_at_2", "maj_at_2", "legacy_best_at_2"} <= set(scores["figures"])
 
 
-def test_greedy_decoding_needs_one_completion_and_gives_the_same_one(place: Path) -> None:
+def test_greedy_decoding_does_not_depend_on_the_seed(place: Path) -> None:
     for name, seed in (("greedy", "1"), ("greedy2", "2")):
-        good(
+        succeed(
             "eval", "--model", RUN, "--n", "1", "--temperature", "0", "--seed", seed, "--name", name, "--no-mlflow",
             cwd=place,
         )  # fmt: skip
@@ -141,16 +145,16 @@ def test_greedy_decoding_needs_one_completion_and_gives_the_same_one(place: Path
     assert list(a["text"]) == list(b["text"])
 
 
-def test_json_is_the_record_and_nothing_else(place: Path) -> None:
-    done = good(
+def test_standard_output_is_the_json_record_only(place: Path) -> None:
+    done = succeed(
         "eval", "--model", RUN, "--name", "json", "--format", "json", "--no-mlflow", "--limit", "2", cwd=place
     )
     assert json.loads(done.out) == record_of(place / "runs" / "json")
     assert "runs/json" in done.err
 
 
-def test_a_log_gets_plain_lines(place: Path) -> None:
-    done = good(
+def test_output_to_a_file_is_plain_lines(place: Path) -> None:
+    done = succeed(
         "eval", "--model", RUN, "--name", "plain", "--no-mlflow", "--set", "evaluation.batch=8", cwd=place
     )
     assert "\x1b" not in done.out
@@ -167,27 +171,27 @@ def test_a_log_gets_plain_lines(place: Path) -> None:
 
 
 def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
-    done = good("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
+    done = succeed("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
     (folder,) = (place / "runs").glob("eval-*")
     assert folder.name.startswith("eval-first@1@4-countdown-n1-s5-")
     assert folder.name in done.out
 
 
-def test_a_resume_needs_neither_the_current_folder_nor_a_relative_path(place: Path, tmp_path: Path) -> None:
-    """The model and its files are known by their whole paths: an evaluation goes on from wherever one is."""
-    good("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)
+def test_resume_works_from_another_current_folder(place: Path, tmp_path: Path) -> None:
+    """The record contains absolute paths of the model and its files, so the current folder does not matter."""
+    succeed("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)
     folder = place / "runs" / "moved"
     before = samples_of(folder)
     (folder / "samples.parquet").unlink()
-    good("eval", "--resume", folder, "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--resume", folder, "--no-mlflow", cwd=tmp_path)
     pd.testing.assert_frame_equal(samples_of(folder), before, check_exact=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_two_steps_of_a_run_compare(place: Path, latest: Path) -> None:
-    done = good("eval", "compare", f"{RUN}@0", f"{RUN}@4", "--format", "json", cwd=place)
+def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
+    done = succeed("eval", "compare", f"{RUN}@0", f"{RUN}@4", "--format", "json", cwd=place)
     found = json.loads(done.out)["sets"]["countdown"]
-    a, b = (trained(place, step)["sets"]["countdown"] for step in (0, 4))
+    a, b = (training_record(place, step)["sets"]["countdown"] for step in (0, 4))
     for ours, theirs in (("mean", "mean_at_8"), ("pass_at_4", "pass_at_4")):
         assert found["figures"][ours]["a"] == pytest.approx(a["figures"][theirs]["value"])
         assert found["figures"][ours]["b"] == pytest.approx(b["figures"][theirs]["value"])
@@ -203,14 +207,14 @@ def test_two_steps_of_a_run_compare(place: Path, latest: Path) -> None:
     assert done.err == ""
 
 
-def test_an_evaluation_compares_with_the_step_it_repeats(place: Path, latest: Path) -> None:
-    """By name, by folder, by file, and RUN for its latest step: no figure differs."""
+def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path) -> None:
+    """By name, folder and file, with RUN for the latest step of the run: all differences are 0."""
     for other in ("latest", "runs/latest", "runs/latest/eval.json"):
-        done = good("eval", "compare", RUN, other, "--format", "json", cwd=place)
+        done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
         assert all(each["value"] == 0 for each in found["figures"].values())
         assert (found["wins"], found["losses"], found["ties"]) == (0, 0, 6)
-    text = good("eval", "compare", RUN, "latest", cwd=place).out
+    text = succeed("eval", "compare", RUN, "latest", cwd=place).out
     assert "6 problems in both" in text
     assert "the same on 6" in text
 
@@ -247,11 +251,11 @@ def test_an_evaluation_compares_with_the_step_it_repeats(place: Path, latest: Pa
         (["--resume", "x" * 400], ["no evaluation"]),
     ],
 )
-def test_a_mistake_gets_one_line_and_writes_nothing(
+def test_a_user_error_is_one_line_and_writes_nothing(
     place: Path, latest: Path, arguments: list[str], parts: list[str]
 ) -> None:
     before = sorted((place / "runs").rglob("*"))
-    line = refused("eval", *arguments, cwd=place)
+    line = usage_error("eval", *arguments, cwd=place)
     for part in parts:
         assert part in line
     assert len(line) < 1000
@@ -262,11 +266,11 @@ def test_a_run_without_a_checkpoint_is_refused(place: Path, tmp_path: Path) -> N
     run = tmp_path / "runs" / "young"
     (run / "checkpoints" / ".step-000002.writing").mkdir(parents=True)
     (run / "config.yaml").write_text((place / "runs" / RUN / "config.yaml").read_text())
-    assert "has no checkpoint yet" in refused("eval", "--model", "young", cwd=tmp_path)
-    assert "not evaluated in training" in refused("eval", "compare", "young", "young", cwd=tmp_path)
+    assert "has no checkpoint yet" in usage_error("eval", "--model", "young", cwd=tmp_path)
+    assert "not evaluated in training" in usage_error("eval", "compare", "young", "young", cwd=tmp_path)
 
 
-def test_a_runs_settings_that_no_longer_hold_are_refused_by_their_name(place: Path, tmp_path: Path) -> None:
+def test_an_unknown_setting_of_an_old_run_is_named(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "old"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step-000002").symlink_to(
@@ -274,11 +278,11 @@ def test_a_runs_settings_that_no_longer_hold_are_refused_by_their_name(place: Pa
     )
     config = yaml.safe_load((place / "runs" / RUN / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"evaluation": {"sample": 4}}))
-    assert "evaluation.sample: no such setting" in refused("eval", "--model", "old", cwd=tmp_path)
+    assert "evaluation.sample: no such setting" in usage_error("eval", "--model", "old", cwd=tmp_path)
 
 
-def test_mlflow_gets_the_figures_with_the_run_that_made_the_model(place: Path, latest: Path) -> None:
-    """In the run's own MLflow run, at the checkpoint's step, with the intervals; its status and params as before."""
+def test_mlflow_gets_the_metrics_in_the_run_of_the_model(place: Path, latest: Path) -> None:
+    """They go to the MLflow run of the training, at the checkpoint's step, with intervals; status and params stay."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{place}/runs/mlflow.db")
@@ -301,10 +305,10 @@ def test_mlflow_gets_the_figures_with_the_run_that_made_the_model(place: Path, l
     assert copy.read_bytes() == (latest / "samples.parquet").read_bytes()
 
 
-def test_mlflow_gets_a_run_of_its_own_where_no_run_made_the_model(tmp_path: Path) -> None:
+def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    done = good("eval", "--n", "4", "--limit", "3", "--name", "embedded", cwd=tmp_path)
+    done = succeed("eval", "--n", "4", "--limit", "3", "--name", "embedded", cwd=tmp_path)
     assert "run embedded" in done.out
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
@@ -317,11 +321,13 @@ def test_mlflow_gets_a_run_of_its_own_where_no_run_made_the_model(tmp_path: Path
     assert [item.path for item in client.list_artifacts(run.info.run_id)] == [
         "eval.json", "plots", "samples.parquet",
     ]  # fmt: skip
-    good("eval", "--resume", "embedded", cwd=tmp_path)
-    assert len(client.search_runs([run.info.experiment_id])) == 1, "scored again, it is the same run"
+    succeed("eval", "--resume", "embedded", cwd=tmp_path)
+    assert len(client.search_runs([run.info.experiment_id])) == 1, (
+        "a repeated evaluation uses the same MLflow run"
+    )
 
 
-def test_a_server_that_is_away_costs_one_line(place: Path) -> None:
+def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
     done = bandpo(
         "eval",
         "--model",

@@ -1,4 +1,4 @@
-"""Mistakes that `bandpo eval` tells before torch is imported: a line each, and nothing written."""
+"""User errors of `bandpo eval` are reported before torch is imported, in one line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for arguments in json.load(open(sys.argv[1])):
 json.dump(found, sys.stdout)
 """
 )
-"""One interpreter for all of them; it cannot import torch, transformers or MLflow."""
+"""Code that runs all cases in one interpreter, which cannot import torch, transformers or MLflow."""
 
 LONG = "a" * 300
 
@@ -48,7 +48,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["--model", "damaged"], ["not readable as YAML"]),
     (["--task", "countdwn"], ["--task countdwn", "did you mean 'countdown'"]),
     (["--task", "gsm8k"], ["embedded model can read nothing but countdown", "--model"]),
-    (["--task", "countdown", "--task", "gsm8k"], ["--task countdown", "without other tasks"]),
+    (["--task", "countdown", "--task", "gsm8k"], ["--task countdown", "evaluate it without other tasks"]),
     (["--task", ""], ["--task :"]),
     (["--task", LONG], ["no such task or file"]),
     (["--model", "a/b", "--task", "nowhere.jsonl"], ["--task nowhere.jsonl: no such file"]),
@@ -149,8 +149,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ends(place: Path) -> dict[str, tuple[int, str]]:
-    """Return how each case ended, by its arguments; and make sure that none of them wrote anything."""
+def results(place: Path) -> dict[str, tuple[int, str]]:
+    """Return exit code and error message of each case by its arguments, and require that no case writes a file."""
     cases = place / "cases.json"
     cases.write_text(json.dumps([["eval", *arguments] for arguments, _ in CASES]))
     before = sorted(place.rglob("*"))
@@ -166,10 +166,10 @@ def ends(place: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(("arguments", "parts"), CASES, ids=[" ".join(a)[:40] for a, _ in CASES])
-def test_a_mistake_gets_one_line(
-    ends: dict[str, tuple[int, str]], arguments: list[str], parts: list[str]
+def test_a_user_error_is_one_line(
+    results: dict[str, tuple[int, str]], arguments: list[str], parts: list[str]
 ) -> None:
-    code, err = ends[json.dumps(arguments)]
+    code, err = results[json.dumps(arguments)]
     assert code == 2, err
     assert err.startswith("error: "), err
     assert len(err.splitlines()) == 1, err

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from bandpo_cli.storage import eval_folder
-from tests.cli.eval_command import bandpo, good, record_of, refused, samples_of
+from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
 from tests.tasks.stored_completions import FOREIGN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,27 +49,27 @@ LONG = [
     "task.numbers=3",
     "--no-mlflow",
 ]
-"""40 batches of one problem, for signals to fall between."""
+"""40 batches of one problem, long enough for signals between batches."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an evaluation that nothing stopped."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted evaluation."""
     place = tmp_path_factory.mktemp("undisturbed")
-    good("eval", *SETTINGS, "--name", "whole", cwd=place)
+    succeed("eval", *SETTINGS, "--name", "whole", cwd=place)
     return place / "runs" / "whole"
 
 
 @pytest.fixture(scope="module")
-def long_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a longer evaluation that nothing stopped."""
+def long_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a longer uninterrupted evaluation."""
     place = tmp_path_factory.mktemp("long")
-    good("eval", *LONG, "--name", "whole", cwd=place)
+    succeed("eval", *LONG, "--name", "whole", cwd=place)
     return place / "runs" / "whole"
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own, as a shell does."""
+    """Start a command in a new process group, as a shell does."""
     return subprocess.Popen(
         [sys.executable, "-m", "bandpo_cli", "eval", *arguments],
         cwd=place,
@@ -81,127 +81,127 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def parts_of(folder: Path) -> int:
+def count_parts(folder: Path) -> int:
     return len(list((folder / "parts").glob("[0-9]*.parquet")))
 
 
-def wait_for(process: subprocess.Popen[str], folder: Path, parts: int) -> None:
-    """Wait until so many batches are stored."""
+def wait_for_parts(process: subprocess.Popen[str], folder: Path, parts: int) -> None:
+    """Wait until `parts` batches are stored."""
     deadline = time.monotonic() + 120
-    while parts_of(folder) < parts and process.poll() is None and time.monotonic() < deadline:
+    while count_parts(folder) < parts and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def check_same(folder: Path, undisturbed: Path) -> None:
-    """Require the same completions and figures, bit for bit, and no trace of the interruption."""
-    pd.testing.assert_frame_equal(samples_of(folder), samples_of(undisturbed), check_exact=True)
-    ours, theirs = record_of(folder), record_of(undisturbed)
+def check_equal(folder: Path, uninterrupted: Path) -> None:
+    """Require equal completions and metrics, bit by bit, and the same files."""
+    pd.testing.assert_frame_equal(samples_of(folder), samples_of(uninterrupted), check_exact=True)
+    ours, theirs = record_of(folder), record_of(uninterrupted)
     for key in ("sets", "metrics", "config", "status"):
         assert ours[key] == theirs[key], key
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        path.name for path in undisturbed.iterdir()
+        path.name for path in uninterrupted.iterdir()
     )
 
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
-    tmp_path: Path, long_one: Path
+    tmp_path: Path, long_evaluation: Path
 ) -> None:
-    """To the whole process group, as a terminal sends it; the line that is printed is then typed."""
+    """The signal goes to the process group, as from a terminal; then the printed command is run."""
     process = start(tmp_path, *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
-    wait_for(process, folder, 3)
+    wait_for_parts(process, folder, 3)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    there = parts_of(folder)
-    assert 3 <= there < 40
+    stored = count_parts(folder)
+    assert 3 <= stored < 40
     line = out.splitlines()[-1]
     assert line == (
-        f"interrupted: {32 * there:,} of 1,280 completions are stored; continue with: bandpo eval --resume stopped "
+        f"interrupted: {32 * stored:,} of 1,280 completions are stored; continue with: bandpo eval --resume stopped "
         "--runs-dir 'my runs'"
     )
     assert record_of(folder)["status"] == "interrupted"
     assert not (folder / "samples.parquet").exists()
-    refused("eval", "compare", "stopped", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
-    done = good("eval", "--resume", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
-    assert f"after {32 * there:,} that were there" in done.out
-    check_same(folder, long_one)
+    usage_error("eval", "compare", "stopped", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
+    done = succeed("eval", "--resume", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
+    assert f"after {32 * stored:,} that were there" in done.out
+    check_equal(folder, long_evaluation)
 
 
 @pytest.mark.slow
-def test_kills_at_any_moment_lose_a_batch_at_most(tmp_path: Path, long_one: Path) -> None:
-    """Killed five times at random moments, resumed each time, and at last left alone."""
+def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -> None:
+    """The evaluation is killed five times at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
     process = start(tmp_path, *LONG, "--name", "killed")
-    kept = [0]
+    stored = [0]
     for _ in range(5):
-        wait_for(process, folder, kept[-1] + 1)
+        wait_for_parts(process, folder, stored[-1] + 1)
         time.sleep(rng.uniform(0, 0.08))
         process.kill()
         process.communicate()
         assert record_of(folder)["status"] == "running"
-        kept.append(parts_of(folder))
+        stored.append(count_parts(folder))
         process = start(tmp_path, "--resume", "killed", "--no-mlflow")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    assert kept == sorted(kept)
-    assert len(set(kept)) > 3, "the kills came too late to show anything"
-    check_same(folder, long_one)
+    assert stored == sorted(stored)
+    assert len(set(stored)) > 3, "the kills came too late to test resuming"
+    check_equal(folder, long_evaluation)
 
 
-def stopped(place: Path, keep: int) -> Path:
-    """Return the folder of an evaluation that Ctrl-C stopped when so many batches were stored."""
+def interrupted_evaluation(place: Path, keep: int) -> Path:
+    """Return the folder of an evaluation that Ctrl-C interrupted when `keep` batches were stored."""
     write, written = eval_folder.write_eval_table, []
 
-    def stop_after(path: Path, rows: list) -> Path:
+    def write_or_interrupt(path: Path, rows: list) -> Path:
         if len(written) == keep:
             raise KeyboardInterrupt
         written.append(path)
         return write(path, rows)
 
-    with mock.patch.object(eval_folder, "write_eval_table", stop_after):
+    with mock.patch.object(eval_folder, "write_eval_table", write_or_interrupt):
         assert bandpo("eval", *SETTINGS, "--name", "part", cwd=place).code == 130
     folder = place / "runs" / "part"
-    assert parts_of(folder) == keep
+    assert count_parts(folder) == keep
     assert record_of(folder)["status"] == "interrupted"
     return folder
 
 
 @pytest.mark.parametrize("keep", [0, 1, 6])
-def test_a_stop_after_any_number_of_batches(tmp_path: Path, undisturbed: Path, keep: int) -> None:
-    """Before the first, after the first, and between the last part and the whole table."""
-    folder = stopped(tmp_path, keep)
-    good("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    check_same(folder, undisturbed)
+def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path, keep: int) -> None:
+    """Before the first batch, after the first, and between the last part and the complete table."""
+    folder = interrupted_evaluation(tmp_path, keep)
+    succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
+    check_equal(folder, uninterrupted)
 
 
-def test_what_other_batches_left_aside_is_not_taken_in(tmp_path: Path, undisturbed: Path) -> None:
-    """A kill while a part is written leaves a file of another name; it is no part."""
-    folder = stopped(tmp_path, 2)
+def test_files_that_are_not_parts_are_ignored(tmp_path: Path, uninterrupted: Path) -> None:
+    """A kill during the write of a part leaves a temporary file, which is not a part."""
+    folder = interrupted_evaluation(tmp_path, 2)
     (folder / "parts" / ".000-00000002.parquet.123.tmp").write_bytes(b"PAR1 half")
     (folder / "parts" / "notes.parquet").write_bytes(b"a user's own")
-    good("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    check_same(folder, undisturbed)
+    succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
+    check_equal(folder, uninterrupted)
 
 
-def test_a_damaged_part_is_named(tmp_path: Path, undisturbed: Path) -> None:
-    folder = stopped(tmp_path, 2)
+def test_a_damaged_part_is_named(tmp_path: Path, uninterrupted: Path) -> None:
+    folder = interrupted_evaluation(tmp_path, 2)
     part = min((folder / "parts").glob("*.parquet"))
     part.write_bytes(part.read_bytes()[:100])
-    line = refused("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
+    line = usage_error("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
     assert part.name in line
     assert "remove that file" in line
     part.unlink()
-    good("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    check_same(folder, undisturbed)
+    succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
+    check_equal(folder, uninterrupted)
 
 
-def test_a_kill_between_the_table_and_the_figures(tmp_path: Path, undisturbed: Path) -> None:
-    """The table is whole, the parts still lie there, the record says running: it is scored from the table."""
-    good("eval", *SETTINGS, "--name", "a", cwd=tmp_path)
+def test_a_kill_between_the_table_and_the_metrics(tmp_path: Path, uninterrupted: Path) -> None:
+    """The table is complete, the parts still exist, and the status is running: the metrics come from the table."""
+    succeed("eval", *SETTINGS, "--name", "a", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     record = record_of(folder)
     running = {**record, "status": "running", "sets": {"countdown": {"problems": 6}}}
@@ -210,53 +210,53 @@ def test_a_kill_between_the_table_and_the_figures(tmp_path: Path, undisturbed: P
     (folder / "plots" / "success.png").unlink()
     (folder / "parts").mkdir()
     (folder / "parts" / "000-00000000.parquet").write_bytes(b"of no use any more")
-    done = good("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
+    done = succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
     assert "has all its completions" in done.out
-    check_same(folder, undisturbed)
+    check_equal(folder, uninterrupted)
 
 
-def test_a_finished_evaluation_is_scored_again_without_its_model(tmp_path: Path) -> None:
-    """Nothing but the table is asked for: neither the model nor the file that its problems came from."""
+def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path: Path) -> None:
+    """Only the table is read: neither the model nor the file of the problems is needed."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
-    good("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
     before = record_of(tmp_path / "runs" / "a")
     (tmp_path / "a.jsonl").unlink()
-    done = good("eval", "--resume", "a", "--no-mlflow", "--format", "json", cwd=tmp_path)
+    done = succeed("eval", "--resume", "a", "--no-mlflow", "--format", "json", cwd=tmp_path)
     assert json.loads(done.out)["sets"] == before["sets"]
-    good("eval", *SETTINGS, "--limit", "1", "--name", "b", cwd=tmp_path)
+    succeed("eval", *SETTINGS, "--limit", "1", "--name", "b", cwd=tmp_path)
     record = record_of(tmp_path / "runs" / "b")
     record["model"]["path"] = "/nowhere/at/all"
     (tmp_path / "runs" / "b" / "eval.json").write_text(json.dumps(record))
-    good("eval", "--resume", "b", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--resume", "b", "--no-mlflow", cwd=tmp_path)
     assert record_of(tmp_path / "runs" / "b")["sets"] == record["sets"]
 
 
-def test_stored_completions_that_have_changed_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
-    good("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     before = samples_of(folder)
     (folder / "samples.parquet").unlink()
-    good("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
     pd.testing.assert_frame_equal(samples_of(folder), before, check_exact=True)
     (folder / "samples.parquet").unlink()
     for change in (lambda: path.write_text(path.read_text() + "\n"), path.unlink):
         change()
-        assert "has changed since, or is gone" in refused(
+        assert "has changed since, or is gone" in usage_error(
             "eval", "--resume", "a", "--no-mlflow", cwd=tmp_path
         )
 
 
-def test_other_problems_under_the_same_names_are_not_gone_on_with(tmp_path: Path) -> None:
-    """The task's file, or here its settings, gives as many problems as before, but others."""
-    folder = stopped(tmp_path, 2)
+def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path) -> None:
+    """The task's file, or its settings as here, gives the same number of problems, but different ones."""
+    folder = interrupted_evaluation(tmp_path, 2)
     record = record_of(folder)
     record["config"]["task"]["max_number"] = 5
     (folder / "eval.json").write_text(json.dumps(record))
-    line = refused("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
+    line = usage_error("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
     assert "of other problems" in line
-    assert parts_of(folder) == 2
+    assert count_parts(folder) == 2
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_other_problems_under_the_same_names_are_not_gone_on_with(tmp_path: Path
         (["--legacy-best-at-k"], "--legacy-best-at-k"),
     ],
 )
-def test_a_resume_takes_no_settings(tmp_path: Path, flags: list[str], named: str) -> None:
-    line = refused("eval", "--resume", "anything", *flags, cwd=tmp_path)
+def test_resume_refuses_settings(tmp_path: Path, flags: list[str], named: str) -> None:
+    line = usage_error("eval", "--resume", "anything", *flags, cwd=tmp_path)
     assert "own settings" in line
     assert f"leave out {named}" in line
 
@@ -290,7 +290,7 @@ def test_a_resume_takes_no_settings(tmp_path: Path, flags: list[str], named: str
         {"samples": {"path": 7}},
     ],
 )
-def test_a_damaged_record_gets_one_line(tmp_path: Path, change: dict) -> None:
+def test_a_damaged_record_is_one_line(tmp_path: Path, change: dict) -> None:
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     record = {
@@ -298,4 +298,4 @@ def test_a_damaged_record_gets_one_line(tmp_path: Path, change: dict) -> None:
         "samples": None, "config": {}, "legacy_best_at_k": False, "sets": {},
     }  # fmt: skip
     (folder / "eval.json").write_text(json.dumps({**record, **change}))
-    refused("eval", "--resume", "a", cwd=tmp_path)
+    usage_error("eval", "--resume", "a", cwd=tmp_path)

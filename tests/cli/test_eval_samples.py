@@ -1,4 +1,4 @@
-"""`bandpo eval --samples`: stored completions judged again, the same verdicts from the same texts, without a model."""
+"""`bandpo eval --samples`: stored completions are graded again, with equal verdicts, without a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.storage.tables import EvalRow, write_eval_table
-from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, good, record_of, refused, samples_of
+from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, record_of, samples_of, succeed, usage_error
 from tests.tasks.stored_completions import FOREIGN, ROW, mutations, swaps
 
 
-def jsonl(path: Path, *rows: dict) -> Path:
+def write_jsonl(path: Path, *rows: dict) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -26,15 +26,15 @@ def jsonl(path: Path, *rows: dict) -> Path:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of two steps and an evaluation of its checkpoint."""
     folder = tmp_path_factory.mktemp("rescored")
-    good(
+    succeed(
         "train", *SMALL, "--set", "task.numbers=3", "--steps", "2", "--name", "run", "--no-mlflow", cwd=folder
     )
-    good("eval", "--model", "run", "--name", "first", cwd=folder)
+    succeed("eval", "--model", "run", "--name", "first", cwd=folder)
     return folder
 
 
-def test_an_evaluations_own_completions_score_the_same(place: Path) -> None:
-    good(
+def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
+    succeed(
         "eval",
         "--samples",
         "runs/first/samples.parquet",
@@ -52,9 +52,9 @@ def test_an_evaluations_own_completions_score_the_same(place: Path) -> None:
     assert record_of(again)["samples"]["path"] == str(first / "samples.parquet")
 
 
-def test_a_training_steps_completions_are_judged_as_they_were(place: Path) -> None:
+def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     path = place / "runs" / "run" / "samples" / "step-000002.parquet"
-    good("eval", "--samples", path, "--no-mlflow", cwd=place)
+    succeed("eval", "--samples", path, "--no-mlflow", cwd=place)
     (folder,) = (place / "runs").glob("eval-run-step-000002-rescored-*")
     before, after = pd.read_parquet(path), samples_of(folder)
     for column in (
@@ -75,8 +75,8 @@ def test_a_training_steps_completions_are_judged_as_they_were(place: Path) -> No
 
 
 def test_no_model_is_loaded(tmp_path: Path) -> None:
-    """In an interpreter that cannot import torch, transformers or MLflow."""
-    jsonl(tmp_path / "a.jsonl", *FOREIGN)
+    """The interpreter cannot import torch, transformers or MLflow."""
+    write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
     done = subprocess.run(
         [
             sys.executable,
@@ -98,15 +98,15 @@ def test_no_model_is_loaded(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
 
 
-def test_uneven_numbers_of_completions(tmp_path: Path) -> None:
-    """By hand: 2 of 3 right, 0 of 1, 1 of 1; k goes up to the fewest, and there are no token counts."""
+def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
+    """By hand: 2 of 3 correct, 0 of 1, 1 of 1; k is at most the smallest count, and there are no token counts."""
     rows = [
         {"question": "1+1?", "answer": "2", "completions": ["Answer: 2", "Answer: 3", "\\boxed{2.0}"]},
         {"question": "2+2?", "answer": "4", "completions": ["no idea"]},
         {"question": "3+3?", "answer": "6", "completions": "so #\n#### 6"},
     ]
-    path = jsonl(tmp_path / "mine.jsonl", *rows)
-    done = good("eval", "--samples", path, "--name", "a", "--no-mlflow", cwd=tmp_path)
+    path = write_jsonl(tmp_path / "mine.jsonl", *rows)
+    done = succeed("eval", "--samples", path, "--name", "a", "--no-mlflow", cwd=tmp_path)
     assert "3 problems × 1 to 3 = 5 completions" in done.out
     scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
     values = {name: figure["value"] for name, figure in scores["figures"].items()}
@@ -122,18 +122,20 @@ def test_uneven_numbers_of_completions(tmp_path: Path) -> None:
     )
     assert scores["completions_per_problem"] == [1, 3]
     assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}
-    line = refused("eval", "--samples", path, "--k", "1,3", cwd=tmp_path)
+    line = usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path)
     assert "--k 3" in line
     assert "at most 1" in line
 
 
-def test_one_completion_a_row_is_the_same_as_a_list(tmp_path: Path) -> None:
+def test_one_completion_per_row_equals_a_list(tmp_path: Path) -> None:
     texts = ["Answer: 2", "Answer: 3", "x", "Answer: 2"]
-    jsonl(tmp_path / "list.jsonl", {"question": "1+1?", "answer": "2", "completions": texts})
-    jsonl(tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": each} for each in texts))
+    write_jsonl(tmp_path / "list.jsonl", {"question": "1+1?", "answer": "2", "completions": texts})
+    write_jsonl(
+        tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": each} for each in texts)
+    )
     found = []
     for name in ("list", "rows"):
-        good("eval", "--samples", f"{name}.jsonl", "--name", name, "--no-mlflow", cwd=tmp_path)
+        succeed("eval", "--samples", f"{name}.jsonl", "--name", name, "--no-mlflow", cwd=tmp_path)
         found.append(record_of(tmp_path / "runs" / name)["sets"][name])
     assert found[0] == found[1]
     assert found[0]["figures"]["mean_at_4"]["value"] == 0.5
@@ -142,7 +144,7 @@ def test_one_completion_a_row_is_the_same_as_a_list(tmp_path: Path) -> None:
 
 MINE = '''
 def long(text, answer, extra):
-    """Right when the text is as long as the answer says."""
+    """Return whether the length of the text equals the answer."""
     print("a grader may print")
     return len(text) == int(answer)
 '''
@@ -154,19 +156,19 @@ FOUR = {
 
 
 @pytest.mark.parametrize(("grader", "right"), [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1])])
-def test_another_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
-    """The same four texts under other judges; the table says who it was."""
-    path = jsonl(tmp_path / "a.jsonl", FOUR)
-    good("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
+def test_the_grader_option_replaces_the_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
+    """The same four texts with different graders; the table has the name of the grader."""
+    path = write_jsonl(tmp_path / "a.jsonl", FOUR)
+    succeed("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
     table = samples_of(tmp_path / "runs" / "a")
     assert list(table["accuracy"]) == right
     assert set(table["grader"]) == {grader}
 
 
-def test_a_grader_of_ones_own(tmp_path: Path) -> None:
-    """In the current folder, and one that prints: nothing but JSON comes on standard output."""
+def test_a_custom_grader(tmp_path: Path) -> None:
+    """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
-    jsonl(tmp_path / "a.jsonl", FOUR)
+    write_jsonl(tmp_path / "a.jsonl", FOUR)
     arguments = [
         "--samples",
         "a.jsonl",
@@ -190,12 +192,12 @@ def test_a_grader_of_ones_own(tmp_path: Path) -> None:
     assert list(samples_of(tmp_path / "runs" / "a")["accuracy"]) == [0, 0, 1, 0]
 
 
-def test_a_table_of_a_function_of_ones_own_needs_the_users_word(tmp_path: Path) -> None:
+def test_a_custom_grader_in_a_table_runs_only_with_the_grader_option(tmp_path: Path) -> None:
     write_eval_table(
         tmp_path / "a.parquet", [{**ROW, "grader": "shutil:rmtree", "text": str(tmp_path / "x")}]
     )
     (tmp_path / "x").mkdir()
-    assert "--grader shutil:rmtree" in refused("eval", "--samples", "a.parquet", cwd=tmp_path)
+    assert "--grader shutil:rmtree" in usage_error("eval", "--samples", "a.parquet", cwd=tmp_path)
     assert (tmp_path / "x").is_dir()
 
 
@@ -206,7 +208,7 @@ def test_several_sets_in_one_table(tmp_path: Path) -> None:
         for index, text in enumerate(texts)
     ]
     write_eval_table(tmp_path / "samples.parquet", rows)
-    good("eval", "--samples", "samples.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--samples", "samples.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
     sets = record_of(tmp_path / "runs" / "a")["sets"]
     assert {label: each["figures"]["mean_at_1"]["value"] for label, each in sets.items()} == {
         "aime24": 0.5, "amc23": 1.0,
@@ -217,9 +219,9 @@ def test_several_sets_in_one_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["my answers (1)=x.jsonl", "ответы.jsonl", "[bold]x[red].jsonl", "x" * 240 + ".jsonl"]
 )
-def test_odd_file_names(tmp_path: Path, name: str) -> None:
-    path = jsonl(tmp_path / name, *FOREIGN)
-    done = good("eval", "--samples", name, "--no-mlflow", cwd=tmp_path)
+def test_unusual_file_names(tmp_path: Path, name: str) -> None:
+    path = write_jsonl(tmp_path / name, *FOREIGN)
+    done = succeed("eval", "--samples", name, "--no-mlflow", cwd=tmp_path)
     assert f"samples  {name}"[:60] in done.out
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.isascii()
@@ -227,9 +229,9 @@ def test_odd_file_names(tmp_path: Path, name: str) -> None:
     assert record_of(folder)["samples"]["path"] == str(path)
 
 
-def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a\udcff.jsonl").write_text("{}")
-    assert "not a text in UTF-8" in refused("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
+    assert "not a text in UTF-8" in usage_error("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +252,11 @@ def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
         (["--resume", "x"], ["--resume", "leave out --samples"]),
     ],
 )
-def test_flags_that_do_not_go_with_a_file(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
-    jsonl(tmp_path / "a.jsonl", *FOREIGN)
-    line = refused("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path)
+def test_flags_that_conflict_with_samples_are_refused(
+    tmp_path: Path, arguments: list[str], parts: list[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
+    line = usage_error("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path)
     for part in parts:
         assert part in line
     assert not (tmp_path / "runs").exists()
@@ -261,21 +265,23 @@ def test_flags_that_do_not_go_with_a_file(tmp_path: Path, arguments: list[str], 
 @pytest.mark.parametrize(
     "name", ["none.jsonl", "empty.jsonl", "rows.parquet", "cut.parquet", "folder.jsonl", "x.txt"]
 )
-def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+def test_an_unusable_file_is_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     write_eval_table(tmp_path / "rows.parquet", [])
     whole = write_eval_table(tmp_path / "whole.parquet", [ROW]).read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    assert name in refused("eval", "--samples", name, cwd=tmp_path)
+    assert name in usage_error("eval", "--samples", name, cwd=tmp_path)
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_of_drawing_in_a_config_file_do_not_stand_in_the_way(tmp_path: Path) -> None:
-    """A file of settings made for sampling says n = 64 and greedy; here there are 2 completions, and k is for them."""
+def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
+    """The config file sets n = 1 and greedy decoding; the samples file has 2 completions, and --k applies to them."""
     (tmp_path / "my.yaml").write_text("evaluation: {samples: 1, temperature: 0, k: [1]}\n")
-    jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]})
-    good(
+    write_jsonl(
+        tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]}
+    )
+    succeed(
         "eval",
         "--samples",
         "a.jsonl",
@@ -291,24 +297,24 @@ def test_settings_of_drawing_in_a_config_file_do_not_stand_in_the_way(tmp_path: 
     record = record_of(tmp_path / "runs" / "a")
     assert record["config"]["evaluation"]["samples"] == 2
     assert record["sets"]["a"]["figures"]["pass_at_2"]["value"] == 1.0
-    good("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
 
 
-def test_extra_of_every_kind_reaches_the_table_and_comes_back(tmp_path: Path) -> None:
-    """What a Parquet file from elsewhere may hold beside the answer: times, bytes, nested rows."""
+def test_extra_fields_of_any_type_round_trip(tmp_path: Path) -> None:
+    """A Parquet file of another program may contain times, bytes and nested rows beside the answer."""
     import datetime
 
     extra = {"index": 1, "when": datetime.datetime(2025, 1, 2), "raw": b"\xff", "deep": [{"a": [None, 1.5]}]}
     rows = [{"question": "q", "answer": "1", "completions": ["Answer: 1"], "extra_info": extra}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    good("eval", "--samples", "a.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
-    good("eval", "--samples", "runs/a/samples.parquet", "--name", "b", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--samples", "a.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("eval", "--samples", "runs/a/samples.parquet", "--name", "b", "--no-mlflow", cwd=tmp_path)
     a, b = (samples_of(tmp_path / "runs" / name) for name in "ab")
     assert list(a["extra"]) == list(b["extra"])
     assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
 
 
-def test_garbled_completions_of_a_half_trained_model_are_judged_in_seconds(tmp_path: Path) -> None:
+def test_garbled_completions_are_graded_in_seconds(tmp_path: Path) -> None:
     path = Path(__file__).parents[2].parent / "shared" / "data" / "garbled_completions.jsonl"
     if not path.is_file():
         pytest.skip("no garbled_completions.jsonl here")
@@ -316,14 +322,14 @@ def test_garbled_completions_of_a_half_trained_model_are_judged_in_seconds(tmp_p
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
     samples = samples_of(tmp_path / "runs" / "a")
     assert len(samples) == 32
-    # None of these texts is right; those without GSM8K's mark have no answer (none has a box or "Answer:").
+    # No text is correct; those without the marker of GSM8K have no answer (none has a box or "Answer:").
     expected = ["wrong" if "####" in text else "malformed" for text in samples["text"]]
     assert list(samples["verdict"]) == expected
 
 
 @pytest.mark.slow
-def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
-    """120 files by a fixed seed through the whole command: exit 0 with figures, or exit 2, one line, no folder."""
+def test_mutated_files_give_metrics_or_one_line(tmp_path: Path) -> None:
+    """120 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
     files = [(".parquet", each) for each in mutations(table, 21, 30)]
@@ -350,4 +356,4 @@ def test_mutated_files_end_in_figures_or_one_line(tmp_path: Path) -> None:
             assert done.err.startswith("error: ")
             assert not folder.exists()
     assert len(codes) == 120
-    assert set(codes) == {0, 2}, "both ends must be met"
+    assert set(codes) == {0, 2}, "both outcomes must occur"

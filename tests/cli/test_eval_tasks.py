@@ -1,4 +1,4 @@
-"""`bandpo eval --task FILE` with a small random-weight language model: everything but the cleverness is real."""
+"""`bandpo eval --task FILE` with a small language model of random weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.storage.tables import read_eval_table
-from tests.cli.eval_command import good, record_of, refused, samples_of
+from tests.cli.eval_command import record_of, samples_of, succeed, usage_error
 from tests.text_model import save_text_model
 
 SHORT = ["--n", "4", "--max-tokens", "12", "--set", "evaluation.batch=8", "--no-mlflow"]
 
 
-def questions(path: Path, count: int, first: int = 0) -> Path:
+def write_questions(path: Path, count: int, first: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": f"How many are {i} and {i}?", "answer": str(2 * i)} for i in range(first, first + count)
@@ -25,19 +25,19 @@ def questions(path: Path, count: int, first: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model and three files of questions, two of one name."""
+    """Return a folder with a model and three files of questions, two of them with the same name."""
     folder = tmp_path_factory.mktemp("tasks")
-    questions(folder / "sums.jsonl", 5)
-    questions(folder / "a" / "test.jsonl", 3)
-    questions(folder / "b" / "test.jsonl", 3, first=50)
+    write_questions(folder / "sums.jsonl", 5)
+    write_questions(folder / "a" / "test.jsonl", 3)
+    write_questions(folder / "b" / "test.jsonl", 3, first=50)
     corpus = [line for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()]
     save_text_model(folder / "model", corpus, vocabulary=300, hidden=64)
     return folder
 
 
 def test_several_files_are_several_sets(place: Path) -> None:
-    """Two files of one name are told apart by their folders."""
-    good(
+    """Files with the same name are distinguished by their folders."""
+    succeed(
         "eval", "--model", "model", "--task", "sums.jsonl", "--task", "a/test.jsonl", "--task", "b/test.jsonl", *SHORT,
         "--name", "three", cwd=place,
     )  # fmt: skip
@@ -55,9 +55,9 @@ def test_several_files_are_several_sets(place: Path) -> None:
     assert (table["logprob_sum"] < 0).all()
 
 
-def test_a_sets_draws_do_not_depend_on_the_sets_beside_it(place: Path) -> None:
+def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
-        good(
+        succeed(
             "eval",
             "--model",
             "model",
@@ -73,9 +73,9 @@ def test_a_sets_draws_do_not_depend_on_the_sets_beside_it(place: Path) -> None:
     assert alone == [row for row in second if row["task"] == "test"]
 
 
-def test_the_limit_takes_the_same_problems_every_time(place: Path) -> None:
+def test_limit_selects_the_same_problems_for_every_seed(place: Path) -> None:
     for seed in ("1", "2"):
-        good(
+        succeed(
             "eval", "--model", "model", "--task", "sums.jsonl", "--limit", "2", *SHORT, "--seed", seed, "--name",
             f"limit{seed}", cwd=place,
         )  # fmt: skip
@@ -84,10 +84,10 @@ def test_the_limit_takes_the_same_problems_every_time(place: Path) -> None:
     assert len(one) == 2
 
 
-def test_an_odd_name_gets_a_plain_label_and_every_line_is_printed_as_it_is(place: Path) -> None:
-    questions(place / "答え [x].jsonl", 2)
-    questions(place / "答え.jsonl", 2)
-    done = good(
+def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally(place: Path) -> None:
+    write_questions(place / "答え [x].jsonl", 2)
+    write_questions(place / "答え.jsonl", 2)
+    done = succeed(
         "eval", "--model", "model", "--task", "答え [x].jsonl", "--task", "答え.jsonl", *SHORT,
         "--runs-dir", "my runs [b]", "--name", "odd", cwd=place,
     )  # fmt: skip
@@ -95,18 +95,18 @@ def test_an_odd_name_gets_a_plain_label_and_every_line_is_printed_as_it_is(place
     assert "evaluation  my runs [b]/odd" in done.out
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(place: Path) -> None:
+def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     rows = [json.loads(line) for line in (place / "sums.jsonl").read_text().splitlines()]
     rows.append({"question": "so many words " * 60, "answer": "1"})
     path = place / "long.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = good(
+    done = succeed(
         "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
         "--set", "task.template=plain", "--set", "sampling.max_prompt_tokens=100", cwd=place,
     )  # fmt: skip
     assert "note: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
-    line = refused(
+    line = usage_error(
         "eval",
         "--model",
         "model",
@@ -120,28 +120,28 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(place: Path) -> None
     assert "all 6 prompts" in line
 
 
-def test_more_than_the_model_reads_is_refused_and_leaves_nothing(place: Path) -> None:
+def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: Path) -> None:
     before = list((place / "runs").iterdir()) if (place / "runs").exists() else []
-    line = refused("eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000", cwd=place)
+    line = usage_error("eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000", cwd=place)
     assert "the model reads at most 4,096" in line
     (place / "folder.jsonl").mkdir(exist_ok=True)
-    refused("eval", "--model", "model", "--task", "folder.jsonl", cwd=place)
+    usage_error("eval", "--model", "model", "--task", "folder.jsonl", cwd=place)
     assert (list((place / "runs").iterdir()) if (place / "runs").exists() else []) == before
 
 
-def test_a_runs_own_template_and_system_message_go_with_another_file(place: Path) -> None:
-    """A text model's run of one step, on its own held-out file and then on another one."""
-    good(
+def test_template_and_system_message_of_a_run_apply_to_another_file(place: Path) -> None:
+    """A text model's run of one step is evaluated on its own held-out file and then on another file."""
+    succeed(
         "train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", "--name", "run", "--no-mlflow",
         "--set", "task.heldout=a/test.jsonl", "--set", "task.template='Q {question} A'",
         "--set", "task.system=Be brief.",
         "--set", "sampling.prompts=2", "--set", "sampling.samples=2", "--set", "sampling.max_tokens=8",
         "--set", "optim.updates=1", "--set", "evaluation.samples=2", "--set", "evaluation.k=[1,2]", cwd=place,
     )  # fmt: skip
-    good("eval", "--model", "run", "--name", "own", "--no-mlflow", cwd=place)
+    succeed("eval", "--model", "run", "--name", "own", "--no-mlflow", cwd=place)
     trained = json.loads((place / "runs" / "run" / "evals" / "step-000001.json").read_text())
     assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
-    good("eval", "--model", "run", "--task", "b/test.jsonl", "--name", "other", "--no-mlflow", cwd=place)
+    succeed("eval", "--model", "run", "--task", "b/test.jsonl", "--name", "other", "--no-mlflow", cwd=place)
     prompts = samples_of(place / "runs" / "other")["prompt"]
     assert prompts.str.startswith("<|im_start|>system\nBe brief.").all()
     assert prompts.str.contains("Q How many are 5").all()

@@ -35,7 +35,7 @@ def train(
 
 @contextmanager
 def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
-    """A disk of this size; the test is skipped where none can be mounted."""
+    """Return a disk of this size; skip the test where none can be mounted."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -47,7 +47,7 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """Fill a disk up to `leave` bytes, and return the file to remove again."""
+    """Fill a disk except for `leave` bytes, and return the file to remove afterwards."""
     state = os.statvfs(disk)
     filler = disk / "filler"
     with filler.open("wb") as file:
@@ -73,7 +73,7 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         lines = (disk / "runs/a/metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
 
-        # From the first byte on: nothing begins.
+        # The disk is full before the run starts.
         fill(disk, 0)
         none = train("--steps", "2", *SMALL[:-1], "b", *runs, cwd=tmp_path)
         assert none.returncode == 1
@@ -93,7 +93,7 @@ def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_file_size_limit_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    """A limit that every user can set meets the same code as a full disk."""
+    """A file size limit, which every user can set, reaches the same code as a full disk."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

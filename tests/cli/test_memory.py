@@ -1,4 +1,4 @@
-"""Out of memory: the error and the estimate name settings that take less, with values to type."""
+"""Out of memory: the error message and the estimate name settings that need less memory, with values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bandpo_cli.experiments.memory import out_of_memory_errors
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
 
-def allocate_more_than_there_is() -> None:
+def allocate_too_much() -> None:
     torch.empty(2**60, dtype=torch.uint8)
 
 
@@ -32,8 +32,8 @@ def raise_cuda_error() -> None:
     )
 
 
-@pytest.mark.parametrize("fail", [allocate_more_than_there_is, raise_memory_error, raise_cuda_error])
-def test_out_of_memory_is_one_line_of_settings_that_can_be_typed(fail: object) -> None:
+@pytest.mark.parametrize("fail", [allocate_too_much, raise_memory_error, raise_cuda_error])
+def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
     config = resolve([GSM8K])
     with pytest.raises(RunError) as raised, out_of_memory_errors(config):
         fail()  # type: ignore[operator]
@@ -47,7 +47,7 @@ def test_out_of_memory_is_one_line_of_settings_that_can_be_typed(fail: object) -
     assert less.model.dtype == "bfloat16"
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(RuntimeError, match="something else"), out_of_memory_errors(resolve([])):
         raise RuntimeError("something else")
 

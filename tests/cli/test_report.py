@@ -1,4 +1,4 @@
-"""`bandpo report`: what it prints, where it writes, how it refuses."""
+"""`bandpo report`: output, location of the files, and error messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 
 
 @pytest.fixture
 def report(capsys, monkeypatch, tmp_path):
-    """Return a function that runs the command in an empty folder: (exit code, stdout, stderr)."""
+    """Return a function that runs the command in an empty folder and returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["bandpo", "report", *words])
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bandpo", "report", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
@@ -30,7 +30,7 @@ def report(capsys, monkeypatch, tmp_path):
     return run
 
 
-def test_a_sweep_is_reported_beside_its_runs(report, tmp_path):
+def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     write_sweep(tmp_path / "runs" / "deltas", FINALS)
     code, out, err = report("deltas")
     assert (code, err) == (0, "")
@@ -48,7 +48,7 @@ def test_a_sweep_is_reported_beside_its_runs(report, tmp_path):
         assert name in out
 
 
-def test_json_is_all_that_is_printed(report, tmp_path):
+def test_standard_output_is_json_only(report, tmp_path):
     write_sweep(tmp_path / "runs" / "deltas", FINALS)
     code, out, err = report("runs/deltas", "--format", "json", "--out", "there")
     found = json.loads(out)
@@ -60,7 +60,7 @@ def test_json_is_all_that_is_printed(report, tmp_path):
     assert not (tmp_path / "runs" / "deltas" / "report").exists()
 
 
-def test_loose_runs_are_reported_here(report, tmp_path):
+def test_the_report_of_single_runs_is_written_to_the_current_folder(report, tmp_path):
     for seed in (0, 1):
         write_run(tmp_path / "runs" / f"a{seed}", CLIP, seed, {4: 0.3 + 0.1 * seed})
         write_run(tmp_path / "runs" / f"b{seed}", KL, seed, {4: 0.4 + 0.2 * seed})
@@ -79,13 +79,13 @@ def test_excluded_runs_are_listed(report, tmp_path):
     (tmp_path / "runs" / "c").mkdir()
     (tmp_path / "runs" / "c" / "config.yaml").write_text("[")
     _, out, _ = report("runs")
-    words = " ".join(out.split())
-    assert "left out: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in words
-    assert "left out: c: config.yaml, line 1: not readable as YAML" in words
+    arguments = " ".join(out.split())
+    assert "left out: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in arguments
+    assert "left out: c: config.yaml, line 1: not readable as YAML" in arguments
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["nope"], "nope: no such folder"),
         (["delats"], "did you mean 'deltas'?"),
@@ -98,16 +98,16 @@ def test_excluded_runs_are_listed(report, tmp_path):
         ([], "Missing argument 'PATH'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(report, tmp_path, words, message):
+def test_a_user_error_is_one_line_and_exit_code_2(report, tmp_path, arguments, message):
     write_sweep(tmp_path / "runs" / "deltas", FINALS)
     (tmp_path / "file").touch()
-    code, out, err = report(*words)
+    code, out, err = report(*arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_nothing_is_cut_off_in_80_columns(report, tmp_path, monkeypatch):
+def test_nothing_is_truncated_in_80_columns(report, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name = "Qwen2.5-0.5B-Instruct kl 0.05 sampling.temperature=0.7"
     write_sweep(tmp_path / "s", {"clip": FINALS["clip"], name: FINALS["kl 0.02"]})
@@ -116,7 +116,7 @@ def test_nothing_is_cut_off_in_80_columns(report, tmp_path, monkeypatch):
     assert "±0.038" in out
 
 
-def test_no_model_is_loaded_to_read_files(tmp_path):
+def test_reading_files_imports_no_large_package(tmp_path):
     write_sweep(tmp_path / "s", {"clip": {0: 0.4}})
     code = (
         "import sys; from pathlib import Path; from bandpo_cli.reports.sweep import read_sweep, write_report\n"
@@ -124,8 +124,8 @@ def test_no_model_is_loaded_to_read_files(tmp_path):
         "assert write_report(runs, title, baseline, folder / 'report').arms\n"
         "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow', 'pandas') if m in sys.modules])"
     )
-    words = [sys.executable, "-c", code, str(tmp_path / "s")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    arguments = [sys.executable, "-c", code, str(tmp_path / "s")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -135,9 +135,9 @@ def test_runs_of_the_trainer_are_reported(report, tmp_path, monkeypatch, capsys)
     small += ["evaluation.k=[2,4]", "optim.updates=2", "optim.lr=1e-3"]
     for method in ("clip", "band"):
         for seed in ("0", "1"):
-            words = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
-            words += ["--name", f"{method}-{seed}", *(word for each in small for word in ("--set", each))]
-            monkeypatch.setattr(sys, "argv", ["bandpo", *words])
+            arguments = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
+            arguments += ["--name", f"{method}-{seed}", *(word for each in small for word in ("--set", each))]
+            monkeypatch.setattr(sys, "argv", ["bandpo", *arguments])
             with pytest.raises(SystemExit) as ended:
                 main()
             assert not ended.value.code

@@ -1,4 +1,4 @@
-"""Signal handlers: the first signal waits for the step, the second does not, and both are restored."""
+"""Signal handlers: the first signal waits for the end of the step, the second exits, and both are restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bandpo_cli.cli.signals import StopSignals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_is_noted_and_the_second_ends(
+def test_the_first_signal_requests_a_stop_and_the_second_exits(
     number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with StopSignals() as signals:
@@ -28,7 +28,7 @@ def test_the_first_is_noted_and_the_second_ends(
     assert "once more to drop the step" in capfd.readouterr().err
 
 
-def test_outside_of_a_step_the_first_one_ends() -> None:
+def test_the_first_signal_exits_outside_of_steps() -> None:
     with StopSignals() as signals:
         signals.start(None)
         signals.phase("close")
@@ -37,7 +37,7 @@ def test_outside_of_a_step_the_first_one_ends() -> None:
     assert end.value.code == 143
 
 
-def test_the_handlers_of_before_are_put_back() -> None:
+def test_the_previous_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with contextlib.suppress(ZeroDivisionError), StopSignals():
         assert signal.getsignal(signal.SIGTERM) != before[1]
@@ -45,7 +45,7 @@ def test_the_handlers_of_before_are_put_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_in_another_thread_nothing_is_touched() -> None:
+def test_handlers_are_unchanged_in_another_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 

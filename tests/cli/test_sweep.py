@@ -1,4 +1,4 @@
-"""`bandpo sweep`: complete runs in one folder, also after a kill, Ctrl-C or a failed run."""
+"""`bandpo sweep`: all runs finish in one folder, also after a kill, Ctrl-C or a failed run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "parts"),
     [
         (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
         (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
@@ -57,16 +57,16 @@ def records(run: Path) -> list[dict[str, Any]]:
         (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
     ],
 )
-def test_a_mistake_costs_one_line_and_nothing_is_written(
-    tmp_path: Path, arguments: list[str], words: list[str]
+def test_a_user_error_is_one_line_and_nothing_is_written(
+    tmp_path: Path, arguments: list[str], parts: list[str]
 ) -> None:
     (tmp_path / "axes.yaml").write_text("axis: {bounds.delta: [0.1]}\n")
     done = bandpo(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
-    for word in words:
-        assert word in done.stderr
+    for part in parts:
+        assert part in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["axes.yaml"]
 
 
@@ -79,19 +79,19 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     )
     sweep = tmp_path / "runs" / "a"
     end = time.monotonic() + 240
-    # Half-way: the runs of the first seed are whole, one of the second has begun.
+    # Kill it when the runs of the first seed are finished and one of the second has started.
     while not (sweep / "0.1-s1" / "metrics.jsonl").exists() and time.monotonic() < end:
         time.sleep(0.05)
     first.kill()
     first.wait()
-    whole = {path.parent.name: path.stat().st_mtime_ns for path in sweep.glob("*/summary.json")}
-    assert "0.1-s1" not in whole
-    assert len(whole) >= 1
-    left_by_the_kill = (sweep / "0.1-s1" / "config.yaml").read_text()
+    finished = {path.parent.name: path.stat().st_mtime_ns for path in sweep.glob("*/summary.json")}
+    assert "0.1-s1" not in finished
+    assert len(finished) >= 1
+    interrupted_config = (sweep / "0.1-s1" / "config.yaml").read_text()
 
     done = bandpo("--resume", "a", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 of 4 runs whole" in done.stdout
+    assert "4 of 4 runs finished" in done.stdout
     names = [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]]
     assert names == ["0.01-s0", "0.1-s0", "0.01-s1", "0.1-s1"]
     for name in names:
@@ -99,11 +99,11 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
         assert [record["step"] for record in records(sweep / name)] == [0, 1, 2, 3]
     board = (sweep / "report" / "leaderboard.csv").read_text().splitlines()
     assert sorted(line.partition(",")[0] for line in board[1:]) == ["0.01", "0.1"]
-    for name, stamp in whole.items():
+    for name, stamp in finished.items():
         assert (sweep / name / "summary.json").stat().st_mtime_ns == stamp
-    assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == left_by_the_kill
+    assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == interrupted_config
 
-    # The same run as the command for one: nothing of the sweep is in its numbers.
+    # The run equals one of `bandpo train` with the same settings.
     alone = [
         sys.executable,
         "-m",
@@ -118,11 +118,11 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     subprocess.run(alone, cwd=tmp_path, env=env, check=True, capture_output=True)
     assert records(tmp_path / "runs" / "one") == records(sweep / "0.1-s1")
 
-    # A run folder that is gone is run again; nothing else is.
+    # A run whose folder was deleted is repeated; the others are not.
     shutil.rmtree(sweep / "0.01-s0")
     again = bandpo("--resume", "a", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "4 of 4 runs whole" in again.stdout
+    assert "4 of 4 runs finished" in again.stdout
     (sweep / "plans" / "0.01-s0.yaml").unlink()
     gone = bandpo("--resume", "a", cwd=tmp_path)
     assert gone.returncode == 2
@@ -130,15 +130,15 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) -> None:
+def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
-    # No learning rate gets over this: the weights are no numbers after the first update.
+    # With this learning rate the weights are not finite after the first update.
     file.write_text(
         "arms: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
     )
     done = bandpo(str(file), *SMALL, "--jobs", "2", "--name", "b", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 of 2 runs whole" in done.stdout
+    assert "1 of 2 runs finished" in done.stdout
     assert "failed  bad-s0: exit code 1: error: " in done.stdout
     assert "bandpo sweep --resume b" in done.stderr
     assert json.loads((tmp_path / "runs/b/good-s0/summary.json").read_text())["status"] == "FINISHED"
@@ -181,13 +181,13 @@ def test_a_failed_run_stops_no_other_and_ctrl_c_ends_them_all(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_on_a_local_ray_the_runs_are_the_same(tmp_path: Path) -> None:
+def test_runs_on_a_local_ray_cluster_are_equal(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     arguments = ["--delta", "0.01,0.1", *SMALL, "--no-mlflow", "--jobs", "2"]
     here = bandpo(*arguments, "--name", "here", cwd=tmp_path)
     assert here.returncode == 0, here.stderr
     there = bandpo(*arguments, "--name", "there", "--executor", "ray", cwd=tmp_path)
     assert there.returncode == 0, there.stderr
-    assert "2 of 2 runs whole" in there.stdout
+    assert "2 of 2 runs finished" in there.stdout
     for name in ("0.01-s0", "0.1-s0"):
         assert records(tmp_path / "runs/there" / name) == records(tmp_path / "runs/here" / name)

@@ -1,4 +1,4 @@
-"""`bandpo sync`: output, exit codes, choice of runs."""
+"""`bandpo sync`: output, exit codes, and selection of runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bandpo_cli.__main__ import main
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.store import sqlite_uri
 
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +23,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # so that the command's own setting does not stay
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # restores the value that the command sets
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path / "runs"
 
 
-def make(runs: Path, name: str, config: str = "seed: 3\n") -> RunFolder:
+def make_run(runs: Path, name: str, config: str = "seed: 3\n") -> RunFolder:
     folder = RunFolder.create(runs, name)
     folder.write_config(config)
     folder.append_metrics({"step": 1, "train/reward": 0.5})
@@ -43,15 +43,15 @@ def sync(
     monkeypatch.setattr(sys, "argv", ["bandpo", "sync", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr()
+    message = capsys.readouterr()
     assert isinstance(ended.value.code, int)
-    return ended.value.code, said.out, said.err
+    return ended.value.code, message.out, message.err
 
 
 def test_sync_prints_what_was_sent_and_the_second_time_nothing(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(runs, "first")
+    make_run(runs, "first")
     code, out, _ = sync(monkeypatch, capsys, "first", "--tracking-uri", store)
     assert code == 0
     assert "sent 1 metric value, 1 param" in out
@@ -63,12 +63,12 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(
     )
 
 
-def test_all_takes_the_runs_of_sweeps_and_leaves_out_what_was_not_to_be_tracked(
+def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(runs, "alone")
-    make(runs, "private", "tracking:\n  mlflow: false\n")
-    make(runs / "sweep", "one")
+    make_run(runs, "alone")
+    make_run(runs, "private", "tracking:\n  mlflow: false\n")
+    make_run(runs / "sweep", "one")
     (runs / "sweep" / "sweep.yaml").write_text("runs: []\n")
     (runs / "an-evaluation").mkdir()
     code, out, _ = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
@@ -86,13 +86,13 @@ def test_all_takes_the_runs_of_sweeps_and_leaves_out_what_was_not_to_be_tracked(
     ]
 
 
-def test_a_store_that_is_away_is_asked_once_and_ends_it_with_1(
+def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uri = NOWHERE.replace("//", "//me:secret@")
+    uri = UNREACHABLE.replace("//", "//me:secret@")
     for name in ("a", "b"):
-        make(runs, name)
-    make(runs, "c", f"tracking:\n  uri: {store}\n")
+        make_run(runs, name)
+    make_run(runs, "c", f"tracking:\n  uri: {store}\n")
     code, _, err = sync(monkeypatch, capsys, "a", "b", "--tracking-uri", uri)
     assert code == 1
     assert err.count("cannot be reached") == err.count("\n") == 1
@@ -104,7 +104,7 @@ def test_a_store_that_is_away_is_asked_once_and_ends_it_with_1(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["frist"], "did you mean 'first'?"),
         ([], "--all"),
@@ -113,26 +113,26 @@ def test_a_store_that_is_away_is_asked_once_and_ends_it_with_1(
         (["damaged"], "metrics.jsonl"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_and_exit_code_2(
     runs: Path,
     arguments: list[str],
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make(runs, "first")
-    make(runs, "damaged").metrics_path.write_text("no JSON\n")
+    make_run(runs, "first")
+    make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     code, _, err = sync(monkeypatch, capsys, *arguments)
     assert code == 2
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_damaged_run_does_not_keep_the_others_back(
+def test_a_damaged_run_does_not_prevent_the_sync_of_others(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(runs, "damaged").metrics_path.write_text("no JSON\n")
-    make(runs, "whole")
+    make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
+    make_run(runs, "whole")
     code, out, err = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
     assert code == 2
     assert out.startswith("whole  sent 1 metric value")

@@ -1,4 +1,4 @@
-"""`bandpo train` as a user types it: the run, the record, and the one line that a mistake gets."""
+"""`bandpo train` from the command line: the run, its record, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_TORCH = (
     "import sys; sys.modules.update(torch=None, transformers=None, mlflow=None);"
     "from bandpo_cli.__main__ import main; main()"
 )
-"""Any import of these fails: what a mistake costs must not include loading them."""
+"""Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
 
 
 def bandpo(
@@ -37,7 +37,7 @@ def bandpo(
     )
 
 
-def test_a_run_from_an_empty_folder(tmp_path: Path) -> None:
+def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:
     done = bandpo("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in (
@@ -113,7 +113,7 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
         (["--set", "reward.wrong=2"], ["correct = 1 must be more than wrong = 2"]),
     ],
 )
-def test_a_mistake_gets_one_line_before_anything_loads(
+def test_a_user_error_is_one_line_before_torch_is_imported(
     tmp_path: Path, arguments: list[str], parts: list[str]
 ) -> None:
     done = bandpo("train", *arguments, cwd=tmp_path, code=WITHOUT_TORCH)
@@ -132,7 +132,7 @@ def test_a_missing_engine_is_reported_with_the_install_command(tmp_path: Path) -
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_taken_name_is_refused_and_the_run_untouched(tmp_path: Path) -> None:
+def test_an_existing_name_is_refused_and_the_run_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a").mkdir(parents=True)
     done = bandpo("train", "--name", "a", cwd=tmp_path, code=WITHOUT_TORCH)
     assert done.returncode == 2
@@ -140,7 +140,7 @@ def test_a_taken_name_is_refused_and_the_run_untouched(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs" / "a").iterdir())
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     done = bandpo("train", "--model", "./model", "--no-mlflow", cwd=tmp_path)
@@ -160,7 +160,7 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_one_update_a_batch_is_warned_about(tmp_path: Path) -> None:
+def test_one_update_per_batch_gives_a_warning(tmp_path: Path) -> None:
     done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
     assert "clipping can never bind" in done.stdout
     assert "never bind" not in bandpo("train", "--dry-run", cwd=tmp_path, code=WITHOUT_TORCH).stdout
@@ -186,7 +186,7 @@ def test_mlflow_has_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_run_with_its_record(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_run_and_its_record_is_complete(tmp_path: Path) -> None:
     import signal
     import time
 
@@ -208,7 +208,7 @@ def test_ctrl_c_ends_the_run_with_its_record(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
-    """A learning rate that blows the weights up: exit code 1, and the record of the steps before it."""
+    """The learning rate makes the weights diverge: exit code 1, and the metrics of the earlier steps are recorded."""
     done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

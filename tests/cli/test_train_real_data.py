@@ -1,4 +1,4 @@
-"""`bandpo train` on real problems, with a small random-weight language model: everything but the learning is real."""
+"""`bandpo train` on GSM8K problems with a small language model of random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def long_words(text, answer, extra):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not TRAIN.is_file(), reason="needs the GSM8K files")
-def test_gsm8k_with_a_grader_of_the_users_own(tmp_path: Path) -> None:
+def test_gsm8k_with_a_custom_grader(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in TRAIN.read_text(encoding="utf-8").splitlines()]
     model = save_text_model(tmp_path / "model", (row["question"] + row["answer"] for row in rows[:500]))
     (tmp_path / "mine.py").write_text(GRADER)
@@ -56,7 +56,7 @@ def test_gsm8k_with_a_grader_of_the_users_own(tmp_path: Path) -> None:
     for record in records[1:]:
         assert record["optim/grad_norm"] > 0
         assert record["grade/error_fraction"] == record["grade/timeout_fraction"] == 0
-        # The sampler's forward pass and the trainer's packed one round bfloat16 each on their own.
+        # The forward pass of the sampler and the packed one of the trainer round bfloat16 differently.
         assert record["sampler/logprob_gap_mean"] < 0.05
     samples = pd.read_parquet(folder / "samples" / "step-000002.parquet")
     golds = {"gold-" + row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows}

@@ -40,7 +40,7 @@ def report(step: int, evaluated: bool = False) -> StepReport:
     return StepReport(step, record, rollout if step else None)
 
 
-def printed(terminal: bool, steps: int) -> str:
+def view_output(terminal: bool, steps: int) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
     view = TrainView(console, Path("runs"))
@@ -53,16 +53,16 @@ def printed(terminal: bool, steps: int) -> str:
     return out.getvalue()
 
 
-def test_a_log_gets_few_plain_lines() -> None:
-    text = printed(terminal=False, steps=200)
+def test_output_to_a_file_is_few_plain_lines() -> None:
+    text = view_output(terminal=False, steps=200)
     assert "\x1b" not in text
     assert 15 <= len(text.splitlines()) <= 30
     assert "step 200/200" in text
     assert "held-out mean@16 0.312" in text
 
 
-def test_a_terminal_gets_one_panel_with_the_curves() -> None:
-    text = printed(terminal=True, steps=5)
+def test_a_terminal_shows_one_panel_with_curves() -> None:
+    text = view_output(terminal=True, steps=5)
     for part in (
         "accuracy",
         "entropy",
@@ -78,7 +78,7 @@ def test_a_terminal_gets_one_panel_with_the_curves() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
-    """It has no clip figures, and an entropy that is no number where the policy is broken."""
+    """Its record has no clip metrics, and its entropy is NaN if the policy is broken."""
     out = io.StringIO()
     panel = make_panel(Console(file=out, force_terminal=terminal, width=100), 2)
     panel.start()
@@ -91,7 +91,7 @@ def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
     assert re.search(r"updates skipped +4", out.getvalue())
 
 
-def test_the_view_follows_the_terminal() -> None:
+def test_the_view_depends_on_the_terminal() -> None:
     assert isinstance(make_panel(Console(force_terminal=True), 1), LivePanel)
     assert isinstance(make_panel(Console(file=io.StringIO()), 1), PlainLines)
 
@@ -103,7 +103,7 @@ def test_sparklines_span_their_range() -> None:
     assert len(sparkline([float(i) for i in range(1000)], width=40)) == 40
 
 
-def test_eval_figures_read_as_people_write_them() -> None:
+def test_eval_metrics_are_formatted_with_at_signs() -> None:
     assert eval_metrics_text({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
     assert eval_metrics_text({"train/reward": 1.0}) == ""
     two_sets = {"eval/aime24/mean_at_32": 0.1, "eval/aime24/pass_at_32": 0.5, "eval/amc23/mean_at_32": 0.25}
@@ -125,18 +125,18 @@ def test_eval_figures_read_as_people_write_them() -> None:
         (NoClipSettings(), "none: no bound", "none"),
     ],
 )
-def test_every_method_is_named(bounds: object, line: str, stem: str) -> None:
+def test_every_method_has_a_description_and_a_slug(bounds: object, line: str, stem: str) -> None:
     assert line in bounds.describe()  # type: ignore[attr-defined]
     assert bounds.slug() == stem  # type: ignore[attr-defined]
 
 
-def test_shares_of_ungraded_completions() -> None:
+def test_fractions_of_ungraded_completions() -> None:
     assert ungraded_text({"grade/malformed_fraction": 0.1}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
     assert ungraded_text(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
 
 
-def test_the_batch_arithmetic_adds_up() -> None:
+def test_the_statement_has_the_batch_sizes() -> None:
     text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
     for part in (
         "64 prompts × 16 = 1,024 completions",
@@ -149,7 +149,7 @@ def test_the_batch_arithmetic_adds_up() -> None:
         assert part in text
 
 
-def test_cautions_come_when_they_are_due() -> None:
+def test_config_warnings() -> None:
     assert config_warnings(RunConfig()) == []
     (one,) = config_warnings(resolve([{"optim": {"updates": 1}}]))
     assert "never bind" in one

@@ -39,7 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a@10", "a", 10),
         ("a@010", "a", 10),
         ("runs/a@10", "a", 10),
-        ("a@2", "a@2", 5),  # a run of that whole name wins over a step of another
+        ("a@2", "a@2", 5),  # a run with this name has priority over a step of another run
         ("a@2@5", "a@2", 5),
         ("runs/a/checkpoints/step-000002", "a", 2),
         ("runs/../runs/a/checkpoints/step-000002", "a", 2),

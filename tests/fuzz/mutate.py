@@ -1,4 +1,4 @@
-"""Bad files made from good ones, always the same ones for a seed."""
+"""Invalid files generated from valid ones, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import yaml
 from tests.tasks.stored_completions import mutations
 
 DEEP = 10_000
-LAUGHS = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+ALIAS_BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
-"""Nine letters that come to 9⁹ values."""
+"""Nine aliases that expand to 9⁹ values."""
 
-MERGES = "a: &a {x: 1}\n" + "".join(
+MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
     f"{name}: &{name} {{<<: [{','.join(['*' + before] * 9)}]}}\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 YAML_TEXTS = (
-    LAUGHS, MERGES, "a: &a [*a]", "&a {a: *a}", "seed: &x 1\nsteps: *x", "<<: {seed: 1}", "- 1", "5", "null", "x",
+    ALIAS_BOMB, MERGE_BOMB,
+    "a: &a [*a]", "&a {a: *a}", "seed: &x 1\nsteps: *x", "<<: {seed: 1}", "- 1", "5", "null", "x",
     "!!python/object/apply:os.system ['touch pwned']", "seed: !!python/object/new:os.system ['touch pwned']",
     "!!python/name:os.system", "seed: !!python/module:os", "seed: !python/tuple [1]", "seed: !!binary '?'",
     "seed: !!int ''", "seed: !!int x", "seed: !!bool x", "seed: !!float ''", "seed: !!timestamp x", "!!map 5",
@@ -43,7 +44,7 @@ YAML_TEXTS = (
     "\ufeffseed: 1", "seed: \U0001f600", 'model: {path: "a\\nb"}', 'model: {path: "\\0"}', "\t", "a:\t1",
     'model: {path: "\\e[2J"}', 'bounds: {method: "x\\ny"}', '"a\\nb": 1', 'optim: {"l\\r": 1}',
 )  # fmt: skip
-"""What YAML can hold beside values, and what it can cost."""
+"""YAML features beside plain values, and texts that are expensive to parse."""
 
 JSON_TEXTS = (
     "[" * DEEP, "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "9" * 100_000,
@@ -59,11 +60,11 @@ ODD: tuple[Any, ...] = (
     "nan", [], [1], ["x"], [None], [[]], {}, {"a": 1}, {"": {}}, {"name": "x"}, [{"name": "../x"}],
     "module:function", "match:clip",
 )  # fmt: skip
-"""Values of other types and sizes than anyone meant."""
+"""Values of unexpected types and sizes."""
 
 
-def whole_files(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
-    """Yield `content` in other codings and cut short, and `texts` in its place."""
+def file_variants(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
+    """Yield `content` in other encodings and truncated, then each of `texts` instead."""
     text = content.decode("utf-8", "replace")
     yield from (
         b"",
@@ -79,14 +80,14 @@ def whole_files(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
     yield from (each.encode("utf-8", "surrogatepass") for each in texts)
 
 
-def damaged(content: bytes, texts: tuple[str, ...], seed: int, count: int) -> Iterator[bytes]:
-    """Yield `whole_files`, then `count` files with bytes changed."""
-    yield from whole_files(content, texts)
+def damaged_files(content: bytes, texts: tuple[str, ...], seed: int, count: int) -> Iterator[bytes]:
+    """Yield `file_variants`, then `count` files with changed bytes."""
+    yield from file_variants(content, texts)
     yield from mutations(content, seed, count)
 
 
 def changed_values(value: Any, seed: int, count: int) -> Iterator[Any]:
-    """Yield `value` with something else at one or two of its places, with keys renamed, dropped, added."""
+    """Yield `count` copies of `value` with some entries replaced, renamed, removed or added."""
     rng = random.Random(seed)
     for _ in range(count):
         changed = copy.deepcopy(value)
@@ -111,8 +112,8 @@ def changed_values(value: Any, seed: int, count: int) -> Iterator[Any]:
         yield changed
 
 
-def every_value(value: Any, odd: tuple[Any, ...] = ODD) -> Iterator[Any]:
-    """Yield `value` with each of `odd` at each of its places."""
+def each_entry_replaced(value: Any, odd: tuple[Any, ...] = ODD) -> Iterator[Any]:
+    """Yield copies of `value` with each entry replaced by each of `odd`."""
     for number in range(len(list(_places(value)))):
         for other in odd:
             changed = copy.deepcopy(value)
@@ -129,22 +130,22 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def as_yaml(value: Any) -> bytes:
-    """Write a value as YAML."""
+    """Return a value as YAML."""
     return yaml.dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
 
 
 def as_json(value: Any) -> bytes:
-    """Write a value as JSON."""
+    """Return a value as JSON."""
     try:
         return json.dumps(value).encode()
-    except ValueError:  # an int that Python does not write out
+    except ValueError:  # an int that exceeds Python's limit of digits
         return b"{"
 
 
 @contextlib.contextmanager
-def no_file(path: Path, kind: str) -> Iterator[None]:
-    """Put something else in a file's place for a while."""
-    kept = path.read_bytes() if path.is_file() else b""
+def not_a_file(path: Path, kind: str) -> Iterator[None]:
+    """Replace a file temporarily by something of the given kind that is not a regular file."""
+    original = path.read_bytes() if path.is_file() else b""
     path.unlink(missing_ok=True)
     {
         "folder": lambda: path.mkdir(),
@@ -160,7 +161,7 @@ def no_file(path: Path, kind: str) -> Iterator[None]:
         yield
     finally:
         path.rmdir() if kind == "folder" else path.unlink(missing_ok=True)
-        path.write_bytes(kept)
+        path.write_bytes(original)
 
 
 KINDS = ("folder", "pipe", "loop", "endless", "terminal", "dangling", "gone", "memory")
@@ -171,4 +172,4 @@ NAMES = (
     "mlflow.db", "@", "a@", "a@x", "a@" + "9" * 5000, "a@1", "@1", "[bold]", "%s", "{0}", "$HOME", "`id`",
     "a;b", "*", "?", "[", "**", "a*b", "**/x", "nul", "runs", ".hidden",
 )  # fmt: skip
-"""Names that people and other programs type."""
+"""Unusual names from users and other programs."""

@@ -1,4 +1,4 @@
-"""What may come of bad input: it is taken, or refused in one clean line, in bounded time."""
+"""Outcome of a call with invalid input: accepted, or refused with one printable line, within a deadline."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bandpo_cli.errors import RunError, UserError
 DEADLINE_S = 20
 
 
-class TooLong(BaseException):
-    """No Exception: code that catches all of those must not take it for one of the input's."""
+class DeadlineExceeded(BaseException):
+    """Derived from BaseException, so that no `except Exception` of the tested code can catch it."""
 
 
-def _ring(number: int, frame: FrameType | None) -> None:
-    raise TooLong
+def _raise_deadline(number: int, frame: FrameType | None) -> None:
+    raise DeadlineExceeded
 
 
 @contextlib.contextmanager
 def deadline(seconds: int = DEADLINE_S) -> Iterator[None]:
-    """End what hangs, so that the test says which input it was."""
-    before = signal.signal(signal.SIGALRM, _ring)
+    """Raise DeadlineExceeded in the body after `seconds`, so that the test reports which input hangs."""
+    before = signal.signal(signal.SIGALRM, _raise_deadline)
     signal.alarm(seconds)
     try:
         yield
@@ -34,14 +34,14 @@ def deadline(seconds: int = DEADLINE_S) -> Iterator[None]:
 
 
 def check_line(line: str) -> None:
-    """Assert that a message is one line that a terminal shows as it is."""
+    """Assert that a message is one non-empty line of printable characters."""
     assert line.strip(), "an empty message"
     assert len(line) <= 1100, len(line)
     assert line.isprintable(), line
 
 
-def taken(call: Callable[[], Any], what: object = "") -> bool:
-    """Tell whether a call takes its input. Anything but a UserError with one clean line fails the test."""
+def accepts(call: Callable[[], Any], what: object = "") -> bool:
+    """Return whether a call accepts its input; any exception except a UserError or RunError with one line fails."""
     try:
         with deadline():
             call()

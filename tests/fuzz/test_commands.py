@@ -1,4 +1,4 @@
-"""The whole commands with bad files: exit code 2, one line that begins with `error: `, nothing written."""
+"""Commands with invalid files: exit code 2, one line that begins with `error: `, and nothing is written."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from bandpo_cli.config.layers import resolve, to_yaml
 from tests.cli.eval_command import bandpo
-from tests.fuzz.mutate import JSON_TEXTS, YAML_TEXTS, no_file, whole_files
+from tests.fuzz.mutate import JSON_TEXTS, YAML_TEXTS, file_variants, not_a_file
 from tests.fuzz.outcome import check_line, deadline
 from tests.text_model import save_text_model
 
 
-def ends_well(place: Path, *arguments: str | Path) -> int:
-    """Run a command; where it is refused, assert that it is so in one line and has written nothing."""
+def exit_code(place: Path, *arguments: str | Path) -> int:
+    """Run a command and return its exit code; if it is refused, require one line and no written file."""
     before = sorted(place.rglob("*"))
     with deadline(120):
         done = bandpo(*arguments, cwd=place)
@@ -30,28 +30,28 @@ def ends_well(place: Path, *arguments: str | Path) -> int:
 
 
 @pytest.mark.slow
-def test_bad_files_of_every_command(tmp_path: Path) -> None:
-    """150 command lines, whole, from the words that are typed to the exit code."""
+def test_invalid_files_for_every_command(tmp_path: Path) -> None:
+    """150 command lines, from the arguments to the exit code."""
     good = to_yaml(resolve([{"steps": 1}])).encode()
     codes = []
-    for content in list(whole_files(good, YAML_TEXTS))[::2]:
+    for content in list(file_variants(good, YAML_TEXTS))[::2]:
         (tmp_path / "c.yaml").write_bytes(content)
         codes.append(
-            ends_well(tmp_path, "sweep", "--dry-run", "--config", "c.yaml", "--model", "no/such/model")
+            exit_code(tmp_path, "sweep", "--dry-run", "--config", "c.yaml", "--model", "no/such/model")
         )
-        codes.append(ends_well(tmp_path, "train", "--config", "c.yaml", "--set", "optim.nosuch=1"))
-    for content in list(whole_files(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::2]:
+        codes.append(exit_code(tmp_path, "train", "--config", "c.yaml", "--set", "optim.nosuch=1"))
+    for content in list(file_variants(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::2]:
         (tmp_path / "t.jsonl").write_bytes(content)
-        codes.append(ends_well(tmp_path, "train", "--task", "t.jsonl"))
+        codes.append(exit_code(tmp_path, "train", "--task", "t.jsonl"))
         (tmp_path / "p.txt").write_bytes(content)
-        codes.append(ends_well(tmp_path, "bounds", "--file", "p.txt"))
+        codes.append(exit_code(tmp_path, "bounds", "--file", "p.txt"))
     assert len(codes) == 150
     assert set(codes) == {2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "endless", "gone"])
-def test_what_is_no_file_in_every_command(tmp_path: Path, kind: str) -> None:
+def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -> None:
     for name, arguments in {
         "c.yaml": ("train", "--config", "c.yaml"),
         "s.yaml": ("sweep", "s.yaml", "--dry-run"),
@@ -59,19 +59,19 @@ def test_what_is_no_file_in_every_command(tmp_path: Path, kind: str) -> None:
         "x.jsonl": ("eval", "--samples", "x.jsonl"),
         "p.txt": ("bounds", "--file", "p.txt"),
     }.items():
-        with no_file(tmp_path / name, kind):
-            assert ends_well(tmp_path, *arguments) == 2, (kind, name)
+        with not_a_file(tmp_path / name, kind):
+            assert exit_code(tmp_path, *arguments) == 2, (kind, name)
 
 
 @pytest.mark.slow
-def test_bad_models_of_train_and_eval(tmp_path: Path) -> None:
+def test_damaged_models_are_refused(tmp_path: Path) -> None:
     model = save_text_model(tmp_path / "m", ["1+1=2"] * 5, vocabulary=270, layers=1, hidden=64)
     kept = shutil.copytree(model, tmp_path / "kept")
     (tmp_path / "t.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         for content in (b"", b"{}", b"\xff" * 100, b"[" * 20_000):
             (model / name).write_bytes(content)
-            assert ends_well(tmp_path, "eval", "--model", "m", "--task", "t.jsonl", "--no-mlflow") == 2, (
+            assert exit_code(tmp_path, "eval", "--model", "m", "--task", "t.jsonl", "--no-mlflow") == 2, (
                 name,
                 content,
             )
@@ -79,11 +79,11 @@ def test_bad_models_of_train_and_eval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300, "x\udcff"])
-def test_bad_names_of_commands(tmp_path: Path, name: str) -> None:
+def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     for arguments in (
         ("train", "--name", name),
         ("report", name or "nowhere"),
         ("sweep", "--resume", name or "nowhere"),
         ("eval", "--resume", name or "nowhere"),
     ):
-        assert ends_well(tmp_path, *arguments) == 2
+        assert exit_code(tmp_path, *arguments) == 2

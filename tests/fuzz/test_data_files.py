@@ -1,4 +1,4 @@
-"""Files of problems, completions and probabilities from anyone, and those of sweeps that were handed over."""
+"""Untrusted files of problems, completions and probabilities, and files of sweeps from other users."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.fuzz.mutate import (
     as_json,
     as_yaml,
     changed_values,
-    damaged,
-    no_file,
+    damaged_files,
+    not_a_file,
 )
-from tests.fuzz.outcome import taken
+from tests.fuzz.outcome import accepts
 from tests.reports.sweep_folders import write_run
 
 ROWS: list[dict[str, Any]] = [
@@ -42,12 +42,12 @@ ROWS: list[dict[str, Any]] = [
     for i in range(30)
 ]  # fmt: skip
 LINES = b"\n".join(map(as_json, ROWS))
-EFFORT = pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
 SHORT = tuple(text for text in JSON_TEXTS if len(text) < 60_000)
 
 
-def written(path: Path) -> bytes:
-    """Write `ROWS` in the format of the ending."""
+def write_rows(path: Path) -> bytes:
+    """Write `ROWS` in the format of the file extension, and return the content."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), path)
     elif path.suffix == ".csv":
@@ -58,9 +58,9 @@ def written(path: Path) -> bytes:
 
 
 def contents(path: Path, count: int) -> Iterator[bytes]:
-    """Yield damaged files, and for JSON files with other values."""
-    good = written(path)
-    yield from damaged(good, () if path.suffix == ".parquet" else SHORT, 1, count)
+    """Yield damaged files, and JSON files with changed values."""
+    good = write_rows(path)
+    yield from damaged_files(good, () if path.suffix == ".parquet" else SHORT, 1, count)
     if path.suffix == ".json":
         yield from map(as_json, changed_values(ROWS, 2, count))
     elif path.suffix == ".jsonl":
@@ -68,17 +68,17 @@ def contents(path: Path, count: int) -> Iterator[bytes]:
         yield from (b"\n".join(map(as_json, each)) for each in changed)
 
 
-def problems(path: Path) -> None:
+def read_problems(path: Path) -> None:
     task = build_task(resolve([{"task": task_from_argument(str(path))}]).task)
     task.train_problems()
     task.heldout_sets()
     task.notes()
 
 
-READERS: list[Callable[[Path], Any]] = [problems, read_completions]
+READERS: list[Callable[[Path], Any]] = [read_problems, read_completions]
 
 
-@EFFORT
+@COUNTS
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
 @pytest.mark.parametrize("read", READERS)
 def test_data_files(tmp_path: Path, read: Callable[[Path], Any], ending: str, count: int) -> None:
@@ -86,33 +86,33 @@ def test_data_files(tmp_path: Path, read: Callable[[Path], Any], ending: str, co
     found = []
     for content in contents(path, count):
         path.write_bytes(content)
-        found.append(taken(lambda: read(path), content[:2000]))
+        found.append(accepts(lambda: read(path), content[:2000]))
     assert 0 < sum(found) < len(found)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_data_that_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_paths_that_are_not_files(tmp_path: Path, kind: str) -> None:
     for ending in (".jsonl", ".parquet"):
         path = tmp_path / f"data{ending}"
-        written(path)
-        with no_file(path, kind):
+        write_rows(path)
+        with not_a_file(path, kind):
             for read in READERS:
-                assert not taken(lambda read=read, path=path: read(path), (kind, ending))
-            assert not taken(lambda path=path: probabilities([], path), kind)
+                assert not accepts(lambda read=read, path=path: read(path), (kind, ending))
+            assert not accepts(lambda path=path: probabilities([], path), kind)
 
 
-@EFFORT
+@COUNTS
 def test_files_of_probabilities(tmp_path: Path, count: int) -> None:
     path = tmp_path / "p.txt"
     found = []
-    for content in damaged(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, count):
+    for content in damaged_files(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, count):
         path.write_bytes(content)
-        found.append(taken(lambda: probabilities([], path), content[:500]))
+        found.append(accepts(lambda: probabilities([], path), content[:500]))
     assert 0 < sum(found) < len(found)
 
 
-def test_a_script_beside_data_is_never_run(tmp_path: Path) -> None:
+def test_a_script_next_to_the_data_is_not_executed(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     mark = tmp_path / "mark"
@@ -124,7 +124,7 @@ def test_a_script_beside_data_is_never_run(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of two runs, one of them whole, as another person would hand it over."""
+    """Return a sweep of two runs, one of them finished, as another user could share it."""
     folder = tmp_path_factory.mktemp("runs") / "sweep"
     runs = [{"name": f"{arm}-s0", "arm": arm, "seed": 0} for arm in ("clip", "none")]
     for run in runs:
@@ -152,35 +152,35 @@ def read_all(sweep: Path) -> None:
         resolve([read_layer(folder.plan_path(run.name))])
 
 
-def report(sweep: Path) -> None:
+def read_report(sweep: Path) -> None:
     for run in select_runs([sweep], sweep.parent).runs:
         assert run.folder.parent == sweep
         read_arm_run(run)
 
 
-def tokens(sweep: Path) -> None:
+def read_tokens(sweep: Path) -> None:
     read_token_tables(sweep / "clip-s0")
 
 
 FILES: dict[str, tuple[tuple[str, ...], list[Callable[[Path], None]]]] = {
-    "sweep.yaml": (YAML_TEXTS, [read_all, report]),
+    "sweep.yaml": (YAML_TEXTS, [read_all, read_report]),
     "plans/clip-s0.yaml": (YAML_TEXTS, [read_all]),
     "stopped.json": (JSON_TEXTS, [read_all]),
-    "clip-s0/config.yaml": (YAML_TEXTS, [report]),
-    "clip-s0/summary.json": (JSON_TEXTS, [read_all, report]),
-    "clip-s0/metrics.jsonl": (JSON_TEXTS, [report]),
-    "clip-s0/tokens/step-000001.parquet": ((), [tokens]),
+    "clip-s0/config.yaml": (YAML_TEXTS, [read_report]),
+    "clip-s0/summary.json": (JSON_TEXTS, [read_all, read_report]),
+    "clip-s0/metrics.jsonl": (JSON_TEXTS, [read_report]),
+    "clip-s0/tokens/step-000001.parquet": ((), [read_tokens]),
 }
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
-def test_files_of_a_sweep_that_was_handed_over(sweep: Path, name: str, count: int) -> None:
+def test_files_of_an_untrusted_sweep(sweep: Path, name: str, count: int) -> None:
     path = sweep / name
     good = path.read_bytes()
     texts, calls = FILES[name]
     texts = texts if count > 50 else tuple(text for text in texts if len(text) < 5000)[::3]
-    inputs = [*damaged(good, texts, 5, count)]
+    inputs = [*damaged_files(good, texts, 5, count)]
     if path.suffix in (".yaml", ".json"):
         write = as_yaml if path.suffix == ".yaml" else as_json
         inputs += map(write, changed_values(yaml.safe_load(good), 6, count))
@@ -197,11 +197,11 @@ def test_files_of_a_sweep_that_was_handed_over(sweep: Path, name: str, count: in
         for content in inputs:
             path.write_bytes(content)
             for call in calls:
-                taken(lambda call=call: call(sweep), content[:2000])
+                accepts(lambda call=call: call(sweep), content[:2000])
         for kind in KINDS:
-            with no_file(path, kind):
+            with not_a_file(path, kind):
                 for call in calls:
-                    taken(lambda call=call: call(sweep), kind)
+                    accepts(lambda call=call: call(sweep), kind)
     finally:
         path.write_bytes(good)
     read_all(sweep)

@@ -1,4 +1,4 @@
-"""Names cannot lead out of the runs folder, whoever wrote them: the user, a sweep's plan, a file in a run."""
+"""No name leads outside the runs folder, whether it comes from the user, a sweep's plan or a file in a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder, create_folder
 from bandpo_cli.sweeps.folder import SweepFolder
 from tests.fuzz.mutate import NAMES
-from tests.fuzz.outcome import taken
+from tests.fuzz.outcome import accepts
 
 TEXTS = st.one_of(
     st.text(),
@@ -30,25 +30,23 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_odd_names_of_folders(tmp_path: Path, name: str) -> None:
-    _a_folder_of_its_own_or_none(tmp_path, name)
+def test_unusual_folder_names(tmp_path: Path, name: str) -> None:
+    _check_refused_or_created_in_runs(tmp_path, name)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS)
 @example("a" * 200)
 @example("a" * 201)
-def test_any_text_as_a_name_is_refused_or_makes_a_folder_of_the_runs_folder(
-    tmp_path: Path, name: str
-) -> None:
-    _a_folder_of_its_own_or_none(tmp_path, name)
+def test_any_name_is_refused_or_creates_a_folder_in_the_runs_folder(tmp_path: Path, name: str) -> None:
+    _check_refused_or_created_in_runs(tmp_path, name)
 
 
-def _a_folder_of_its_own_or_none(place: Path, name: str) -> None:
+def _check_refused_or_created_in_runs(place: Path, name: str) -> None:
     runs = place / "deep" / "runs"
     before = set(place.rglob("*"))
     made: list[Path] = []
-    if not taken(lambda: made.append(create_folder(runs, choose_run_name(runs, name, "d"))), name):
+    if not accepts(lambda: made.append(create_folder(runs, choose_run_name(runs, name, "d"))), name):
         assert set(place.rglob("*")) == before
         return
     (path,) = made
@@ -60,15 +58,17 @@ def _a_folder_of_its_own_or_none(place: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["con", "NUL", "aux.txt", "COM1", "lpt9.log", "a.", "v1."])
-def test_names_that_windows_has_no_folder_of(tmp_path: Path, device: str) -> None:
+def test_names_reserved_on_windows_are_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(UserError, match="Windows") as error:
         create_folder(tmp_path, device)
     other = str(error.value).rpartition("--name ")[2]
-    assert create_folder(tmp_path, other).is_dir(), "the name that is proposed can be used"
+    assert create_folder(tmp_path, other).is_dir(), "the suggested name is valid"
 
 
-def test_references_find_something_or_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of reference with every odd name, also in place of the runs folder."""
+def test_references_are_resolved_or_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of reference with every odd name, also instead of the runs folder."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
     create_folder(runs, "real")
@@ -89,16 +89,16 @@ def test_references_find_something_or_say_so(tmp_path: Path, monkeypatch: pytest
     ]
     for name in NAMES:
         for call in calls:
-            taken(lambda call=call, name=name: call(name), name)
+            accepts(lambda call=call, name=name: call(name), name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["real", "runs"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
 
 
-def sweep_of_two(place: Path) -> Path:
+def create_sweep_of_two_runs(place: Path) -> Path:
     request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], None, None, [], None, place)
     return sweep_request.create_sweep(request, place, "s").path
 
@@ -108,12 +108,12 @@ def sweep_of_two(place: Path) -> Path:
     ["../../x", "../s", "/tmp/x", "a/b", "..", ".", "", "plans", "report", "a\nb", "x" * 300, 5, None, ["a"]],
     ids=repr,
 )
-def test_a_plan_that_was_handed_over_cannot_name_what_lies_elsewhere(tmp_path: Path, name: object) -> None:
-    folder = sweep_of_two(tmp_path / "runs")
+def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path: Path, name: object) -> None:
+    folder = create_sweep_of_two_runs(tmp_path / "runs")
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     plan["runs"][0]["name"] = name
     (folder / "sweep.yaml").write_text(yaml.safe_dump(plan))
-    for written in (tmp_path / "x.yaml", folder / "x.yaml"):  # what such a name could find
+    for written in (tmp_path / "x.yaml", folder / "x.yaml"):  # files that such a name could find
         written.write_text("seed: 0\n")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=r"sweep\.yaml"):
@@ -122,14 +122,14 @@ def test_a_plan_that_was_handed_over_cannot_name_what_lies_elsewhere(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", "a\nb"])
-def test_a_report_reads_no_run_from_elsewhere(tmp_path: Path, name: str) -> None:
+def test_a_report_reads_no_run_outside_the_sweep(tmp_path: Path, name: str) -> None:
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]}))
     with pytest.raises(UserError, match="not a valid folder name"):
         read_sweep(tmp_path)
 
 
-def test_a_run_twice_or_with_an_odd_seed_is_refused(tmp_path: Path) -> None:
-    folder = sweep_of_two(tmp_path)
+def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path: Path) -> None:
+    folder = create_sweep_of_two_runs(tmp_path)
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     for change, part in (
         ({"name": plan["runs"][1]["name"]}, "twice"),
@@ -142,8 +142,8 @@ def test_a_run_twice_or_with_an_odd_seed_is_refused(tmp_path: Path) -> None:
             SweepFolder.open(tmp_path, "s")
 
 
-def test_a_link_in_place_of_a_run_is_set_aside_and_never_followed(tmp_path: Path) -> None:
-    folder = SweepFolder.open(tmp_path, sweep_of_two(tmp_path).name)
+def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path: Path) -> None:
+    folder = SweepFolder.open(tmp_path, create_sweep_of_two_runs(tmp_path).name)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("kept")
@@ -155,7 +155,7 @@ def test_a_link_in_place_of_a_run_is_set_aside_and_never_followed(tmp_path: Path
     assert (folder.path / "attempts" / f"{name}-1").is_symlink()
 
 
-def test_an_arm_whose_name_is_too_long_for_a_folder(tmp_path: Path) -> None:
+def test_a_too_long_arm_name_is_refused(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter name"):

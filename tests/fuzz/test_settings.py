@@ -1,4 +1,4 @@
-"""Settings files, sweep files and `--set` from anyone: taken, or refused in one line, and nothing is run."""
+"""Untrusted settings files, sweep files and `--set`: accepted, or refused in one line, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep_request
 from tests.fuzz.mutate import (
+    ALIAS_BOMB,
     KINDS,
-    LAUGHS,
-    MERGES,
+    MERGE_BOMB,
     NAMES,
     ODD,
     YAML_TEXTS,
     as_yaml,
     changed_values,
-    damaged,
-    every_value,
-    no_file,
+    damaged_files,
+    each_entry_replaced,
+    not_a_file,
 )
-from tests.fuzz.outcome import taken
+from tests.fuzz.outcome import accepts
 
 DATA_TASK = {"name": "data", "train": [{"path": "a.jsonl", "fields": {"question": "q"}, "levels": [1]}]}
 SWEEP: dict[str, Any] = {
@@ -38,79 +38,81 @@ SWEEP: dict[str, Any] = {
     "baseline": None,
 }
 QUICK = tuple(text for text in YAML_TEXTS if len(text) < 5000 or len(text) > 2**20)
-EFFORT = pytest.mark.parametrize("count", [20, pytest.param(1500, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [20, pytest.param(1500, marks=pytest.mark.slow)])
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
     return tmp_path
 
 
-def both_ends(call: Callable[[], object], path: Path, contents: list[bytes]) -> None:
-    """Both must be met, so that the files are neither all too good nor all too bad; and nothing else is written."""
+def check_both_outcomes(call: Callable[[], object], path: Path, contents: list[bytes]) -> None:
+    """Require accepted and refused files, so that the generated files test both, and no other written file."""
     found = []
     for content in contents:
         path.write_bytes(content)
-        found.append(taken(call, content[:2000]))
+        found.append(accepts(call, content[:2000]))
     assert 0 < sum(found) < len(found)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-@EFFORT
-def test_settings_files(here: Path, count: int) -> None:
-    path = here / "c.yaml"
+@COUNTS
+def test_settings_files(empty_cwd: Path, count: int) -> None:
+    path = empty_cwd / "c.yaml"
     good = to_yaml(resolve([{"task": DATA_TASK}])).encode()
     value = yaml.safe_load(good)
     texts = QUICK if count < 100 else YAML_TEXTS
-    contents = [*damaged(good, texts, 1, count), *map(as_yaml, changed_values(value, 2, count))]
-    both_ends(lambda: to_yaml(resolve([read_layer(path)])), path, contents)
+    contents = [*damaged_files(good, texts, 1, count), *map(as_yaml, changed_values(value, 2, count))]
+    check_both_outcomes(lambda: to_yaml(resolve([read_layer(path)])), path, contents)
 
 
 @pytest.mark.slow
-def test_every_setting_with_every_odd_value(here: Path) -> None:
-    """9,000 of them, as a file's layer is after reading, and on top of a good one."""
+def test_every_setting_with_every_unusual_value(empty_cwd: Path) -> None:
+    """9,000 values, each as a layer read from a file, on top of a valid config."""
     value = yaml.safe_load(to_yaml(resolve([{"task": DATA_TASK}])))
-    found = [taken(lambda each=each: resolve([value, each]), each) for each in every_value(value)]
+    found = [accepts(lambda each=each: resolve([value, each]), each) for each in each_entry_replaced(value)]
     assert len(found) > 3000
     assert 0.05 < sum(found) / len(found) < 0.95
 
 
-@EFFORT
-def test_sweep_files(here: Path, count: int) -> None:
-    path = here / "sweep.yaml"
+@COUNTS
+def test_sweep_files(empty_cwd: Path, count: int) -> None:
+    path = empty_cwd / "sweep.yaml"
     contents = [
-        *damaged(as_yaml(SWEEP), QUICK[:20], 3, count),
+        *damaged_files(as_yaml(SWEEP), QUICK[:20], 3, count),
         *map(as_yaml, changed_values(SWEEP, 4, count)),
     ]
-    contents += [as_yaml(SWEEP)] if count < 100 else map(as_yaml, every_value(SWEEP))
-    both_ends(
-        lambda: sweep_request.plan_sweep(path, {}, [], None, None, [], None, here / "runs"), path, contents
+    contents += [as_yaml(SWEEP)] if count < 100 else map(as_yaml, each_entry_replaced(SWEEP))
+    check_both_outcomes(
+        lambda: sweep_request.plan_sweep(path, {}, [], None, None, [], None, empty_cwd / "runs"),
+        path,
+        contents,
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file(here: Path, kind: str) -> None:
-    path = here / "c.yaml"
+def test_paths_that_are_not_files(empty_cwd: Path, kind: str) -> None:
+    path = empty_cwd / "c.yaml"
     path.write_text("seed: 1\n")
-    with no_file(path, kind):
-        assert not taken(lambda: read_layer(path), kind)
+    with not_a_file(path, kind):
+        assert not accepts(lambda: read_layer(path), kind)
 
 
-def test_assignments(here: Path) -> None:
+def test_assignments(empty_cwd: Path) -> None:
     texts = [*NAMES, *(str(each) for each in ODD), *(text for text in QUICK if len(text) < 5000)]
     found = [
-        taken(lambda key=key, text=text: resolve([read_assignments([f"{key}={text}"])]), (key, text))
+        accepts(lambda key=key, text=text: resolve([read_assignments([f"{key}={text}"])]), (key, text))
         for key in ("model.path", "optim.lr", "bounds", "a\nb")
         for text in texts
     ]
     assert 0 < sum(found) < len(found)
 
 
-def test_sweep_flags(here: Path) -> None:
+def test_sweep_flags(empty_cwd: Path) -> None:
     def plan(axes: list[str], seeds: str | None, baseline: str | None, recorded: str | None) -> object:
-        return sweep_request.plan_sweep(None, {}, axes, seeds, baseline, [], recorded, here / "runs")
+        return sweep_request.plan_sweep(None, {}, axes, seeds, baseline, [], recorded, empty_cwd / "runs")
 
     for text in NAMES:
         for given in (
@@ -120,15 +122,15 @@ def test_sweep_flags(here: Path) -> None:
             ([], None, text, None),
             ([], None, None, text),
         ):
-            taken(lambda given=given: plan(*given), given)
-    assert not list(here.iterdir())
+            accepts(lambda given=given: plan(*given), given)
+    assert not list(empty_cwd.iterdir())
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        (LAUGHS, "values"),
-        (MERGES, "not readable"),
+        (ALIAS_BOMB, "values"),
+        (MERGE_BOMB, "not readable"),
         ("a: &a [*a]", "deep"),
         pytest.param("- 1\n" * 120_000, "100,000 values", marks=pytest.mark.slow),
         ("a: 0x" + "f" * 101, "100 digits"),
@@ -137,12 +139,12 @@ def test_sweep_flags(here: Path) -> None:
     ],
     ids=["laughs", "merges", "recursive", "many", "hexadecimal", "base-60", "deep"],
 )
-def test_a_bomb_is_refused_by_what_it_is(text: str, part: str) -> None:
+def test_an_expensive_yaml_text_is_refused_with_its_reason(text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         parse_yaml(text, "--config x")
 
 
-def test_anchors_and_usual_numbers_are_read() -> None:
+def test_anchors_and_number_formats_are_read() -> None:
     text = "a: &x {lr: 1.0e-4, n: 1_000, h: 0x1F}\nb: *x\nc: [*x, *x]\nd: .inf\ne: 12:30\n"
     inner = {"lr": 1e-4, "n": 1000, "h": 31}
     assert parse_yaml(text, "") == {"a": inner, "b": inner, "c": [inner] * 2, "d": float("inf"), "e": 750}

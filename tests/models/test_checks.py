@@ -19,8 +19,16 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.models.memory import build_on_meta_device
-from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, damaged, every_value, no_file
-from tests.fuzz.outcome import taken
+from tests.fuzz.mutate import (
+    JSON_TEXTS,
+    KINDS,
+    as_json,
+    changed_values,
+    damaged_files,
+    each_entry_replaced,
+    not_a_file,
+)
+from tests.fuzz.outcome import accepts
 from tests.tasks.stored_completions import mutations
 from tests.text_model import save_text_model
 
@@ -247,14 +255,14 @@ def test_loader_prints_nothing_besides_the_error(folder: Path, capfd: pytest.Cap
 def test_damaged_json_files_raise_user_errors(folder: Path, name: str, count: int) -> None:
     content = (folder / name).read_bytes()
     value = json.loads(content)
-    inputs = [*damaged(content, JSON_TEXTS[:: 1 if count > 50 else 6], 1, count)]
+    inputs = [*damaged_files(content, JSON_TEXTS[:: 1 if count > 50 else 6], 1, count)]
     inputs += map(as_json, changed_values(value, 2, count))
     if count > 50 and name != "tokenizer.json":
-        inputs += map(as_json, every_value(value, ODD_SIZES))
+        inputs += map(as_json, each_entry_replaced(value, ODD_SIZES))
     accepted = []
     for each in inputs:
         (folder / name).write_bytes(each)
-        accepted.append(taken(lambda: load(folder), each[:2000]))
+        accepted.append(accepts(lambda: load(folder), each[:2000]))
     assert 0 < sum(accepted) < len(accepted)
 
 
@@ -280,12 +288,12 @@ def test_damaged_weights_raise_user_errors(folder: Path, count: int) -> None:
     accepted = []
     for each in inputs:
         path.write_bytes(each)
-        accepted.append(taken(lambda: load(folder), each[:500]))
+        accepted.append(accepts(lambda: load(folder), each[:500]))
     assert sum(accepted) < len(accepted)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory"])
 def test_names_that_are_not_regular_files_raise_user_errors(folder: Path, name: str, kind: str) -> None:
-    with no_file(folder / name, kind):
-        assert not taken(lambda: load(folder), (name, kind))
+    with not_a_file(folder / name, kind):
+        assert not accepts(lambda: load(folder), (name, kind))

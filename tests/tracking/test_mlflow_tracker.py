@@ -115,8 +115,8 @@ def test_a_run_that_was_deleted_at_mlflow_is_created_again(run):
 def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
     warnings: list[str] = []
     uri = NOWHERE.replace("//", "//me:secret@")
-    said = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
-    warnings += said
+    printed = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    warnings += printed
     assert len(warnings) == 1
     assert "cannot be reached" in warnings[0]
     assert len(closing) == 1
@@ -310,9 +310,9 @@ def test_the_callback_sends_steps_and_status(run):
 
 
 def test_finishing_a_run_that_never_started_prints_nothing(run):
-    said: list[str] = []
-    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, said.append).finish("FAILED", [])
-    assert said == []
+    printed: list[str] = []
+    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, printed.append).finish("FAILED", [])
+    assert printed == []
 
 
 def test_a_missing_database_gives_one_warning_and_no_output_of_mlflow(run, capfd):

@@ -1,0 +1,186 @@
+"""`bandpo train --resume`: refused settings and damaged runs give one line, and the run folder is not changed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
+from bandpo_cli.storage.run_folder import RunFolder
+from tests.cli.eval_command import WITHOUT_TORCH, succeed, usage_error
+from tests.cli.train_runs import (
+    SMALL,
+    file_contents,
+    metrics_lines,
+    truncate_metrics,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def placeholder_run(tmp_path: Path) -> Path:
+    """Return the folder of a finished run of 6 steps with placeholder tensors, made without training."""
+    run = RunFolder.create(tmp_path / "runs", "a")
+    run.write_config(to_yaml(resolve([read_assignments(["steps=6", "seed=3", *SMALL[1:-3:2]])])))
+    for step in range(7):
+        run.append_metrics({"step": step, "time/step": 1.0})
+    for step in (2, 4, 6):
+        folder = run.checkpoint_dir(step)
+        (folder / "trainer").mkdir(parents=True)
+        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
+            (folder / name).write_bytes(b"none")
+        write_trainer_state(folder, Progress(step, 2 * step, 0, 4 * step, "abc"))
+    run.write_summary({"status": "FINISHED", "steps": 6})
+    (run.path / "plots").mkdir()
+    return run.path
+
+
+def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_path: Path) -> None:
+    before = file_contents(placeholder_run)
+    line = usage_error("train", "--resume", "a", cwd=tmp_path)
+    assert "run a is complete: 6 of 6 steps; to train further: --resume a --steps 12" in line
+    assert file_contents(placeholder_run) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--lr"], ["--lr"]),
+        (["--set", "optim.lr=1e-3"], ["optim.lr = 0.001 (the run has 5e-05)", "What may change", "tracking"]),
+        (
+            ["--seed", "4", "--delta", "0.1"],
+            ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
+        ),
+        (["--method", "clip"], ["bounds.method = clip (the run has band)"]),
+        (["--set", "grading.deadline=1"], ["grading.deadline"]),
+        (["--name", "b"], ["leave out --name"]),
+        (["--steps", "5"], ["it has done 5 already"]),
+        (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
+        (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
+    ],
+)
+def test_changed_settings_are_refused(
+    placeholder_run: Path, tmp_path: Path, arguments: list[str], parts: list[str]
+) -> None:
+    truncate_metrics(placeholder_run, 5)
+    before = file_contents(placeholder_run)
+    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
+    for part in parts:
+        assert part in line
+    assert file_contents(placeholder_run) == before
+
+
+def test_equal_and_harmless_settings_are_accepted(placeholder_run: Path, tmp_path: Path) -> None:
+    truncate_metrics(placeholder_run, 5)
+    flags = ["--seed", "3", "--set", "grading.workers=1", "--set", "checkpoint.keep_best=0", "--no-mlflow"]
+    succeed("train", "--resume", "a", "--config", "runs/a/config.yaml", *flags, "--dry-run", cwd=tmp_path)
+
+
+def test_a_finite_schedule_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
+    config = (placeholder_run / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
+    (placeholder_run / "config.yaml").write_text(config)
+    assert "only a constant one can be extended" in usage_error(
+        "train", "--resume", "a", "--steps", "12", cwd=tmp_path
+    )
+    assert "(its cosine schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.yaml").unlink()
+
+
+def _truncated_config(folder: Path) -> None:
+    (folder / "config.yaml").write_text("seed: [")
+
+
+def _config_with_unknown_setting(folder: Path) -> None:
+    (folder / "config.yaml").write_text("optim:\n  lrr: 1\n")
+
+
+def _no_metrics(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+
+
+def _truncated_metrics(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("".join(metrics_lines(folder)[:3]))
+
+
+def _duplicate_line(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("".join([*metrics_lines(folder)[:3], metrics_lines(folder)[2]]))
+
+
+def _invalid_line(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text(
+        "".join([*metrics_lines(folder)[:3], "rubbish\n", *metrics_lines(folder)[3:]])
+    )
+
+
+def _no_checkpoint_of_a_finished_run(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def _evaluation(folder: Path) -> None:
+    (folder / "config.yaml").unlink()
+    (folder / "eval.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "arguments", "words"),
+    [
+        (_no_config, [], ["it has no config.yaml", "start a new run"]),
+        (_truncated_config, [], ["config.yaml", "not readable as YAML"]),
+        (_config_with_unknown_setting, [], ["config.yaml", "optim.lrr", "did you mean 'lr'"]),
+        (_no_metrics, [], ["metrics.jsonl", "checkpoint of step 2", "lines are missing"]),
+        (_truncated_metrics, [], ["ends with step 2", "checkpoint of step 4", "lines are missing"]),
+        (_duplicate_line, [], ["line 4: step 2 where step 3 belongs"]),
+        (_invalid_line, [], ["line 4", "is not a JSON object"]),
+        (
+            _no_checkpoint_of_a_finished_run,
+            ["--steps", "8"],
+            ["no complete checkpoint", "train anew", "--steps 8"],
+        ),
+        (_evaluation, [], ["bandpo eval --resume a"]),
+    ],
+)
+def test_a_damaged_run_is_one_line(
+    placeholder_run: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    damage(placeholder_run)
+    before = file_contents(placeholder_run)
+    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
+    for word in words:
+        assert word in line
+    assert file_contents(placeholder_run) == before
+
+
+def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tmp_path: Path) -> None:
+    """A similar run name is suggested."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "train", "--resume", "a", "--seed", "9"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "seed = 9" in done.stderr
+    assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
+
+
+def test_a_warning_for_steps_without_checkpoint_and_evaluation(tmp_path: Path) -> None:
+    settings = ["--set", "checkpoint.every=7", "--set", "evaluation.every=20", "--steps", "100", "--dry-run"]
+    assert "do not fall together before" in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
+    settings[1] = "checkpoint.every=4"
+    assert "do not fall together" not in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
