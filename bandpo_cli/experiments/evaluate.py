@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.eval_request import (
     EvalRequest,
@@ -337,7 +337,7 @@ def _send_to_mlflow(
             [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
         )
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
-        line = (str(error).strip().splitlines() or [""])[0][:200]
+        line = first_line(error)
         message = f"MLflow at {store.uri} did not accept the metrics ({type(error).__name__}: {line})"
         log.warning("%s", redact_credentials(message))
         return None

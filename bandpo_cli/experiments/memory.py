@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
@@ -106,14 +106,18 @@ def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
+        raise RunError(
+            f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
+        ) from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # torch's CPU allocator has no class of its own
             raise
-        raise RunError(f"out of memory ({_first_line(error)}); {memory_saving_settings(config)}") from error
+        raise RunError(
+            f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
+        ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _requested_size(error: BaseException) -> str:
     """Return the size that was asked for, without the allocator's advice and its file names."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error, max_chars=1000)
     return text.rsplit("] ", 1)[-1].split(". GPU", 1)[0].strip()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bandpo_cli.errors import first_line
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.tracking.names import flat_params, run_tags
@@ -64,7 +65,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         mirror.reopen()
         return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
-        line = (str(error).strip().splitlines() or [""])[0][:200]
+        line = first_line(error)
         log.warning(
             "%s",
             f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({type(error).__name__}: {line}); "
@@ -85,5 +86,5 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: 
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
-        line = (str(error).strip().splitlines() or [""])[0][:200]
+        line = first_line(error)
         log.warning("%s", f"MLflow did not accept the sweep's end ({line})")

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, get_args, get_type_hints
 
 import numpy as np
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import check_regular_file
 from bandpo_cli.storage.files import step_name, step_of, write_atomically
 from bandpo_cli.types import Group
@@ -147,9 +147,7 @@ def read_eval_table(path: Path) -> list[EvalRow]:
     try:
         return pq.read_table(path, schema=_schema(EvalRow)).to_pylist()  # type: ignore[no-any-return]
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: not readable as an evaluation's completions: {_first_line(error)}"
-        ) from None
+        raise UserError(f"{path}: not readable as an evaluation's completions: {first_line(error)}") from None
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
@@ -178,7 +176,7 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
         table = pq.read_table(path, columns=list(TOKEN_COLUMNS))
         return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
-        raise UserError(f"{path}: not readable as a table of tokens: {_first_line(error)}") from None
+        raise UserError(f"{path}: not readable as a table of tokens: {first_line(error)}") from None
 
 
 def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
@@ -256,7 +254,3 @@ def _write(path: Path, table: Any) -> Path:
     import pyarrow.parquet as pq
 
     return write_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:_MAX_ERROR_CHARS]

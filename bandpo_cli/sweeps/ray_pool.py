@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE, STOP_SIGNALS, FinishedJob, Job
 
 GRACE_S = 20.0
@@ -82,7 +82,7 @@ class RayPool:
                 logging_level="ERROR",
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            line = first_line(error)
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
         resources = ray.cluster_resources()
         gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))

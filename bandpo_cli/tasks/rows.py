@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.registries import DATASETS
 
@@ -74,9 +74,9 @@ def read_file(path: Path) -> Iterator[Row]:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or _first_line(error)}") from None
+        raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
-        raise ConfigError(f"{path}: not readable: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: not readable: {first_line(error)}") from None
 
 
 def read_hub(path: str, subset: str | None, split: str, hint: str) -> Iterator[dict[str, Any]]:
@@ -96,7 +96,7 @@ def read_hub(path: str, subset: str | None, split: str, hint: str) -> Iterator[d
         for batch in rows.with_format("arrow").iter(batch_size=1024):
             yield from batch.to_pylist()
     except Exception as error:  # noqa: BLE001 - readers raise errors of any type for a damaged file
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise ConfigError(f"data set '{path}': cannot be read ({line[:200]})") from None
 
 
@@ -156,7 +156,7 @@ def _load(path: str, subset: str | None, split: str, hint: str) -> Any:
     except KeyError:
         raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
     except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {hint}") from None
 
 
@@ -197,7 +197,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             return
         raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: not readable as JSON: {first_line(error)}") from None
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else None
@@ -249,7 +249,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as Parquet: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: not readable as Parquet: {first_line(error)}") from None
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -271,14 +271,10 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not readable as JSON: {_first_line(error)}") from None
+        raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
 
 
 def _row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
         raise ConfigError(f'{where}: expected an object, {{"question": ..., "answer": ...}}')
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy, save_policy
 from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler
@@ -214,7 +214,7 @@ def _check_disk_space(policy: Policy, state: dict[str, torch.Tensor], folder: Pa
 def _reason(error: Exception) -> str:
     """Return the system's text of the error, else the first line of its message."""
     strerror = getattr(error, "strerror", None)
-    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0]
+    return strerror or first_line(error, max_chars=500)
 
 
 def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Problem]]) -> str:

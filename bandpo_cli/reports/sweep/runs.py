@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
 from bandpo_cli.reports.sweep.statistics import area_under
@@ -172,7 +172,7 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
     if "status" not in summary.content:
         raise UserError("damaged: summary.json is not readable")
     if summary.status != "FINISHED":
-        error = str(summary.content.get("error") or "").split("\n")[0][:200]
+        error = first_line(str(summary.content.get("error") or ""))
         raise UserError(
             f"{str(summary.content['status']).lower()} at {of_steps}{f': {error}' if error else ''}"
         )
