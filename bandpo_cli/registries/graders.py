@@ -1,0 +1,37 @@
+"""Graders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bandpo_cli.registries.base import Entry, Registry
+
+
+@dataclass(frozen=True)
+class GraderEntry(Entry):
+    """A grader.
+
+    Attributes:
+        first_stage: a function from a problem and a text to a grade, or to the arguments of `worker` where the answer
+            takes unbounded time to grade.
+        worker: the function that a worker process runs on these arguments; None where `first_stage` always decides.
+        vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
+    """
+
+    first_stage: str
+    worker: str | None = None
+    vote: str = "bandpo_cli.grading.answers:vote_expression"
+
+
+# fmt: off
+GRADERS = Registry("grader", [
+    GraderEntry("math", "equality of mathematical expressions",
+                first_stage="bandpo_cli.grading.answers:grade_math", worker="bandpo_cli.grading.symbolic:is_equal"),
+    GraderEntry("number", "equality of plain numbers",
+                first_stage="bandpo_cli.grading.answers:grade_number",
+                vote="bandpo_cli.grading.answers:vote_number"),
+    GraderEntry("countdown", "value of an arithmetic expression that uses each given number once",
+                first_stage="bandpo_cli.grading.countdown:grade_countdown",
+                vote="bandpo_cli.grading.answers:vote_countdown"),
+], custom="your own as module:function")
+# fmt: on

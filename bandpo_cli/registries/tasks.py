@@ -1,0 +1,54 @@
+"""Kinds of tasks, and the names that `--task` accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bandpo_cli.registries.base import Entry, Registry
+from bandpo_cli.registries.datasets import DATASETS
+
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A kind of task (`task.name`).
+
+    Attributes:
+        settings: a subclass of `config.task.TaskSettings`.
+        build: a function from these settings to a `tasks.base.Task`.
+        defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
+            nothing; None for the general ones.
+    """
+
+    settings: str
+    build: str
+    defaults: str | None = None
+
+
+# fmt: off
+DATA_TASK = "data"
+"""The task whose problems come from data sets and files. The name of a data set, as a task, stands for it."""
+
+TASKS = Registry("task", [
+    TaskEntry("countdown", "reach a target with +, − and * from given numbers",
+              settings="bandpo_cli.config.task:CountdownTask", build="bandpo_cli.tasks.countdown:Countdown"),
+    TaskEntry(DATA_TASK, "questions with reference answers from data sets and files",
+              settings="bandpo_cli.config.task:DataTask",
+              build="bandpo_cli.tasks.question_answers:QuestionAnswerTask",
+              defaults="bandpo_cli.config.task:LANGUAGE_MODEL_DEFAULTS"),
+])
+# fmt: on
+
+
+def task_kind(name: str) -> str:
+    """Return the name of the entry of `TASKS` for a task's name: `data` for the name of a data set."""
+    return DATA_TASK if name in DATASETS else name
+
+
+def generated_tasks() -> list[str]:
+    """Return the names of the tasks that need no data: all but `data`."""
+    return [name for name in TASKS if name != DATA_TASK]
+
+
+def tasks_text() -> str:
+    """Return what `--task` accepts beside files, for a help text."""
+    return f"{', '.join(generated_tasks())}, a known data set ({', '.join(DATASETS)})"
