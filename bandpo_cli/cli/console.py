@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 
@@ -66,3 +67,20 @@ def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds: `0:01:05`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Spinner:
+    """A spinner with a text, one at a time."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+
+    def show(self, text: str | None) -> None:
+        """Show `text` in place of the present one; None removes the spinner."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if text is not None:
+            self._status = self._console.status(text)
+            self._status.start()

@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import format_duration, plural, print_json, print_line
+from bandpo_cli.cli.console import Spinner, format_duration, plural, print_json, print_line
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.evaluation.compare import Comparison
 from bandpo_cli.evaluation.metrics import Interval
@@ -51,11 +50,11 @@ class EvalView(CallbackBase):
         self._info: EvalInfo | None = None
         self._progress: _Bar | _Lines | None = None
         self._rate: ProgressRate | None = None
-        self._spinner: Status | None = None
+        self._spinner = Spinner(self._console)
 
     def start(self, info: EvalInfo) -> None:
         """Print the notes and the folder."""
-        self._spin(None)
+        self._spinner.show(None)
         self._info = info
         for note in info.notes:
             print_line(self._console, note, "note:", "yellow")
@@ -72,7 +71,7 @@ class EvalView(CallbackBase):
         if name == "record" and self._rate is not None:
             self._stop_progress()
             print_line(self._console, self._rate.summary())
-        self._spin(SPINNERS.get(name))
+        self._spinner.show(SPINNERS.get(name))
 
     def step(self, report: EvalProgress) -> None:
         """Show the progress."""
@@ -81,7 +80,7 @@ class EvalView(CallbackBase):
 
     def end(self, result: EvalResult) -> None:
         """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
-        self._spin(None)
+        self._spinner.show(None)
         self._stop_progress()
         if result.error is not None:
             if self._info is not None and not self._info.rescored:
@@ -93,11 +92,11 @@ class EvalView(CallbackBase):
             print_scores(self._console, result.scores)
             self._console.print()
         if self._info is not None and self._info.request.config.tracking.mlflow:
-            self._spin("sending the metrics to MLflow …")
+            self._spinner.show("sending the metrics to MLflow …")
 
     def close(self) -> None:
         """Remove the spinner and the progress bar, where an error left them."""
-        self._spin(None)
+        self._spinner.show(None)
         self._stop_progress()
 
     def _print_resume(self, result: EvalResult, info: EvalInfo) -> None:
@@ -116,14 +115,6 @@ class EvalView(CallbackBase):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def _spin(self, text: str | None) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
-        if text is not None:
-            self._spinner = self._console.status(text)
-            self._spinner.start()
 
 
 def print_request(console: Console, request: EvalRequest) -> None:

@@ -9,11 +9,10 @@ from statistics import fmean
 
 from rich.console import Console
 from rich.live import Live
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import format_duration, print_line
+from bandpo_cli.cli.console import Spinner, format_duration, print_line
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.reports.sweep.arms import Metric, Report
 from bandpo_cli.reports.sweep.tables import _relative_to_cwd, half_width, value_text
@@ -44,7 +43,7 @@ class SweepView(CallbackBase):
         self._info: SweepInfo | None = None
         self._states: dict[str, RunState] = {}
         self._table: _LiveTable | _PlainLines | None = None
-        self._spinner: Status | None = None
+        self._spinner = Spinner(self._console)
         self._start = time.perf_counter()
 
     def start(self, info: SweepInfo) -> None:
@@ -67,9 +66,9 @@ class SweepView(CallbackBase):
         if not info.pending:
             return
         try:
-            estimate = estimate_time(info, self._runs_dir, lambda: self._spin(SPINNERS["trial"]))
+            estimate = estimate_time(info, self._runs_dir, lambda: self._spinner.show(SPINNERS["trial"]))
         finally:
-            self._spin(None)
+            self._spinner.show(None)
         if estimate is None:
             self._console.print(
                 "no run of this shape is here to estimate the time by; the live table shows one after the first steps"
@@ -83,7 +82,7 @@ class SweepView(CallbackBase):
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""
-        self._spin(None)
+        self._spinner.show(None)
         if name == "run" and self._info is not None:
             view = _LiveTable if self._console.is_terminal else _PlainLines
             self._table = view(self._console, self._info.runs, self._info.slots)
@@ -92,7 +91,7 @@ class SweepView(CallbackBase):
             if self._stop_table() and self._info is not None:
                 self._console.print(arms_table(self._info.runs, self._states))
             self._console.print()
-        self._spin(SPINNERS.get(name))
+        self._spinner.show(SPINNERS.get(name))
 
     def step(self, report: States) -> None:
         """Show the states of the runs."""
@@ -128,7 +127,7 @@ class SweepView(CallbackBase):
 
     def close(self) -> None:
         """Remove the spinner and the live table."""
-        self._spin(None)
+        self._spinner.show(None)
         self._stop_table()
 
     def _stop_table(self) -> bool:
@@ -137,14 +136,6 @@ class SweepView(CallbackBase):
         if table is not None:
             table.stop()
         return table is not None
-
-    def _spin(self, text: str | None) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
-        if text is not None:
-            self._spinner = self._console.status(text)
-            self._spinner.start()
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:

@@ -19,11 +19,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import print_line
+from bandpo_cli.cli.console import Spinner, print_line
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
@@ -56,11 +55,11 @@ class TrainView(CallbackBase):
     def __init__(self, console: Console, runs_dir: Path) -> None:
         self._console, self._runs_dir = console, runs_dir
         self._panel: LivePanel | PlainLines | None = None
-        self._spinner: Status | None = None
+        self._spinner = Spinner(self._console)
 
     def start(self, info: RunInfo) -> None:
         """Print the notes and the run folder, and show the panel."""
-        self._spin(None)
+        self._spinner.show(None)
         for note in info.notes:
             print_line(self._console, note, "note:", "yellow")
         print_line(self._console, str(info.folder), "run folder")
@@ -75,7 +74,7 @@ class TrainView(CallbackBase):
         if self._panel is not None:
             self._panel.phase(name)
         else:
-            self._spin(SPINNERS.get(name))
+            self._spinner.show(SPINNERS.get(name))
 
     def step(self, report: StepReport) -> None:
         """Show one step."""
@@ -84,7 +83,7 @@ class TrainView(CallbackBase):
 
     def end(self, result: RunResult) -> None:
         """Print how a run that did not finish can be continued."""
-        self._spin(None)
+        self._spinner.show(None)
         folder = RunFolder(result.folder)
         if result.status != "FINISHED":
             print_line(self._console, f"{result.status.lower()}; what the run did is in {folder.path}")
@@ -95,17 +94,9 @@ class TrainView(CallbackBase):
 
     def close(self) -> None:
         """Remove the spinner and the panel, where an error left them."""
-        self._spin(None)
+        self._spinner.show(None)
         if self._panel is not None:
             self._panel.stop()
-
-    def _spin(self, text: str | None) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
-        if text is not None:
-            self._spinner = self._console.status(text)
-            self._spinner.start()
 
 
 def make_panel(console: Console, steps: int) -> LivePanel | PlainLines:

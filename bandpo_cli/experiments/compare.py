@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import find_run
+from bandpo_cli.storage.run_folder import find_folder, find_run
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.compare import Comparison
@@ -49,9 +49,9 @@ def find_record(text: str, runs_dir: Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    for path in (runs_dir / text, user_path(text)):
-        if text and path_exists(path / RECORD_FILE):
-            return path / RECORD_FILE
+    folder = find_folder(text, runs_dir, RECORD_FILE)
+    if folder is not None:
+        return folder / RECORD_FILE
     if Path(text).suffix == ".json":
         return user_path(text)
     found = find_run(text, runs_dir)

@@ -11,7 +11,7 @@ from pathlib import Path
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.storage.environment import redact_credentials
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE
 from bandpo_cli.tracking.store import Store, check_reachable
@@ -166,9 +166,9 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
 
 
 def _named(name: str, runs_dir: Path) -> list[RunToSync]:
-    for path in (runs_dir / name, Path(name)):
-        if name and (path / PLAN_FILE).is_file():
-            return _inside(path)
+    sweep = find_folder(name, runs_dir, PLAN_FILE)
+    if sweep is not None:
+        return _inside(sweep)
     return [RunToSync(RunFolder.open(runs_dir, name).path, named=True)]
 
 

@@ -30,6 +30,9 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 
+RECORDS_PER_CALL = 50
+"""Steps that are converted and sent at a time: some thousand values."""
+
 
 @dataclass(frozen=True)
 class MetricRecord:

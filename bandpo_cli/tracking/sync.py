@@ -12,12 +12,9 @@ from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
 from bandpo_cli.tracking.link import find_link, read_links, record_sent_files, send_lock
-from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror, Sent
+from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, sqlite_path, tracking_store
-
-RECORDS_PER_CALL = 50
-"""Steps that are converted and sent at a time: some thousand values."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.run_record import read_records
 from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, send_lock
-from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
+from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
@@ -34,7 +34,6 @@ CONNECT_TIMEOUT_S = 10.0
 UNREACHABLE_GRACE_S = 1.5
 """Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
 
-RECORDS_A_CALL = 50
 
 log = logging.getLogger("bandpo_cli")
 
@@ -148,7 +147,9 @@ class MlflowTracker:
                     mirror.reopen()
                 while self._records:
                     # By index: iterating a deque fails when the training appends to it meanwhile.
-                    batch = [self._records[index] for index in range(min(RECORDS_A_CALL, len(self._records)))]
+                    batch = [
+                        self._records[index] for index in range(min(RECORDS_PER_CALL, len(self._records)))
+                    ]
                     mirror.send(batch)
                     for _ in batch:
                         self._records.popleft()
@@ -165,8 +166,8 @@ class MlflowTracker:
         self._mirror = None
         mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
         backlog = self._backlog()
-        for start in range(0, len(backlog), RECORDS_A_CALL):
-            mirror.send(backlog[start : start + RECORDS_A_CALL])
+        for start in range(0, len(backlog), RECORDS_PER_CALL):
+            mirror.send(backlog[start : start + RECORDS_PER_CALL])
         self._mirror = mirror
         return mirror
 
