@@ -62,8 +62,8 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
 
 
 _MESSAGES_BY_ERRNO = {
-    errno.ENOSPC: "no room is left on the disk; make some, and go on",
-    errno.EDQUOT: "the disk quota is used up; make room, and go on",
+    errno.ENOSPC: "no space is left on the disk; free some, then continue",
+    errno.EDQUOT: "the disk quota is used up; free some space, then continue",
     errno.EFBIG: "files may not grow that far here (ulimit -f)",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",

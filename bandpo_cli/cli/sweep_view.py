@@ -291,8 +291,8 @@ def print_report(console: Console, report: Report) -> None:
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
         console.print(Text(_relative_to_cwd(report.files[name])), soft_wrap=True)
-    pictures = [name for name in report.files if name.endswith(".png")]
-    console.print(Text(f"plots: {', '.join(pictures)}", style="dim"), soft_wrap=soft_wrap)
+    plots = [name for name in report.files if name.endswith(".png")]
+    console.print(Text(f"plots: {', '.join(plots)}", style="dim"), soft_wrap=soft_wrap)
 
 
 def _report_table(report: Report, figures: Sequence[Metric], apart: str) -> Table:

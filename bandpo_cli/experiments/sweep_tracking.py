@@ -64,7 +64,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         )
         mirror.reopen()
         return mirror
-    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs can go on without it
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
         line = first_line(error)
         log.warning(
             "%s",

@@ -205,7 +205,7 @@ class MlflowTracker:
             self._warned = True
             self._warn(
                 f"MLflow at {redact_credentials(self._store.uri)} cannot be reached ({short_error(error)}). "
-                f"The run goes on and {self._folder} has everything; trying again from time to time."
+                f"The run continues, {self._folder} has everything, and the connection is retried."
             )
 
     def _pause(self) -> None:

@@ -78,7 +78,7 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         none = train("--steps", "2", *SMALL[:-1], "b", *runs, cwd=tmp_path)
         assert none.returncode == 1
         assert none.stderr.startswith("error: ")
-        assert "no room is left on the disk" in none.stderr
+        assert "no space is left on the disk" in none.stderr
         assert none.stderr.count("\n") == 1
 
 
@@ -134,5 +134,5 @@ def test_only_known_system_errors_have_a_message() -> None:
     assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
     assert (
         system_error_message(OSError(errno.ENOSPC, "full"))
-        == "no room is left on the disk; make some, and go on"
+        == "no space is left on the disk; free some, then continue"
     )
