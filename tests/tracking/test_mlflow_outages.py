@@ -169,6 +169,16 @@ def sync(server: MlflowServer, folder: RunFolder, live: Counter[Triple]) -> Coun
     return end
 
 
+def settled_metrics(server: MlflowServer, name: str) -> Counter[Triple]:
+    """Return the metrics of a server that continues, after it has handled the requests left in its sockets."""
+    metrics = server.metrics(name)
+    while True:
+        time.sleep(2)
+        before, metrics = metrics, server.metrics(name)
+        if metrics == before:
+            return metrics
+
+
 @pytest.mark.usefixtures("short_timeouts")
 def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
     server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +192,7 @@ def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
     server.send(signal.SIGCONT)
     wait_for(lambda: server.answers())
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    end = sync(server, folder, server.metrics(folder.name))
+    end = sync(server, folder, settled_metrics(server, folder.name))
     assert table("SIGSTOP until after the run", folder, before, before, end) == 0
     assert end == expected(folder)
     assert server.statuses(folder.name) == ["FINISHED"]
