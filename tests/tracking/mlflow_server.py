@@ -61,9 +61,8 @@ class MlflowServer:
             self.send(signal.SIGCONT)  # a stopped process handles SIGTERM only after this
             try:
                 self._process.wait(60)
-            except (
-                subprocess.TimeoutExpired
-            ):  # on a busy machine the server's job runner can hang in its shutdown
+            except subprocess.TimeoutExpired:
+                # On a busy machine the server's job runner can hang in its shutdown.
                 self.send(signal.SIGKILL)
                 self._process.wait(60)
             self._process = None
