@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
@@ -24,6 +23,7 @@ from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
+from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import CallbackBase
 
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
@@ -100,15 +100,11 @@ class EvalView(CallbackBase):
         self._stop_progress()
 
     def _print_resume(self, result: EvalResult, info: EvalInfo) -> None:
-        folder, runs_dir = EvalFolder(result.folder), self._runs_dir
-        in_runs_dir = (runs_dir / folder.name).absolute() == folder.path.absolute()
-        words = ["bandpo", "eval", "--resume", folder.name if in_runs_dir else str(folder.path)]
-        if runs_dir != Path("runs"):
-            words += ["--runs-dir", str(runs_dir)]
+        stored = EvalFolder(result.folder).count_stored()
         print_line(
             self._console,
-            f"{result.record['status']}: {folder.count_stored():,} of {info.completions:,} completions are stored; "
-            f"continue with: {shlex.join(words)}",
+            f"{result.record['status']}: {stored:,} of {info.completions:,} completions are stored; "
+            f"continue with: {resume_command('eval', result.folder, self._runs_dir)}",
         )
 
     def _stop_progress(self) -> None:

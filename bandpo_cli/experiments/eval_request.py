@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
@@ -112,48 +112,70 @@ def _absolute_path(path: str | None) -> str | None:
     return str(user_path(path).absolute())
 
 
+class EvalOptions(TypedDict, total=False):
+    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings.
+
+    Attributes:
+        samples: a file of completions to score, in place of a model.
+        n: completions per problem.
+        k: the k of pass@k and maj@k, each at most n.
+        temperature: sampling temperature; 0 is greedy.
+        max_tokens: the most tokens of a completion.
+        limit: the most problems of each set.
+        seed: seed of the sampling.
+        sampler: the sampling engine: auto, transformers or vllm.
+        grader: the grader of all answers; None for the data's own.
+        settings: other settings, as nested dictionaries; they win over the options above.
+        legacy_best_at_k: add best@k as resampling with replacement gives it.
+    """
+
+    samples: Path | str | None
+    n: int | None
+    k: Sequence[int] | None
+    temperature: float | None
+    max_tokens: int | None
+    limit: int | None
+    seed: int | None
+    sampler: str | None
+    grader: str | None
+    settings: Sequence[Layer]
+    legacy_best_at_k: bool
+
+
 def plan_evaluation(
     model: str = "embedded",
     tasks: Sequence[str] = (),
     *,
-    samples: Path | str | None = None,
-    n: int | None = None,
-    k: Sequence[int] | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    limit: int | None = None,
-    seed: int | None = None,
-    sampler: str | None = None,
-    grader: str | None = None,
     base: Sequence[Layer] = (),
-    settings: Sequence[Layer] = (),
-    legacy_best_at_k: bool = False,
     runs_dir: Path | str = "runs",
+    **options: Unpack[EvalOptions],
 ) -> EvalRequest:
     """Check everything that can be checked without torch, and load the problems.
 
     Args:
-        base: settings below the other arguments.
-        settings: settings above the other arguments.
-        The others: as for `evaluate`.
+        model, tasks, runs_dir: as for `evaluate`.
+        base: settings below the options.
+        options: see `EvalOptions`.
 
     Raises:
         UserError: there is no such model, task or file, or a setting cannot be used.
     """
     flags: dict[tuple[str, ...], Any] = {
-        ("evaluation",): samples_layer(n, k) or None,
-        ("evaluation", "temperature"): temperature,
-        ("evaluation", "problems"): limit,
-        ("sampling", "max_tokens"): max_tokens,
-        ("sampling", "engine"): sampler,
-        ("seed",): seed,
+        ("evaluation",): samples_layer(options.get("n"), options.get("k")) or None,
+        ("evaluation", "temperature"): options.get("temperature"),
+        ("evaluation", "problems"): options.get("limit"),
+        ("sampling", "max_tokens"): options.get("max_tokens"),
+        ("sampling", "engine"): options.get("sampler"),
+        ("seed",): options.get("seed"),
     }
-    layers = [*base, flag_layer(flags), *settings]
+    layers = [*base, flag_layer(flags), *options.get("settings", ())]
+    samples, grader = options.get("samples"), options.get("grader")
+    legacy = options.get("legacy_best_at_k", False)
     if samples is not None:
-        request = samples_request(user_path(str(samples)), grader, layers, legacy_best_at_k)
+        request = samples_request(user_path(str(samples)), grader, layers, legacy)
     else:
         judge = [] if grader is None else [{"task": {"grader": grader}}]
-        request = model_request(model, tasks, Path(runs_dir), [*layers, *judge], legacy_best_at_k)
+        request = model_request(model, tasks, Path(runs_dir), [*layers, *judge], legacy)
     if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
     return request

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.eval_request import (
+    EvalOptions,
     EvalRequest,
     SamplesFile,
     plan_evaluation,
@@ -26,7 +27,7 @@ from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tracking.names import run_tags
-from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.tracking.store import short_error, tracking_store, ui_command
 from bandpo_cli.types import Callback
 
 if TYPE_CHECKING:
@@ -98,65 +99,30 @@ def evaluate(
     model: str | EvalRequest = "embedded",
     tasks: Sequence[str] = (),
     *,
-    samples: Path | str | None = None,
-    n: int | None = None,
-    k: Sequence[int] | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    limit: int | None = None,
-    seed: int | None = None,
-    sampler: str | None = None,
-    grader: str | None = None,
-    settings: Sequence[Layer] = (),
-    legacy_best_at_k: bool = False,
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[EvalCallback] = (),
+    **options: Unpack[EvalOptions],
 ) -> EvalResult:
     """Score a model, or stored completions, in a new folder, and store every completion.
 
     Args:
         model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
-            `plan_evaluation`, which has all other settings.
+            `plan_evaluation`, which has the tasks and all options.
         tasks: `countdown`, names of data sets, or files; none for the run's own sets.
-        samples: a file of completions to score, in place of a model.
-        n: completions per problem.
-        k: the k of pass@k and maj@k, each at most n.
-        temperature: sampling temperature; 0 is greedy.
-        max_tokens: the most tokens of a completion.
-        limit: the most problems of each set.
-        seed: seed of the sampling.
-        sampler: the sampling engine: auto, transformers or vllm.
-        grader: the grader of all answers; None for the data's own.
-        settings: other settings, as nested dictionaries; they win over the arguments above.
-        legacy_best_at_k: add best@k as resampling with replacement gives it.
         runs_dir: the folder of the evaluation's folder, and of runs.
         name: name of the folder; None for model, tasks, n, seed and time.
         callbacks: receive the events of `types.Callback`.
+        options: see `EvalOptions`.
 
     Raises:
         UserError: the name is taken, a setting cannot be used, or the model cannot be loaded; nothing has been written.
         RunError: the device has not enough memory, or the engine failed; graded completions are stored.
     """
     runs_dir = Path(runs_dir)
-    if not isinstance(model, EvalRequest):
-        model = plan_evaluation(
-            model,
-            tasks,
-            samples=samples,
-            n=n,
-            k=k,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            limit=limit,
-            seed=seed,
-            sampler=sampler,
-            grader=grader,
-            settings=settings,
-            legacy_best_at_k=legacy_best_at_k,
-            runs_dir=runs_dir,
-        )
     request = model
+    if not isinstance(request, EvalRequest):
+        request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     name = choose_run_name(runs_dir, name, request.default_name())
     events = Dispatcher(callbacks)
     with ExitStack() as stack:
@@ -337,9 +303,10 @@ def _send_to_mlflow(
             [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
         )
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
-        line = first_line(error)
-        message = f"MLflow at {store.uri} did not accept the metrics ({type(error).__name__}: {line})"
-        log.warning("%s", redact_credentials(message))
+        log.warning(
+            "%s",
+            f"MLflow at {redact_credentials(store.uri)} did not accept the metrics ({short_error(error)})",
+        )
         return None
     return f"{redact_credentials(ui_command(store.uri))}  (run {place})"
 

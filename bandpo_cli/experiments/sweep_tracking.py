@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bandpo_cli.errors import first_line
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking.store import Store, short_error
 
 if TYPE_CHECKING:
     from bandpo_cli.tracking.mirror import MlflowMirror
@@ -65,10 +64,9 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         mirror.reopen()
         return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
-        line = first_line(error)
         log.warning(
             "%s",
-            f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({type(error).__name__}: {line}); "
+            f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({short_error(error)}); "
             "its runs are not shown under one",
         )
         return None
@@ -77,14 +75,12 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float]) -> None:
     from bandpo_cli.tracking.mirror import MetricRecord
 
-    whole = sum(folder.is_finished(run.name) for run in folder.runs)
+    finished = sum(folder.is_finished(run.name) for run in folder.runs)
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave it running for ever
-        mirror.send(
-            [MetricRecord.of(whole, leaderboard)]
-        )  # a resume adds runs, and has a leaderboard of its own
+        # The number of finished runs as the step: a resume adds runs, and its leaderboard does not replace this one.
+        mirror.send([MetricRecord.of(finished, leaderboard)])
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
-        line = first_line(error)
-        log.warning("%s", f"MLflow did not accept the sweep's end ({line})")
+        log.warning("%s", f"MLflow did not accept the sweep's end ({short_error(error)})")

@@ -14,9 +14,9 @@ from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE
-from bandpo_cli.tracking.store import Store, check_reachable
+from bandpo_cli.tracking.store import Store, check_reachable, short_error
 from bandpo_cli.tracking.sync import SyncResult, store_for_run, sync_run
-from bandpo_cli.tracking.tracker import CONNECT_TIMEOUT_S, short_error
+from bandpo_cli.tracking.tracker import CONNECT_TIMEOUT_S
 from bandpo_cli.types import Callback
 
 log = logging.getLogger("bandpo_cli")

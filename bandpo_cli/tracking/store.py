@@ -15,6 +15,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.errors import first_line
+from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_lock
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
@@ -151,3 +153,8 @@ def _relative_to_cwd(path: Path) -> Path:
         return path.absolute().relative_to(Path.cwd())
     except ValueError:
         return path
+
+
+def short_error(error: Exception) -> str:
+    """Return the class and first line of an error of MLflow, without credentials, at most 200 characters."""
+    return f"{type(error).__name__}: {first_line(redact_credentials(str(error)))}"[:200]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import threading
 import time
 from collections import deque
@@ -14,12 +13,12 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import run_artifacts
+from bandpo_cli.storage.run_folder import run_artifacts, sync_command
 from bandpo_cli.storage.run_record import read_records
 from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, check_reachable, tracking_store
+from bandpo_cli.tracking.store import Store, check_reachable, short_error, tracking_store
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
@@ -227,7 +226,7 @@ class MlflowTracker:
         what = " and ".join(parts) or "the end of the run"
         return (
             f"MLflow at {redact_credentials(self._store.uri)} has not got {what}; {self._folder} has everything. "
-            f"Send it later by: {sync_command(self._folder)}"
+            f"Send it later by: {sync_command(self._folder, self._folder.parent)}"
         )
 
 
@@ -256,15 +255,3 @@ class MlflowCallback(CallbackBase):
         """Send the rest, the status and the files of the run folder."""
         if self._tracker is not None:
             self._tracker.finish(result.status, run_artifacts(result.folder))
-
-
-def sync_command(folder: Path) -> str:
-    """Return the command that sends the run in `folder` later."""
-    elsewhere = "" if folder.parent == Path("runs") else f" --runs-dir {shlex.quote(str(folder.parent))}"
-    return f"bandpo sync {shlex.quote(folder.name)}{elsewhere}"
-
-
-def short_error(error: Exception) -> str:
-    """Return the class and first line of `error`, without credentials, at most 200 characters."""
-    lines = redact_credentials(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -12,18 +12,9 @@ from hypothesis import strategies as st
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.registries import DIVERGENCES
+from tests.bounds.check_values import CHECK_VALUES
 from tests.bounds.oracle import least_step, oracle
 
-CHECKED = {  # 40-digit roots at p = 0.08 and δ = 0.05
-    "kl": (0.261695843479, 2.41055379376),
-    "reverse-kl": (0.135680527438, 2.22811829954),
-    "tv": (0.375, 1.625),
-    "chi2": (0.241712455595, 1.75828754441),
-    "neyman": (0.468898823699, 2.0311011763),
-    "hellinger": (0.0490474798726, 2.98782752013),
-    "le-cam": (0.166355765755, 2.3458393562),
-    "js": (0.0, 4.0946982543),
-}
 BATCH = 70_000  # enough for the tables to be used
 LOGPS = st.one_of(st.floats(-80, -1e-9), st.floats(-9, 1.9).map(lambda x: max(-(10**x), -80.0)))
 DELTAS = st.one_of(st.sampled_from([1e-4, 0.05, 2.0]), st.floats(-4, 0.301).map(lambda x: 10**x))
@@ -38,7 +29,7 @@ def assert_close(got: float, want: object, allowed: float, step: object, dtype: 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_bounds_equal_independently_computed_values(name: str) -> None:
     bounds = band_bounds([math.log(0.08)], name, 0.05)
-    assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECKED[name], rel=1e-11)
+    assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECK_VALUES[name], rel=1e-11)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -104,8 +104,11 @@ def test_weights_that_do_not_match_the_model_are_refused(folder: Path, change: A
 
 
 def test_weights_of_another_head_are_ignored(folder: Path) -> None:
+    before = load(folder).model.state_dict()
     change_weights(folder, lambda weights: weights.update({"v_head.weight": torch.ones(1, 64)}))
-    load(folder)
+    after = load(folder).model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_custom_code_runs_when_trusted(custom_code: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("eos", [10**6, -1, "x", [[1]], True, 1.5])
 def test_end_of_sequence_id_that_is_not_a_token_is_refused(folder: Path, eos: Any) -> None:
     edit_json(folder / "generation_config.json", eos_token_id=eos)
-    load_error(folder)
+    assert "is not one of its 270 tokens" in load_error(folder)
 
 
 def test_tokenizer_of_a_larger_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -7,25 +7,16 @@ import math
 import pytest
 import torch
 
+from tests.bounds.check_values import CHECK_VALUES
 from tests.oracle.reference import ReferenceTrainer
 from tests.oracle.reference_bounds import GENERATORS, band, ratio_bounds
-
-AT_008 = {
-    "kl": (0.261695843479, 2.41055379376),
-    "reverse-kl": (0.135680527438, 2.22811829954),
-    "tv": (0.375, 1.625),
-    "chi2": (0.241712455595, 1.75828754441),
-    "neyman": (0.468898823699, 2.0311011763),
-    "hellinger": (0.0490474798726, 2.98782752013),
-    "le-cam": (0.166355765755, 2.3458393562),
-    "js": (0.0, 4.0946982543),
-}
-"""Roots to 12 digits at p = 0.08 and δ = 0.05, by 40-digit arithmetic."""
 
 
 @pytest.mark.parametrize("divergence", GENERATORS)
 def test_bisection_finds_the_roots(divergence: str) -> None:
-    assert band(GENERATORS[divergence], math.log(0.08), 0.05) == pytest.approx(AT_008[divergence], rel=1e-11)
+    assert band(GENERATORS[divergence], math.log(0.08), 0.05) == pytest.approx(
+        CHECK_VALUES[divergence], rel=1e-11
+    )
 
 
 def test_dcpo_bounds_by_hand() -> None:

@@ -64,8 +64,8 @@ def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path: Pa
     with holder(tmp_path, how) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with run_lock(tmp_path):
-            pass
+        with run_lock(tmp_path):  # raises where the lock is still held
+            assert process.returncode == -signal.SIGKILL
 
 
 def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_depth_of_extra_is_limited(tmp_path: Path) -> None:
 
     deep = '{"x": ' + nested(900) + "}"
     (problems,) = read_completions(jsonl(tmp_path / "a.jsonl", {**ROW, "extra": deep})).values()
-    pickle.dumps(problems[0].problem.extra)
+    assert pickle.loads(pickle.dumps(problems[0].problem.extra)) == problems[0].problem.extra
 
 
 def test_a_file_cannot_choose_code_to_run(tmp_path: Path) -> None:

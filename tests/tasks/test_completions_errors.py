@@ -123,7 +123,7 @@ def test_paths_that_are_not_data_files(tmp_path: Path, name: str) -> None:
     for folder in ("folder.jsonl", "folder.parquet"):
         (tmp_path / folder).mkdir()
     (tmp_path / "a.txt").write_text("x")
-    error_of(tmp_path / name)
+    assert str(tmp_path) in error_of(tmp_path / name)
 
 
 @pytest.mark.parametrize(
