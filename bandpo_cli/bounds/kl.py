@@ -35,7 +35,7 @@ MIN_TOKENS_FOR_TABLE = 4096
 """Smallest number of tokens for polynomials. Their tables are reused, since δ is the same in each step of training."""
 
 _FIRST_OCTAVE, _LAST_OCTAVE = -36, 7
-"""Range of y of the float32 tables: from 2⁻³⁶, where float32 results equal the limit p→1, to 128, where 1/p overflows."""
+"""Range of y of the float32 tables: from 2⁻³⁶, where results equal the limit p→1, to 128, where 1/p overflows."""
 
 _F32_BITS = 10
 _F32_SHIFT = 23 - _F32_BITS
