@@ -64,7 +64,7 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         filler = fill(disk, 1 << 20)
         full = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
         assert full.returncode == 1
-        assert full.stderr.startswith("error: no room for the checkpoint of step-000004")
+        assert full.stderr.startswith("error: not enough disk space for the checkpoint step-000004")
         assert full.stderr.count("\n") == 1
         assert "continue with: bandpo train --resume a" in full.stdout
         filler.unlink()

@@ -312,7 +312,7 @@ def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pyt
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=next(free)))
         done: Done = bandpo("train", "--steps", "6", *SMALL, "--name", "a", cwd=tmp_path)
     assert done.code == 1
-    assert "error: no room for the checkpoint of step-000004" in done.err
+    assert "error: not enough disk space for the checkpoint step-000004" in done.err
     assert len(done.err.splitlines()) == 1
     assert "continue with: bandpo train --resume a" in done.out
     folder = tmp_path / "runs" / "a"
