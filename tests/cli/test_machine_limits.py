@@ -115,13 +115,8 @@ def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
 
     many = [
-        "--set",
-        "sampling.prompts=2048",
-        "--set",
-        "sampling.samples=64",
-        "--set",
-        "sampling.max_sequences=200000",
-    ]
+        "--set", "sampling.prompts=2048", "--set", "sampling.samples=64", "--set", "sampling.max_sequences=200000",
+    ]  # fmt: skip
     done = train("--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit)
     assert done.returncode == 1
     assert "out of memory" in done.stderr
