@@ -20,9 +20,8 @@ Array = Any
 CPU_BLOCK = 2**20
 """Elements per block on a CPU, which limits the temporaries of a batch of any size to some 100 MB."""
 
-
 Generator = Callable[[Array, Array], Array]
-"""`f(u, x)` with x = u−1."""
+"""The f of an f-divergence, called as `f(u, u−1)`: arrays of one shape in, f(u) of that shape out."""
 
 
 class RatioBounds(NamedTuple):
@@ -39,7 +38,7 @@ class RatioBounds(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenProbs:
-    """Probabilities of the sampled tokens under π_old, in float64, accurate at both ends.
+    """Probabilities of T sampled tokens under π_old, in float64, accurate at both ends.
 
     Attributes:
         logp: log p ≤ 0, never NaN. Shape (T,).

@@ -61,6 +61,7 @@ def band_bounds(
 
 
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
+    """Return the bounds of valid arguments, block by block."""
     flat, dtype = x.reshape(-1), output_dtype(x)
     lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
     many_float32 = dtype == namespace(x).float32 and len(flat) >= MIN_TOKENS_FOR_TABLE
@@ -98,9 +99,8 @@ def _clamp_to_interval(roots: RatioBounds, logp: Array, max_ratio: float | None)
 def saturation(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
     """Return whether the region contains ratio 0, and whether it contains ratio 1/p (the simplex), for p in (0, 1]."""
     p, m = np.float64(prob), np.maximum(np.float64(1.0 - prob), 1e-300)
-    zero, minus_one = np.float64(0.0), np.float64(-1.0)
     with np.errstate(all="ignore"):
-        at_zero = divergence.f(zero, minus_one)
-        gone = p * at_zero + m * divergence.f(1.0 / m, p / m)
-        certain = p * divergence.f(1.0 / p, m / p) + m * at_zero
-    return bool(gone <= delta), bool(certain <= delta) or prob == 1.0
+        f_zero = divergence.f(np.float64(0.0), np.float64(-1.0))
+        at_zero = p * f_zero + m * divergence.f(1.0 / m, p / m)
+        at_simplex = p * divergence.f(1.0 / p, m / p) + m * f_zero
+    return bool(at_zero <= delta), bool(at_simplex <= delta) or prob == 1.0

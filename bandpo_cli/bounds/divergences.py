@@ -33,13 +33,11 @@ class Divergence:
     """One f-divergence D_f(π‖π_old).
 
     Attributes:
-        region: what the trust region bounds, in words.
         f: its generator, `f(u, u−1)`.
         solve: its Band in closed form or by a specific method; None for the generic solver.
         solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` is used.
     """
 
-    region: str
     f: Generator
     solve: Callable[[TokenProbs, float], RatioBounds] | None = None
     solve_float32: Callable[[Array, float], RatioBounds] | None = None
@@ -59,7 +57,7 @@ def find_divergence(name: str) -> Divergence:
         return _load_divergence(DIVERGENCES[name])
     if ":" not in name:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
-    return Divergence("your own f", custom_generator(name))
+    return Divergence(custom_generator(name))
 
 
 def divergence_at(divergence: Divergence, tokens: TokenProbs, ratio: float) -> float:
@@ -190,7 +188,7 @@ def _load_divergence(entry: DivergenceEntry) -> Divergence:
     solve, solve_float32 = (
         None if path is None else load_attribute(path) for path in (entry.bounds, entry.bounds_float32)
     )
-    return Divergence(entry.summary, load_attribute(entry.generator), solve, solve_float32)
+    return Divergence(load_attribute(entry.generator), solve, solve_float32)
 
 
 def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
@@ -215,6 +213,7 @@ def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
 
 
 def _check_convex(name: str, u: np.ndarray, values: np.ndarray) -> None:
+    """Raise ConfigError unless each value of f lies on or below the chord of its two neighbours."""
     chord = values[:-2] + (values[2:] - values[:-2]) * (u[1:-1] - u[:-2]) / (u[2:] - u[:-2])
     above = values[1:-1] - chord
     scale = np.abs(values[:-2]) + np.abs(values[2:]) + 1e-3
@@ -231,4 +230,5 @@ def _u_log_u(u: Array, x: Array) -> Array:
 
 
 def _cap_at_simplex(tokens: TokenProbs, lower: Array, upper: Array) -> RatioBounds:
+    """Return the bounds with the upper one at most 1/p."""
     return RatioBounds(lower, namespace(upper).minimum(upper, 1.0 / tokens.p))

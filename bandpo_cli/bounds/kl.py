@@ -10,7 +10,7 @@ piecewise polynomials through Newton's solutions; the piece is read from the bit
 * In float64 (the functions `*_pieces`): 64 pieces per octave up to y = 1, then 64 per unit, because log r is smooth in
   log y near p = 1 and in y beyond. On a piece of relative half-width 1/128 a function that is analytic within its own
   distance has an error of about 2·256^−(degree+1).
-* For float32 results (`evaluate_float32_table`): float32 throughout, with a relative error of about 2e-7. On a piece of
+* For float32 results (`kl_bounds_float32`): float32 throughout, with a relative error of about 2e-7. On a piece of
   relative half-width 2⁻¹¹ a parabola has an error of 1e-8. float32 cannot represent an exponent of 87 with 7 decimals,
   so the ratio at the middle of each piece is tabulated and only the small change of log r within it is computed.
 """
@@ -18,15 +18,12 @@ piecewise polynomials through Newton's solutions; the piece is read from the bit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from bandpo_cli.bounds.arrays import Array, RatioBounds, TokenProbs, arange, cast, device_of, namespace, take
-
-LogRatios = Callable[[TokenProbs, float], tuple[Array, Array]]
 
 _SMALLEST_S = 2.0**-200
 """Smallest s. The new probability is independent of s far above it, and below it 1/s² would overflow."""
@@ -38,7 +35,7 @@ MIN_TOKENS_FOR_TABLE = 4096
 """Smallest number of tokens for polynomials. Their tables are reused, since δ is the same in each step of training."""
 
 _FIRST_OCTAVE, _LAST_OCTAVE = -36, 7
-"""Range of y: from 2⁻³⁶, where float32 results equal the limit p→1, to 128, where 1/p overflows float32."""
+"""Range of y of the float32 tables: from 2⁻³⁶, where results equal the limit p→1, to 128, where 1/p overflows."""
 
 _F32_BITS = 10
 _F32_SHIFT = 23 - _F32_BITS
@@ -50,15 +47,17 @@ _NODE = _HALF * math.sqrt(0.75)
 """Distance of the outer Chebyshev nodes of a parabola from its middle."""
 
 _LOG_RATIO_FLOOR = -120.0
-"""exp of this is 0 in float32; below it log r is too steep for a piece."""
+"""exp of this is 0 in float32; below it log r is too steep for a parabola per piece."""
 
 Float32Table = tuple[Array, Array, Array]
-"""Ratio at the middle of each piece, and slope and curvature of log r there; float32, shapes (pieces,)."""
+"""One bound: its ratio at the middle of each piece, slope and curvature of log r there; float32, shapes (pieces,)."""
 
 SMALLEST_Y, LARGEST_Y = 2.0**-64, 128.0
-"""Range of y. Below it a bound equals its limit p→1 to double precision; above it the new probability is constant."""
+"""Range of y of the float64 pieces. Below it a bound equals its limit p→1 to double precision; above it the new
+probability is constant."""
 
 DEGREE = 6
+"""Degree of the polynomial on each float64 piece."""
 
 _F64_BITS = 6
 _F64_SHIFT = 52 - _F64_BITS
@@ -78,13 +77,8 @@ def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
         log_lower, log_upper = log_ratios(tokens, delta)
     else:
         log_lower, log_upper = _interpolate(tokens, delta)
-    # The limit of the simplex, r ≤ 1/p, is cheap here; after the exponential it would need another one.
+    # The limit of the simplex, r ≤ 1/p, is applied to the logarithm: after exp it would need a second exponential.
     return RatioBounds(xp.exp(log_lower), xp.exp(xp.minimum(log_upper, -tokens.logp)))
-
-
-def kl_bounds_float32(logp: Array, delta: float) -> RatioBounds:
-    """Return the interval of ratios for many float32 tokens, computed in float32."""
-    return evaluate_float32_table(logp, delta, log_ratios)
 
 
 def log_ratios(tokens: TokenProbs, delta: float) -> tuple[Array, Array]:
@@ -141,7 +135,7 @@ def locate_piece(y: Array) -> PieceIndex:
     return (bits >> _F64_SHIFT) + (cast(unit, xp.int64) - _F64_FIRST), position
 
 
-def piece_nodes(xp: object, device: object) -> list[Array]:
+def piece_nodes(xp: Any, device: Any) -> list[Array]:
     """Return y at the Chebyshev nodes of every piece: DEGREE+1 arrays of shape (pieces,)."""
     piece = arange(_F64_PIECES, xp, device)
     low, high = _edge(piece), _edge(piece + 1)
@@ -181,10 +175,10 @@ def _chebyshev(degree: int) -> np.ndarray:
     return np.cos(np.pi * (np.arange(degree + 1) + 0.5) / (degree + 1))
 
 
-def evaluate_float32_table(logp: Array, delta: float, log_ratios: LogRatios) -> RatioBounds:
-    """Return the interval of ratios for float32 `logp` of shape (T,), undefined for NaN; `log_ratios` is exact."""
+def kl_bounds_float32(logp: Array, delta: float) -> RatioBounds:
+    """Return the interval of ratios for many float32 log-probs, shape (T,), computed in float32; undefined for NaN."""
     xp = namespace(logp)
-    lower, upper = _table(delta, log_ratios, type(logp).__qualname__, xp, device_of(logp))
+    lower, upper = _float32_tables(delta, type(logp).__qualname__, xp, device_of(logp))
     y = -logp
     bits = xp.clip(y, 2.0**_FIRST_OCTAVE, None).view(xp.int32)
     piece = bits >> _F32_SHIFT
@@ -211,10 +205,8 @@ def _evaluate(table: Float32Table, piece: Array, x: Array) -> Array:
 
 
 @lru_cache(maxsize=32)
-def _table(
-    delta: float, log_ratios: LogRatios, kind: str, xp: Any, device: Any
-) -> tuple[Float32Table, Float32Table]:
-    """Return the pieces of both bounds on the device. `kind` separates the tables of traced and real tensors."""
+def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Float32Table, Float32Table]:
+    """Return the tables of both bounds on the device. `kind` separates those of traced and real tensors."""
     number = arange(_F32_PIECES, xp, device)
     octave = cast(number >> _F32_BITS, xp.float64) + _FIRST_OCTAVE
     middle = 1.0 + _HALF + cast(number & ((1 << _F32_BITS) - 1), xp.float64) * 2.0**-_F32_BITS
@@ -226,6 +218,7 @@ def _table(
 
 
 def _parabola(xp: Any, left: Array, middle: Array, right: Array) -> Float32Table:
+    """Return the parabolas through log r at the three Chebyshev nodes of each piece."""
     left, middle, right = (xp.clip(value, _LOG_RATIO_FLOOR, None) for value in (left, middle, right))
     slope = (right - left) / (2.0 * _NODE)
     curvature = (right + left - 2.0 * middle) / (2.0 * _NODE**2)

@@ -46,8 +46,8 @@ MIN_TOKENS_FOR_TABLE = _EDGES
 """Smallest number of tokens for which a table is faster even if it is used only once."""
 
 _MAX_T = 700.0  # exp(709) overflows
-_MAX_STEPS = 48  # 48 halvings reduce 700 to 2e-12; interpolation needs fewer
-_CONVERGED_STEP = 1e-7  # a smaller last correction has an error of its product with the squared margin
+_MAX_STEPS = 48  # 48 halvings reduce an interval of 700 to 2e-12; interpolation needs fewer steps
+_CONVERGED_STEP = 1e-7  # a last correction below this has an error of about itself times the squared margin
 _TOLERANCE = 2.0**-45  # absolute, in t: a relative error of 3e-14 in a ratio
 
 
@@ -73,8 +73,8 @@ class RootFinder:
 
     def __call__(self, s: Array, delta: float, side: int) -> Array:
         """Return the root t on one side, ±inf where the bound saturates. Shape of `s`, which is in (0, ½]."""
-        full = self._full_bracket(s, delta, side)
-        t, _ = self._search(s, delta, full, _MAX_STEPS)
+        bracket = self._full_bracket(s, delta, side)
+        t = chandrupatla(lambda t: self._excess(s, delta, t), bracket)
         return self._saturate(t, s, delta, side)
 
     def from_table(self, s: Array, delta: float, side: int) -> Array:
@@ -100,35 +100,33 @@ class RootFinder:
         return s * self.f(zero, zero - 1.0) + (1.0 - s) * self.f(1.0 / (1.0 - s), s / (1.0 - s))
 
     def _excess(self, s: Array, delta: float, t: Array) -> Array:
+        """Return G(t) − δ."""
         rare, rare_x, other, other_x = _ratio_pair(s, t)
         return s * self.f(rare, rare_x) + (1.0 - s) * self.f(other, other_x) - delta
 
     def _full_bracket(self, s: Array, delta: float, side: int) -> tuple[Array, Array, Array, Array]:
+        """Return 0, the largest t of the side, and G − δ at both."""
         zero = namespace(s).zeros_like(s)
         far = zero + side * _MAX_T
         return zero, far, zero - delta, namespace(s).clip(self._excess(s, delta, far), 0.0, None)
 
     def _saturate(self, t: Array, s: Array, delta: float, side: int) -> Array:
+        """Return `t`, ±inf where G stays within δ on the whole side."""
         return namespace(s).where(self.limit(s, side) <= delta, side * math.inf, t)
 
-    def _search(self, s: Array, delta: float, bracket: tuple[Array, ...], steps: int) -> tuple[Array, Array]:
-        return chandrupatla(lambda t: self._excess(s, delta, t), bracket, steps)
 
-
-def chandrupatla(
-    excess: Callable[[Array], Array], bracket: tuple[Array, ...], steps: int
-) -> tuple[Array, Array]:
-    """Return the root of `excess` in each bracket (a, b, excess(a), excess(b)), and where it has converged.
+def chandrupatla(excess: Callable[[Array], Array], bracket: tuple[Array, Array, Array, Array]) -> Array:
+    """Return the root of `excess` in each bracket (a, b, excess(a), excess(b)).
 
     The signs of excess(a) and excess(b) are opposite. On the host the loop ends when all tokens have converged; on an
-    accelerator, where testing for that would synchronize, after `steps`.
+    accelerator, where testing for that would synchronize, after `_MAX_STEPS` steps.
     """
     a, b, fa, fb = bracket
     xp = namespace(a)
     fraction: Array = 0.5
     done = false_like(a)
     best = a
-    for _ in range(steps):
+    for _ in range(_MAX_STEPS):
         x = a + fraction * (b - a)
         fx = excess(x)
         same = (fx < 0.0) == (fa < 0.0)
@@ -142,7 +140,7 @@ def chandrupatla(
         if is_on_host(a) and bool(done.all()):
             break
         fraction = _next_fraction(xp, (a, b, c), (fa, fb, fc), least)
-    return best, done
+    return best
 
 
 def initial_guess(root: RootFunction, s: Array, delta: float, side: int) -> Array:
@@ -183,13 +181,12 @@ def _interpolate(excess: Callable[[Array], Array], low: Array, high: Array) -> t
     return x - step, (at_low < 0.0) & (at_high > 0.0) & (abs(step) < _CONVERGED_STEP)
 
 
-def _next_fraction(xp: object, points: tuple[Array, ...], values: tuple[Array, ...], least: Array) -> Array:
+def _next_fraction(xp: Any, points: tuple[Array, ...], values: tuple[Array, ...], least: Array) -> Array:
     """Return the next fraction of [a, b]: the inverse quadratic through the last three points if it is safe, else ½."""
     (a, b, c), (fa, fb, fc) = points, values
-    where, clip = xp.where, xp.clip  # type: ignore[attr-defined]
     xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
     safe = (phi * phi < xi) & ((1.0 - phi) * (1.0 - phi) < 1.0 - xi)
     quadratic = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
-    least = clip(least, None, 0.5)
-    fraction = where(safe, quadratic, 0.5)
-    return where(fraction < least, least, where(fraction > 1.0 - least, 1.0 - least, fraction))
+    least = xp.clip(least, None, 0.5)
+    fraction = xp.where(safe, quadratic, 0.5)
+    return xp.where(fraction < least, least, xp.where(fraction > 1.0 - least, 1.0 - least, fraction))

@@ -170,11 +170,14 @@ def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: s
     for key in keys[:-1]:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
-            raise ConfigError(f"{where}: '{key}' has a plain value already; give it one or the other")
+            raise ConfigError(
+                f"{where}: '{key}' has a plain value already; give it a value or keys below it, not both"
+            )
     section[keys[-1]] = value
 
 
 def _describe_type(value: Any) -> str:
+    """Return the type of a YAML value in words, for a message."""
     return {"list": "a list", "str": "a bare text"}.get(
         type(value).__name__, f"a bare {type(value).__name__}"
     )
@@ -200,6 +203,7 @@ def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """Return one error of pydantic as `key = value: what is wrong and what is allowed`."""
     path, owner, tag = _locate(error["loc"], model)
     kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
@@ -227,6 +231,7 @@ def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _short_repr(value: Any) -> str:
+    """Return the value as Python code of at most 80 characters, without the credentials of an address."""
     text = re.sub(r"://[^/@]*@", "://***@", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 

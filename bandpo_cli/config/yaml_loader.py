@@ -28,10 +28,9 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
-        reported = getattr(error, "problem", None) or getattr(error, "reason", None)
-        problem = reported or (
-            "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
-        )
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
+        if not problem:
+            problem = "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
@@ -85,6 +84,7 @@ for _tag in ("int", "float"):
 
 
 def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    """Return an error that `parse_yaml` reports with the line of `node`."""
     return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
 

@@ -55,14 +55,14 @@ def regrade_batches(
                 eval_row(
                     label,
                     problem,
-                    str(problem.prompt),
-                    each.text,
-                    verdict,
-                    each.length,
-                    each.finish_reason,
-                    each.logprob_sum,
+                    prompt=str(problem.prompt),
+                    text=completion.text,
+                    grade=completion_grade,
+                    length=completion.length,
+                    finish_reason=completion.finish_reason,
+                    logprob_sum=completion.logprob_sum,
                 )
-                for (problem, each), verdict in zip(pairs, grades, strict=True)
+                for (problem, completion), completion_grade in zip(pairs, grades, strict=True)
             ]
             yield Batch(key, label, rows)
 
@@ -77,6 +77,7 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
 def eval_row(
     label: str,
     problem: Problem,
+    *,
     prompt: str,
     text: str,
     grade: Grade,
@@ -87,6 +88,7 @@ def eval_row(
     """Return the stored row of a completion.
 
     Args:
+        label: name of the evaluation set.
         prompt: the prompt as text.
         length: number of sampled tokens; None if unknown.
         logprob_sum: log-probability of the completion in nats; None if unknown.

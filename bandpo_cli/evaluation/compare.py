@@ -14,8 +14,10 @@ MEAN = "mean"
 """Name of mean@n in a comparison: its expectation does not depend on n, so n may differ between A and B."""
 
 _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
+"""Beginnings of the names of the compared metrics, besides `MEAN`."""
 
 _Problems = Mapping[str, Mapping[str, Any]]
+"""The metrics of a set by problem id and name, as read from a record and not yet checked."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]
 
 
 def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
-    """Compare one set; `a` and `b` are metrics by problem id."""
+    """Return the comparison of one set."""
     ids = [id_ for id_ in a if id_ in b]
     if not ids:
         raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
@@ -103,7 +105,7 @@ def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
     }
     pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))
     wins, losses = sum(y > x for _, x, y in pairs), sum(y < x for _, x, y in pairs)
-    changed = sorted((pair for pair in pairs if pair[1] != pair[2]), key=lambda pair: -abs(pair[2] - pair[1]))
+    changed = sorted(((id_, x, y) for id_, x, y in pairs if x != y), key=lambda each: -abs(each[2] - each[1]))
     return Comparison(
         shared=len(ids),
         only_a=len(a) - len(ids),
@@ -117,7 +119,7 @@ def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
 
 
 def _sets(record: Mapping[str, Any], which: str) -> Mapping[str, Any]:
-    """Return the evaluation sets of a record."""
+    """Return the evaluation sets of a record. Raise UserError if it has none."""
     sets = record.get("sets")
     if not isinstance(sets, Mapping):
         raise UserError(f"{which} contains no evaluation sets; is it an eval.json?")
@@ -125,7 +127,11 @@ def _sets(record: Mapping[str, Any], which: str) -> Mapping[str, Any]:
 
 
 def _problems(scores: Any, label: str, which: str) -> _Problems:
-    """Return the metrics of a set by problem id and name, mean@n under `MEAN`."""
+    """Return the metrics of a set by problem id and name, mean@n under `MEAN`.
+
+    Raises:
+        UserError: the record has no metrics by problem.
+    """
     if isinstance(scores, Mapping) and "by_problem" not in scores:
         raise UserError(f"{which} has no metrics of '{label}' yet: its evaluation is not finished")
     by_problem = scores["by_problem"] if isinstance(scores, Mapping) else None
@@ -142,13 +148,14 @@ def _problems(scores: Any, label: str, which: str) -> _Problems:
 def _number(problems: _Problems, id_: str, name: str, label: str, which: str) -> float:
     """Return a metric of a problem. Raise UserError if it is missing, null or not a finite number."""
     value = problems[id_].get(name)
+    # The limit excludes NaN, infinity, and integers that a float cannot hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
     raise UserError(
-        f"{which} contains {_shown(value)} as '{name}' of problem {id_!r:.80} of '{label}'; if it is the record of an "
+        f"{which} contains {_quote(value)} as '{name}' of problem {id_!r:.80} of '{label}'; if it is the record of an "
         "evaluation, bandpo eval --resume NAME computes its metrics again"
     )
 
 
-def _shown(value: object) -> str:
+def _quote(value: object) -> str:
     return "no number" if value is None else f"{value!r:.40}"

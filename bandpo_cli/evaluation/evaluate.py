@@ -30,6 +30,7 @@ def sample_batches(
     scaled or shaped as in training.
 
     Args:
+        grade: grades texts [N], each as an answer to its problem [N].
         sets: problems by label of the evaluation set.
         batch_size: approximate number of completions per batch; the completions of a problem are never split.
         seed: the run's seed, from which the seeds of the batches are derived.
@@ -55,12 +56,12 @@ def sample_batches(
                 eval_row(
                     label,
                     rollout.problem,
-                    rollout.prompt,
-                    rollout.text,
-                    rollout.grade,
-                    len(rollout.completion.token_ids),
-                    rollout.completion.finish_reason,
-                    sum(rollout.completion.logprobs),
+                    prompt=rollout.prompt,
+                    text=rollout.text,
+                    grade=rollout.grade,
+                    length=len(rollout.completion.token_ids),
+                    finish_reason=rollout.completion.finish_reason,
+                    logprob_sum=sum(rollout.completion.logprobs),
                 )
                 for group in groups
                 for rollout in group.rollouts_G

@@ -79,20 +79,19 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
     n = len(votes)
     if not 1 <= k <= n:
         raise ValueError(f"maj@{k} of {n} completions: needs 1 <= k <= n")
-    verdicts: dict[str, list[float]] = defaultdict(list)
+    grades_by_vote: dict[str, list[float]] = defaultdict(list)
     for vote, right in zip(votes, correct, strict=True):
         if vote is not None:
-            verdicts[vote].append(right)
-    sizes = Counter({vote: len(rights) for vote, rights in verdicts.items()})
+            grades_by_vote[vote].append(right)
+    sizes = Counter({vote: len(grades) for vote, grades in grades_by_vote.items()})
     abstentions = n - sizes.total()
-    shares = []
-    for vote, rights in verdicts.items():
-        if any(rights):
+    terms = []
+    for vote, grades in grades_by_vote.items():
+        if any(grades):
             others = sorted(size for other, size in sizes.items() if other != vote)
-            shares.append(
-                sum(rights) / len(rights) * _win_probability(sizes[vote], tuple(others), abstentions, k)
-            )
-    return min(fsum(shares), 1.0)  # not `sum`: its rounding depends on the order of the completions
+            wins = _win_probability(sizes[vote], tuple(others), abstentions, k)
+            terms.append(sum(grades) / len(grades) * wins)
+    return min(fsum(terms), 1.0)  # not `sum`: its rounding depends on the order of the completions
 
 
 def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPLES) -> list[Interval]:
@@ -183,13 +182,15 @@ def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: in
     for m in range(1, min(size, k) + 1):
         rivals = [s for s in others if s >= m]
         harmless = n - size - sum(rivals)
-        u, share = _unit_quadrature(len(rivals) // 2 + 1)  # exact for polynomials in u of this degree
+        u, u_weights = _unit_quadrature(
+            len(rivals) // 2 + 1
+        )  # exact for polynomials in u of degree len(rivals)
         ways = np.zeros((len(u), k - m + 1))
         free = _binomial(harmless, k / n)[: k - m + 1]
         ways[:, : len(free)] = free
         for rival in rivals:
             ways = _times(ways, weights[rival], m, u)
-        total += float(weights[size][m] * (share @ ways[:, k - m]))
+        total += float(weights[size][m] * (u_weights @ ways[:, k - m]))
     return total / float(_binomial(n, k / n)[k])
 
 

@@ -139,8 +139,8 @@ def _problem_metrics(
         known: optional columns that every completion has; metrics of others are left out.
     """
     size = len(rows_G)
-    rights = [row["accuracy"] for row in rows_G]
-    correct = sum(right == 1 for right in rights)
+    accuracies = [row["accuracy"] for row in rows_G]
+    correct = sum(accuracy == 1 for accuracy in accuracies)
     votes = [row["answer"] for row in rows_G]
 
     def share(count: int) -> float:
@@ -148,7 +148,7 @@ def _problem_metrics(
 
     metrics = {f"mean_at_{n}": share(correct)}
     metrics |= {f"pass_at_{each}": pass_at_k(size, correct, each) for each in k}
-    metrics |= {f"maj_at_{each}": maj_at_k(votes, rights, each) for each in k}
+    metrics |= {f"maj_at_{each}": maj_at_k(votes, accuracies, each) for each in k}
     if legacy:
         metrics |= {f"legacy_best_at_{each}": legacy_best_at_k(size, correct, each) for each in k}
     metrics["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))

@@ -43,7 +43,10 @@ _MAX_JSON_BYTES = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _COUNT_WORDS = ("layer", "expert", "block")
 """Parts of the names of settings that give a number of modules."""
-_MAX_COUNT, _MAX_LAYERS = 10_000, 1000
+_MAX_COUNT = 10_000
+"""Maximum value of such a setting."""
+_MAX_LAYERS_WITHOUT_WEIGHTS = 1000
+"""Maximum number of layers of a folder without weights, whose size no weights confirm."""
 
 
 @contextmanager
@@ -142,8 +145,10 @@ def check_declared_size(location: str, model_config: PreTrainedConfig, config: M
     shapes = [shape for file in files for shape in _shapes(file)]
     where = f"model.path = {config.path!r}: config.json"
     layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-    if layers > (len(shapes) if files else _MAX_LAYERS):
+    if files and layers > len(shapes):
         raise UserError(f"{where}: num_hidden_layers = {layers}, but the weights are {len(shapes):,} tensors")
+    if not files and layers > _MAX_LAYERS_WITHOUT_WEIGHTS:
+        raise UserError(f"{where}: num_hidden_layers = {layers}: more than {_MAX_LAYERS_WITHOUT_WEIGHTS:,}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     declared, stored = sum(each.numel() for each in model.parameters()), sum(map(math.prod, shapes))
@@ -247,6 +252,7 @@ def _read_json_object(path: Path, where: str) -> dict[str, Any]:
 
 
 def _shapes(file: Path) -> list[list[int]]:
+    """Return the shapes of all tensors in a safetensors file, from its header."""
     with safe_open(file, "pt") as weights:
         return [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118 - no mapping
 
@@ -254,6 +260,7 @@ def _shapes(file: Path) -> list[list[int]]:
 def _unpacked_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]
 ) -> torch.Tensor:
+    """Return the log-probs of a completion by the model's ordinary forward pass, [n] float32."""
     ids = torch.tensor([[*prompt, *completion]], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits, dim=-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)

@@ -94,13 +94,12 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
     attention, device = _attention(config), _device(config.device)
     model_config = read_config(config)
     model, tokenizer = _load(config, model_config, attention)
-    if for_training:
-        check_output_layer(model)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.to(device).eval()
-    if for_training and config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
     if for_training:
+        check_output_layer(model)
+        if config.gradient_checkpointing:
+            _enable_gradient_checkpointing(model)
         check_packed_forward(model)
     return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
 
@@ -120,6 +119,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model on the CPU, after checks of its weights, and the tokenizer."""
     location = model_location(config)
     check_weight_format(location, config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
@@ -167,6 +167,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def _device(name: str) -> torch.device:
+    """Return the device that `model.device` names. Raise UserError if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -14,8 +14,7 @@ from bandpo_cli.models.checks import check_declared_size, loading_errors
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
 
-FLOAT32 = 4
-"""Bytes."""
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -53,33 +52,38 @@ def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu
     """
     model = build_on_meta_device(config.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    width = getattr(torch, config.model.dtype).itemsize
-    always = {"weights": numel * width, "gradients": numel * FLOAT32, "AdamW": 2 * numel * FLOAT32}
-    if width != FLOAT32:
-        always["master weights"] = numel * FLOAT32
+    weight_bytes = getattr(torch, config.model.dtype).itemsize
+    always = {
+        "weights": numel * weight_bytes,
+        "gradients": numel * FLOAT32_BYTES,
+        "AdamW": 2 * numel * FLOAT32_BYTES,
+    }
+    if weight_bytes != FLOAT32_BYTES:
+        always["master weights"] = numel * FLOAT32_BYTES
     if config.objective.reference_kl > 0:
-        always["reference model"] = numel * width
+        always["reference model"] = numel * weight_bytes
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
-    hidden = model.config.get_text_config().hidden_size
+    text = model.config.get_text_config()
     update = {
         f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
-        "log-probs and their gradient": 2 * TILE_BYTES[device] + 3 * tokens * hidden * FLOAT32,
+        "log-probs and their gradient": 2 * TILE_BYTES[device]
+        + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
     }
     sampling = {}
     if trainer_samples:
         sequences = min(config.sampling.prompts * config.sampling.samples, config.sampling.max_sequences)
-        text = model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        per_token = 2 * text.num_hidden_layers * heads * head_dim * width
+        cache_bytes = (
+            2 * text.num_hidden_layers * heads * head_dim * weight_bytes
+        )  # per token: keys and values
+        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+        distribution_bytes = text.vocab_size * (4 + 4 + 8 + 8)
         sampling = {
-            f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * per_token,
-            # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-            f"next-token distributions of {sequences:,} sequences": sequences
-            * text.vocab_size
-            * (4 + 4 + 8 + 8),
+            f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache_bytes,
+            f"next-token distributions of {sequences:,} sequences": sequences * distribution_bytes,
         }
     return MemoryEstimate(numel, always, update, sampling)
 
@@ -106,6 +110,8 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
 
 def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig) -> int:
     """Return the bytes that autograd saves for the backward pass of one packed row of `tokens` tokens.
+
+    The output layer is not included; `estimate_memory` counts it separately.
 
     With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
     """

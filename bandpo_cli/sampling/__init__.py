@@ -1,0 +1,1 @@
+"""Sampling: the engines with one interface, weight sync, prompts and graded rollouts."""

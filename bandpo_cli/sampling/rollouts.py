@@ -51,9 +51,9 @@ class PromptEncoder:
         Raises:
             ConfigError: the chat template refuses the messages; some templates have no system role, for example.
         """
+        texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
-        texts = [self._text(problem) for problem in problems_P]
         joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
         ids: list[tuple[int, ...]] = [()] * len(texts)
         for special in (False, True):
@@ -74,6 +74,7 @@ class PromptEncoder:
         ]
 
     def _text(self, problem: Problem) -> str:
+        """Return the prompt of a problem as the text that is tokenized."""
         if isinstance(problem.prompt, str):
             return problem.prompt
         if not self._chat:
@@ -94,16 +95,17 @@ def _as_dict(message: Message) -> dict[str, str]:
 
 
 def check_context_length(policy: Policy, config: RunConfig) -> None:
-    """Raise if completions can exceed the model's context length: beyond it the model generates meaningless text.
+    """Check that no completion can exceed the model's context length: beyond it the text would be meaningless.
 
     Raises:
         ConfigError: `sampling.max_prompt_tokens` and `sampling.max_tokens` together exceed the context length.
     """
     context_length = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    prompt, answer = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    if context_length is not None and prompt + answer > context_length:
+    prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
+    total = prompt + completion
+    if context_length is not None and total > context_length:
         raise ConfigError(
-            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {answer:,} come to {prompt + answer:,} "
+            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to {total:,} "
             f"tokens; the model reads at most {context_length:,}; lower one of them"
         )
 
@@ -131,7 +133,7 @@ def drop_long_prompts_in_sets(
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
-    """Return the problems whose prompts are not too long; add a line to `notes` with the number of the others.
+    """Return the problems whose prompts are not empty and not too long; add a line on the others to `notes`.
 
     Raises:
         ConfigError: there are no problems, or all prompts are too long.
@@ -183,7 +185,7 @@ def grade_groups(
 
     Args:
         tokenizer: the policy's tokenizer.
-        grade: grades texts, each against its problem.
+        grade: grades texts [N], each as an answer to its problem [N].
         problems_P: P problems.
         prompts_P: their encoded prompts.
         completions_PG: their completions [P][G].
@@ -200,9 +202,9 @@ def grade_groups(
     for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):
         rollouts = []
         for completion in completions:
-            text, verdict = next(graded)
-            shaped = shaped_reward(verdict, len(completion.token_ids), max_tokens, reward)
-            rollout_grade = replace(verdict, reward=shaped)
+            text, unshaped = next(graded)
+            shaped = shaped_reward(unshaped, len(completion.token_ids), max_tokens, reward)
+            rollout_grade = replace(unshaped, reward=shaped)
             rollouts.append(Rollout(problem, prompt.text, prompt.token_ids, completion, text, rollout_grade))
         groups.append(Group(problem, tuple(rollouts)))
     return groups

@@ -57,6 +57,7 @@ class TransformersSampler:
     def _sample_batch(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, generator: torch.Generator
     ) -> list[list[Completion]]:
+        """Prefill the prompts together, then sample one token of every unfinished completion per step."""
         device, n = self._model.device, params.samples
         ids, attended = _left_pad(prompts_P, self._pad_id, device)
         lengths = attended.sum(dim=1)
@@ -112,10 +113,11 @@ class TransformersSampler:
         stopped: torch.Tensor,
         n: int,
     ) -> list[list[Completion]]:
+        """Return the first `counts` tokens of each row as completions [P][n]."""
         rows = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist(), strict=True)
         flat = [
-            Completion(tuple(ids[:count]), tuple(lps[:count]), "stop" if stop else "length", self._version)
-            for ids, lps, count, stop in rows
+            Completion(tuple(ids[:count]), tuple(values[:count]), "stop" if stop else "length", self._version)
+            for ids, values, count, stop in rows
         ]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 

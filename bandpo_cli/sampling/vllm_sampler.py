@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import math
 import os
 import random
 import tempfile
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 TEMPERATURES = (0.01, 2.0)
 """Temperatures at which vLLM samples, besides 0. Below them it silently uses 0.01, above them it raises."""
-CPU_BLOCK = 32
+CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
 PROBE_TOLERANCE = {
     ("cpu", torch.float32): 1e-3,
@@ -77,7 +78,7 @@ class VllmSampler:
         self._llm, self._threads = _start(config, policy.model, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
-        self.probe_gap = float("nan")
+        self.probe_gap = math.nan
         try:
             self.sync(policy.model, version=0)
         except StaleEngineError:
@@ -150,6 +151,7 @@ class VllmSampler:
                 torch.cuda.empty_cache()
 
     def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
+        """Raise UserError for lengths and temperatures that the engine does not support."""
         longest_prompt = max((len(prompt) for prompt in prompts_P), default=0)
         if longest_prompt + params.max_tokens > self._max_model_len:
             raise UserError(
@@ -164,6 +166,7 @@ class VllmSampler:
             )
 
     def _generate(self, prompts: Sequence[TokenIds], requests: list[vllm.SamplingParams]) -> list[Any]:
+        """Return vLLM's `RequestOutput` per prompt."""
         try:
             with engine_threads(self._threads):
                 outputs: list[Any] = self._llm.generate(
@@ -209,7 +212,7 @@ class VllmSampler:
         Two requests are sent: one continues the sequence, which reads cached prompts, and one returns the log-probs of
         the sequence itself.
         """
-        length = min(self._max_model_len - 1, 2 * CPU_BLOCK + 8)
+        length = min(self._max_model_len - 1, 2 * CPU_CACHE_BLOCK + 8)
         vocabulary = model.config.get_text_config().vocab_size
         ids = [(7919 * index + 3) % vocabulary for index in range(length)]
         continued, scored = self._generate([ids, ids], [_probe(None), _probe(0)])
@@ -269,7 +272,7 @@ def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: boo
         return arguments | {"gpu_memory_utilization": settings.memory_fraction}
     return arguments | {
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * GIB),
-        "block_size": CPU_BLOCK,
+        "block_size": CPU_CACHE_BLOCK,
         # With one seed per request, vLLM 0.32 fails on a CPU ("CPU Generator does not use offset") if a scheduler step
         # ends in the middle of a prompt.
         "enable_chunked_prefill": False,
@@ -290,6 +293,7 @@ def _config_folder(model: PreTrainedModel) -> Path:
 
 
 def _request(params: SamplingParams, seed: int, prompt_logprobs: int | None = None) -> vllm.SamplingParams:
+    """Return vLLM's parameters of one prompt; `prompt_logprobs=0` also returns the log-probs of its tokens."""
     from vllm import SamplingParams as Request
 
     return Request(
@@ -307,6 +311,7 @@ def _request(params: SamplingParams, seed: int, prompt_logprobs: int | None = No
 
 
 def _probe(prompt_logprobs: int | None) -> vllm.SamplingParams:
+    """Return vLLM's parameters for one token after the probe's fixed sequence."""
     one_token = SamplingParams(samples=1, temperature=1.0, max_tokens=1, stop_ids=())
     return _request(one_token, 0, prompt_logprobs)
 

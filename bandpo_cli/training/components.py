@@ -61,9 +61,12 @@ class Components:
     Attributes:
         policy: the model being trained, with its tokenizer.
         reference: a frozen copy of the initial policy for the KL penalty; None without `objective.reference_kl`.
-        encoder: turns prompts into tokens.
+        encoder: converts prompts to tokens.
         stream: the training problems in the order of the run's seed.
         heldout: the problems of each evaluation set, by label.
+        grader: the worker processes that grade completions.
+        sampler: the sampling engine, with the policy's weights.
+        optimizer: the optimizer of the policy's weights.
         bounds_of: from old log-probs [N] to ratio bounds.
         params: sampling parameters of training.
         problems_digest: hash of the problems of `stream` and `heldout`.
@@ -149,7 +152,7 @@ def build_components(config: RunConfig, task: Task) -> Components:
 
 
 def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
-    """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed into place.
+    """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
     Raises:
         NonFiniteError: weights are not finite.
@@ -205,9 +208,9 @@ def _check_disk_space(policy: Policy, state: dict[str, torch.Tensor], folder: Pa
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise RunError(
-            f"no room for the checkpoint of {folder.name}: it takes {needed / 2**20:,.0f} MiB and {folder.parent} has "
-            f"{free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints (checkpoint.keep_last, "
-            "checkpoint.keep_best)"
+            f"not enough disk space for the checkpoint {folder.name}: it takes {needed / 2**20:,.0f} MiB and "
+            f"{folder.parent} has {free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints "
+            "(checkpoint.keep_last, checkpoint.keep_best)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Experience: the tokens that one update trains on, with every quantity that π_old fixes.
+"""Experience: the tokens that one update trains on, with all values that are computed before the step's first update.
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
@@ -74,7 +74,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Forward:
-    """The loss of an update at the weights before it, with the log-probs [N] and ratios [N] (detached)."""
+    """The forward passes of an update, at the weights before it: loss, log-probs [N] and ratios [N], detached."""
 
     loss: float
     logprobs: torch.Tensor
@@ -120,10 +120,8 @@ def prepare_experience(
         raise RunError("the sampler returned a completion without a token, not even an end token")
     objective, temperature, device = config.objective, config.sampling.temperature, policy.device
     max_tokens = config.optim.micro_batch_tokens
-    # token batches
     rows = rows_from_groups(groups)
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
-    # old log-probs
     outputs = [
         token_logprobs(policy.model, batch, temperature, with_entropy=True)
         for _, batch in micro_batches(policy, rows, max_tokens)

@@ -48,20 +48,19 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of all groups sampled in a step, including those that dynamic sampling dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
 
-    def share(holds: Callable[[Rollout], bool]) -> float:
-        return sum(map(holds, rollouts)) / len(rollouts)
+    def mean(value: Callable[[Rollout], float]) -> float:
+        return sum(map(value, rollouts)) / len(rollouts)
 
     return {
-        "train/reward": sum(rollout.grade.reward for rollout in rollouts) / len(rollouts),
-        "train/accuracy": share(lambda rollout: rollout.grade.correct),
-        "train/response_length": sum(len(rollout.completion.token_ids) for rollout in rollouts)
-        / len(rollouts),
-        "train/truncated_fraction": share(lambda rollout: rollout.completion.finish_reason == "length"),
+        "train/reward": mean(lambda rollout: rollout.grade.reward),
+        "train/accuracy": mean(lambda rollout: rollout.grade.correct),
+        "train/response_length": mean(lambda rollout: len(rollout.completion.token_ids)),
+        "train/truncated_fraction": mean(lambda rollout: rollout.completion.finish_reason == "length"),
         "train/uniform_group_fraction": sum(not has_reward_spread(group) for group in groups) / len(groups),
         "train/groups_drawn": len(groups),
-        "grade/malformed_fraction": share(lambda rollout: rollout.grade.verdict == "malformed"),
-        "grade/timeout_fraction": share(lambda rollout: rollout.grade.verdict == "timeout"),
-        "grade/error_fraction": share(lambda rollout: rollout.grade.verdict == "grader-error"),
+        "grade/malformed_fraction": mean(lambda rollout: rollout.grade.verdict == "malformed"),
+        "grade/timeout_fraction": mean(lambda rollout: rollout.grade.verdict == "timeout"),
+        "grade/error_fraction": mean(lambda rollout: rollout.grade.verdict == "grader-error"),
     }
 
 
@@ -84,7 +83,7 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens of a step's applied updates, each at its own update.
 
-    Every token, or where there are more than `CLIP_MAP_TOKENS` every second, third, ... one.
+    If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
     experiences = updates.trained
     columns = {

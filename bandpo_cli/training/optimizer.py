@@ -17,7 +17,7 @@ class NonFiniteError(RunError):
 
 
 def constant(progress: float) -> float:
-    """Return 1: the learning rate stays constant."""
+    """Return 1, the factor of a constant learning rate."""
     return 1.0
 
 
@@ -102,18 +102,23 @@ class Optimizer:
             ValueError: the state belongs to a model with other parameters or types.
         """
         masters = dict(zip(self._names, self._parameters, strict=True))
-        narrow = {
+        with_master = {
             name for name, (each, master) in zip(self._names, self._pairs, strict=True) if each is not master
         }
-        keys = [(key, *key.rpartition(".")[::2]) for key in state]
-        unknown = {name for _, name, _ in keys} - set(masters)
-        unknown |= narrow ^ {name for _, name, kind in keys if kind == "master"}
-        if unknown:
+        entries: list[
+            tuple[str, str, torch.Tensor]
+        ] = []  # parameter, "master" or the name of a moment, tensor
+        for key, tensor in state.items():
+            name, _, kind = key.rpartition(".")
+            entries.append((name, kind, tensor))
+        mismatched = {name for name, _, _ in entries} - set(masters)
+        mismatched |= with_master ^ {name for name, kind, _ in entries if kind == "master"}
+        if mismatched:
             raise ValueError(
-                f"the optimizer state belongs to other parameters or types ({min(unknown)} among them)"
+                f"the optimizer state belongs to other parameters or types ({min(mismatched)} among them)"
             )
-        for key, name, kind in keys:
-            master, tensor = masters[name], state[key]
+        for name, kind, tensor in entries:
+            master = masters[name]
             if kind == "master":
                 with torch.no_grad():
                     master.copy_(tensor)

@@ -186,9 +186,9 @@ class BadUpdateHandler:
         Raises:
             NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
         """
-        done, optim = self.optimizer.skipped_in_a_row, self.config.optim
-        skips = done < optim.max_skips
-        if skips and count_bad_batches(self.run) >= MAX_BAD_BATCHES:
+        skipped, optim = self.optimizer.skipped_in_a_row, self.config.optim
+        is_skipped = skipped < optim.max_skips
+        if is_skipped and count_bad_batches(self.run) >= MAX_BAD_BATCHES:
             return
         try:
             path = write_bad_batch(
@@ -197,11 +197,12 @@ class BadUpdateHandler:
             stored = f"its batch is in {path}"
         except OSError as error:
             stored = f"its batch could not be written ({error})"
-        if not skips:
-            what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
-            before = f", after {done} skipped in a row" if done else ""
-            advice = _suggestions(optim, self.config.model)
-            raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}; {advice}") from None
+        if is_skipped:
+            return
+        what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
+        before = f", after {skipped} skipped in a row" if skipped else ""
+        advice = _suggestions(optim, self.config.model)
+        raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}; {advice}") from None
 
 
 def check_finite_experience(experience: Experience) -> None:

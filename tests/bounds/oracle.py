@@ -47,7 +47,7 @@ def oracle(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
     return lower, root(+1) if outside(1 / p, mp.mpf(0)) else 1 / p
 
 
-def least_step(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
+def rounding_change(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
     """Return the relative change of each bound for one rounding error (1e-16) of p: the limit of double precision."""
     base, moved = oracle(name, logp, delta), oracle(name, mp.mpf(logp) - mp.mpf(10) ** -16, delta)
     return tuple(abs(a - b) / a if a else mp.mpf(0) for a, b in zip(base, moved, strict=True))

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
+from bandpo_cli.config.methods import (
+    BandSettings,
+    ClipSettings,
+    DcpoSettings,
+    MethodSettings,
+    NoClipSettings,
+    Relax,
+)
 from bandpo_cli.registries import DIVERGENCES
 
 
@@ -28,7 +35,7 @@ def test_bands_read_no_value(name: str, count: int) -> None:
 @pytest.mark.parametrize(
     "config", [BandSettings(relax=Relax()), ClipSettings(), DcpoSettings(), NoClipSettings()]
 )
-def test_methods_read_no_value(config: BandSettings) -> None:
+def test_methods_read_no_value(config: MethodSettings) -> None:
     assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
 
 

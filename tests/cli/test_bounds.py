@@ -48,21 +48,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_json_has_the_documented_keys_in_order(run) -> None:
-    arguments = [
-        "0.9",
-        "0.08",
-        "-d",
-        "kl",
-        "--divergence",
-        "tv",
-        "--delta",
-        "0.05",
-        "--delta",
-        "0.1",
-        "--format",
-        "json",
-    ]
-    result = run(*arguments)
+    radii = ["--delta", "0.05", "--delta", "0.1"]
+    result = run("0.9", "0.08", "-d", "kl", "--divergence", "tv", *radii, "--format", "json")
     rows = json.loads(result.out)
     assert result.code == 0
     assert all(list(row) == KEYS for row in rows)
@@ -89,12 +76,7 @@ def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
         ("0.01", "tv", "0.01", (True, False)),  # exactly at the edge
         ("0.97", "tv", "0.05", (False, True)),
         ("0.5", "hellinger", "2", (True, True)),
-        (
-            "0.00001",
-            "kl",
-            "0.05",
-            (False, False),
-        ),  # the ratio underflows, but p > 0 for every radius
+        ("0.00001", "kl", "0.05", (False, False)),  # the ratio underflows, but p > 0 for every radius
         ("1", "kl", "0.05", (False, True)),
     ],
 )
@@ -152,20 +134,8 @@ def test_match_computes_delta(run) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plot(run, suffix: str) -> None:
-    arguments = [
-        "0.1",
-        "-d",
-        "kl",
-        "-d",
-        "js",
-        "--delta",
-        "0.05",
-        "--delta",
-        "0.1",
-        "--compare",
-        "clip,dcpo,none",
-    ]
-    result = run(*arguments, "--plot", f"out.{suffix}")
+    arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
+    result = run("0.1", *arguments, "--plot", f"out.{suffix}")
     assert result.code == 0
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
     assert Path(f"out.{suffix}").read_bytes().startswith(begins)

@@ -58,13 +58,11 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
     table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["figures"]
     assert len(table) == 6 * 8
     by_problem = table.groupby("problem_id")
+    corrects = by_problem["accuracy"].sum()
     expected = {
         "mean_at_8": by_problem["accuracy"].mean().mean(),
         "pass_at_1": by_problem["accuracy"].mean().mean(),
-        "pass_at_4": by_problem["accuracy"]
-        .sum()
-        .map(lambda c: 1 - math.comb(8 - int(c), 4) / math.comb(8, 4))
-        .mean(),
+        "pass_at_4": corrects.map(lambda c: 1 - math.comb(8 - int(c), 4) / math.comb(8, 4)).mean(),
         "answer_format_rate": by_problem["verdict"].apply(lambda v: (v != "malformed").mean()).mean(),
         "truncation_rate": by_problem["finish_reason"].apply(lambda r: (r == "length").mean()).mean(),
         "response_length": by_problem["length"].mean().mean(),
@@ -84,7 +82,7 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
     ],
 )
 def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path: Path, model: str) -> None:
-    name = f"by-{abs(hash(model))}"
+    name = tmp_path.name
     succeed("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
     record = record_of(place / "runs" / name)
     assert record["sets"] == training_record(place, 2)["sets"]
@@ -328,18 +326,8 @@ def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
-    done = bandpo(
-        "eval",
-        "--model",
-        RUN,
-        "--limit",
-        "2",
-        "--name",
-        "away",
-        "--tracking-uri",
-        "http://127.0.0.1:9",
-        cwd=place,
-    )
+    arguments = ["--model", RUN, "--limit", "2", "--name", "away", "--tracking-uri", "http://127.0.0.1:9"]
+    done = bandpo("eval", *arguments, cwd=place)
     assert done.code == 0
     warnings = [line for line in (done.out + done.err).splitlines() if "warning" in line]
     assert len(warnings) == 1

@@ -22,50 +22,31 @@ from tests.tasks.stored_completions import FOREIGN
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = [
-    "--n",
-    "4",
-    "--limit",
-    "6",
-    "--set",
-    "evaluation.batch=4",
-    "--seed",
-    "3",
-    "--set",
-    "task.numbers=3",
-    "--no-mlflow",
-]
+    "--n", "4", "--limit", "6", "--set", "evaluation.batch=4", "--seed", "3", "--set", "task.numbers=3", "--no-mlflow",
+]  # fmt: skip
 """6 batches of one problem."""
 
 LONG = [
-    "--n",
-    "32",
-    "--limit",
-    "40",
-    "--set",
-    "evaluation.batch=32",
-    "--seed",
-    "3",
-    "--set",
-    "task.numbers=3",
+    "--n", "32", "--limit", "40", "--set", "evaluation.batch=32", "--seed", "3", "--set", "task.numbers=3",
     "--no-mlflow",
-]
+]  # fmt: skip
 """40 batches of one problem, long enough for signals between batches."""
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted evaluation."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    succeed("eval", *SETTINGS, "--name", "whole", cwd=place)
-    return place / "runs" / "whole"
+    place = tmp_path_factory.mktemp("uninterrupted")
+    succeed("eval", *SETTINGS, "--name", "complete", cwd=place)
+    return place / "runs" / "complete"
 
 
 @pytest.fixture(scope="module")
 def long_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a longer uninterrupted evaluation."""
     place = tmp_path_factory.mktemp("long")
-    succeed("eval", *LONG, "--name", "whole", cwd=place)
-    return place / "runs" / "whole"
+    succeed("eval", *LONG, "--name", "complete", cwd=place)
+    return place / "runs" / "complete"
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -34,17 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
-    succeed(
-        "eval",
-        "--samples",
-        "runs/first/samples.parquet",
-        "--k",
-        "1,4",
-        "--name",
-        "again",
-        "--no-mlflow",
-        cwd=place,
-    )
+    arguments = ["--samples", "runs/first/samples.parquet", "--k", "1,4", "--name", "again", "--no-mlflow"]
+    succeed("eval", *arguments, cwd=place)
     first, again = place / "runs" / "first", place / "runs" / "again"
     pd.testing.assert_frame_equal(samples_of(again), samples_of(first), check_exact=True)
     assert record_of(again)["sets"] == record_of(first)["sets"]
@@ -57,17 +48,9 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     succeed("eval", "--samples", path, "--no-mlflow", cwd=place)
     (folder,) = (place / "runs").glob("eval-run-step-000002-rescored-*")
     before, after = pd.read_parquet(path), samples_of(folder)
-    for column in (
-        "problem_id",
-        "text",
-        "accuracy",
-        "verdict",
-        "length",
-        "finish_reason",
-        "logprob_sum",
-        "extra",
-    ):
-        assert list(after[column]) == list(before[column]), column
+    names = ["problem_id", "text", "accuracy", "verdict", "length", "finish_reason", "logprob_sum", "extra"]
+    for name in names:
+        assert list(after[name]) == list(before[name]), name
     figures = record_of(folder)["sets"]["countdown"]["figures"]
     by_problem = before.groupby("problem_id")["accuracy"]
     assert by_problem.size().nunique() == 1
@@ -77,18 +60,9 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
 def test_no_model_is_loaded(tmp_path: Path) -> None:
     """The interpreter cannot import torch, transformers or MLflow."""
     write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
+    arguments = ["--samples", "a.jsonl", "--no-mlflow", "--format", "json"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            WITHOUT_TORCH,
-            "eval",
-            "--samples",
-            "a.jsonl",
-            "--no-mlflow",
-            "--format",
-            "json",
-        ],
+        [sys.executable, "-c", WITHOUT_TORCH, "eval", *arguments],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -169,19 +143,9 @@ def test_a_custom_grader(tmp_path: Path) -> None:
     """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
     write_jsonl(tmp_path / "a.jsonl", FOUR)
-    arguments = [
-        "--samples",
-        "a.jsonl",
-        "--grader",
-        "mine:long",
-        "--name",
-        "a",
-        "--no-mlflow",
-        "--format",
-        "json",
-    ]
+    arguments = ["--samples", "a.jsonl", "--grader", "mine:long", "--name", "a", "--no-mlflow"]
     done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "eval", *arguments],
+        [sys.executable, "-m", "bandpo_cli", "eval", *arguments, "--format", "json"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -269,8 +233,8 @@ def test_an_unusable_file_is_refused_and_nothing_is_written(tmp_path: Path, name
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
     write_eval_table(tmp_path / "rows.parquet", [])
-    whole = write_eval_table(tmp_path / "whole.parquet", [ROW]).read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    complete = write_eval_table(tmp_path / "complete.parquet", [ROW]).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(complete[: len(complete) // 2])
     assert name in usage_error("eval", "--samples", name, cwd=tmp_path)
     assert not (tmp_path / "runs").exists()
 
@@ -281,19 +245,8 @@ def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
     write_jsonl(
         tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]}
     )
-    succeed(
-        "eval",
-        "--samples",
-        "a.jsonl",
-        "--config",
-        "my.yaml",
-        "--k",
-        "2",
-        "--name",
-        "a",
-        "--no-mlflow",
-        cwd=tmp_path,
-    )
+    arguments = ["--samples", "a.jsonl", "--config", "my.yaml", "--k", "2", "--name", "a", "--no-mlflow"]
+    succeed("eval", *arguments, cwd=tmp_path)
     record = record_of(tmp_path / "runs" / "a")
     assert record["config"]["evaluation"]["samples"] == 2
     assert record["sets"]["a"]["figures"]["pass_at_2"]["value"] == 1.0

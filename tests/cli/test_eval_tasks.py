@@ -57,16 +57,8 @@ def test_several_files_are_several_sets(place: Path) -> None:
 
 def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
-        succeed(
-            "eval",
-            "--model",
-            "model",
-            *(f"--task={each}" for each in tasks),
-            *SHORT,
-            "--name",
-            name,
-            cwd=place,
-        )
+        flags = [f"--task={each}" for each in tasks]
+        succeed("eval", "--model", "model", *flags, *SHORT, "--name", name, cwd=place)
     alone, second = (
         read_eval_table(place / "runs" / name / "samples.parquet") for name in ("alone", "second")
     )
@@ -106,17 +98,8 @@ def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     )  # fmt: skip
     assert "note: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
-    line = usage_error(
-        "eval",
-        "--model",
-        "model",
-        "--task",
-        "long.jsonl",
-        *SHORT,
-        "--set",
-        "sampling.max_prompt_tokens=1",
-        cwd=place,
-    )
+    arguments = ["--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
+    line = usage_error("eval", *arguments, *SHORT, cwd=place)
     assert "all 6 prompts" in line
 
 

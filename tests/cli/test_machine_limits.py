@@ -64,7 +64,7 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         filler = fill(disk, 1 << 20)
         full = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
         assert full.returncode == 1
-        assert full.stderr.startswith("error: no room for the checkpoint of step-000004")
+        assert full.stderr.startswith("error: not enough disk space for the checkpoint step-000004")
         assert full.stderr.count("\n") == 1
         assert "continue with: bandpo train --resume a" in full.stdout
         filler.unlink()
@@ -115,13 +115,8 @@ def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
 
     many = [
-        "--set",
-        "sampling.prompts=2048",
-        "--set",
-        "sampling.samples=64",
-        "--set",
-        "sampling.max_sequences=200000",
-    ]
+        "--set", "sampling.prompts=2048", "--set", "sampling.samples=64", "--set", "sampling.max_sequences=200000",
+    ]  # fmt: skip
     done = train("--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit)
     assert done.returncode == 1
     assert "out of memory" in done.stderr

@@ -132,8 +132,8 @@ def test_a_damaged_run_does_not_prevent_the_sync_of_others(
     runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
-    make_run(runs, "whole")
+    make_run(runs, "intact")
     code, out, err = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
     assert code == 2
-    assert out.startswith("whole  sent 1 metric value")
+    assert out.startswith("intact  sent 1 metric value")
     assert "metrics.jsonl" in err

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run: 6 steps, with all checkpoints."""
-    place = tmp_path_factory.mktemp("whole")
+    place = tmp_path_factory.mktemp("uninterrupted")
     succeed("train", "--steps", "6", *SMALL, "--name", "a", cwd=place)
     return place / "runs" / "a"
 
@@ -224,7 +224,7 @@ def count_lines(folder: Path) -> int:
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Path) -> None:
     settings = ["--steps", "40", *SMALL, "--set", "checkpoint.every=50", "--set", "evaluation.every=20"]
-    succeed("train", *settings, "--name", "whole", "--runs-dir", "there", cwd=tmp_path)
+    succeed("train", *settings, "--name", "complete", "--runs-dir", "there", cwd=tmp_path)
     process = start(tmp_path, *settings, "--name", "a", "--runs-dir", "there")
     folder = tmp_path / "there" / "a"
     wait_until(process, lambda: count_lines(folder) > 3)
@@ -244,7 +244,7 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Pat
     resumed = succeed("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
     assert f"after step {last}" in " ".join(resumed.out.split())
     shutil.rmtree(folder / "checkpoints" / f"step-{last:06d}")  # the only difference allowed
-    check_equal(folder, tmp_path / "there" / "whole")
+    check_equal(folder, tmp_path / "there" / "complete")
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pyt
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=next(free)))
         done: Done = bandpo("train", "--steps", "6", *SMALL, "--name", "a", cwd=tmp_path)
     assert done.code == 1
-    assert "error: no room for the checkpoint of step-000004" in done.err
+    assert "error: not enough disk space for the checkpoint step-000004" in done.err
     assert len(done.err.splitlines()) == 1
     assert "continue with: bandpo train --resume a" in done.out
     folder = tmp_path / "runs" / "a"

@@ -81,7 +81,7 @@ def test_a_data_set_task_round_trips_through_yaml(tmp_path: Path) -> None:
 
 def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI") as caught:
-        resolve([{"tracking": {"uri": "postgresql://ann:secret@db/mlflow"}}])
+        resolve([{"tracking": {"uri": "postgresql://user:secret@db/mlflow"}}])
     assert "secret" not in str(caught.value)
     assert resolve([{"tracking": {"uri": "postgresql://db/mlflow"}}]).tracking.uri == "postgresql://db/mlflow"
 
@@ -214,9 +214,21 @@ def test_nested_and_dotted_settings() -> None:
     assert flatten(lists, expand_lists=True) == {"a.0.b": 1, "a.1.b": [2, 3]}
 
 
-@pytest.mark.parametrize("settings", [{"a..b": 1}, {"": 1}, {"a": 1, "a.b": 2}])
-def test_dotted_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"section\.key|has a plain value already"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"a..b": 1}, r"'a\.\.b': a setting is written as section\.key"),
+        ({"": 1}, r"'': a setting is written as section\.key"),
+        (
+            {"a": 1, "a.b": 2},
+            r"'a\.b': 'a' has a plain value already; give it a value or keys below it, not both",
+        ),
+    ],
+)
+def test_malformed_and_contradictory_dotted_settings_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         nest(settings)
 
 

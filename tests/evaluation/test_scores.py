@@ -9,7 +9,7 @@ import pytest
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.evaluation.metrics import mean_intervals
-from bandpo_cli.evaluation.scores import Scores, metric_record, score
+from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.storage.tables import EvalRow
 
 
@@ -164,4 +164,3 @@ def test_the_record_holds_metrics_and_the_values_of_each_problem() -> None:
     assert record["completions"] == 8
     assert record["figures"]["mean_at_4"].keys() == {"value", "low", "high"}
     assert record["by_problem"]["q"]["mean_at_4"] == 0.25
-    assert isinstance(score("set", ROWS, (2,)), Scores)

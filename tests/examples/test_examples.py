@@ -1,4 +1,4 @@
-"""The programs in examples/ run and do what they say."""
+"""The programs in examples/ run, and their results are those of their descriptions."""
 
 from __future__ import annotations
 

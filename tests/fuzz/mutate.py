@@ -152,7 +152,7 @@ def not_a_file(path: Path, kind: str) -> Iterator[None]:
         "pipe": lambda: os.mkfifo(path),
         "loop": lambda: path.symlink_to(path),
         "endless": lambda: path.symlink_to("/dev/zero"),
-        "terminal": lambda: path.symlink_to("/dev/null"),
+        "device": lambda: path.symlink_to("/dev/null"),
         "dangling": lambda: path.symlink_to(path.with_name("gone")),
         "gone": lambda: None,
         "memory": lambda: path.symlink_to("/proc/self/mem"),
@@ -164,7 +164,7 @@ def not_a_file(path: Path, kind: str) -> Iterator[None]:
         path.write_bytes(original)
 
 
-KINDS = ("folder", "pipe", "loop", "endless", "terminal", "dangling", "gone", "memory")
+KINDS = ("folder", "pipe", "loop", "endless", "device", "dangling", "gone", "memory")
 NAMES = (
     "", " ", ".", "..", "/", "//", "../x", "../../x", "a/../../x", "/etc/passwd", "/tmp/x", "~", "~nobody/x",
     "a/b", "a\\b", "a\x00b", "\x00", "a\nb", "a\rb", "\x1b[2J", "a" * 255, "a" * 256, "a" * 5000, "é",

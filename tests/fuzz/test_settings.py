@@ -137,7 +137,7 @@ def test_sweep_flags(empty_cwd: Path) -> None:
         ("a: " + "1:" * 60 + "1", "100 digits"),
         ("[" * 60 + "]" * 60, "deep"),
     ],
-    ids=["laughs", "merges", "recursive", "many", "hexadecimal", "base-60", "deep"],
+    ids=["aliases", "merges", "recursive", "many", "hexadecimal", "base-60", "deep"],
 )
 def test_an_expensive_yaml_text_is_refused_with_its_reason(text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):

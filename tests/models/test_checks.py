@@ -138,6 +138,9 @@ def test_memory_estimate_does_not_build_a_million_layers(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="num_hidden_layers = 1000000: more than 10,000"):
         build_on_meta_device(ModelConfig(path=str(folder)))
+    edit_json(folder / "config.json", num_hidden_layers=2000)
+    with pytest.raises(UserError, match=r"num_hidden_layers = 2000: more than 1,000$"):
+        build_on_meta_device(ModelConfig(path=str(folder)))
 
 
 class WritesFileWhenUnpickled:

@@ -1,11 +1,17 @@
-"""Rewards by hand: the range, the over-long penalty, and groups without reward spread."""
+"""Rewards by hand (range, over-long penalty, reward spread), and advantages against their definition."""
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bandpo_cli.config.run import RewardConfig
-from bandpo_cli.objective.advantages import has_reward_spread, shaped_reward
+from bandpo_cli.objective.advantages import group_advantages, has_reward_spread, shaped_reward
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 RIGHT, WRONG, HALF = Grade(1.0, True, "correct"), Grade(0.0, False, "wrong"), Grade(0.5, False, "partly")
@@ -36,3 +42,51 @@ def test_a_group_has_spread_if_its_rewards_differ() -> None:
     assert has_reward_spread(group(RIGHT, WRONG, WRONG))
     assert not has_reward_spread(group(WRONG, WRONG))
     assert not has_reward_spread(group(RIGHT, RIGHT))
+
+
+# Not below the smallest normal number, where the rounding is not proportional to the rewards.
+reward_values = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+groups_of_rewards = st.integers(2, 9).flatmap(
+    lambda size: st.lists(st.lists(reward_values, min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+@given(rewards=groups_of_rewards, normalize_std=st.booleans())
+def test_advantages_are_finite_and_equal_their_definition(
+    rewards: list[list[float]], normalize_std: bool
+) -> None:
+    """Compared with a loop over float64 numbers, including groups of two and very large rewards."""
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
+    assert torch.isfinite(found).all()
+    for row, values in zip(found.tolist(), rewards, strict=True):
+        if len(set(values)) == 1:
+            assert row == [0.0] * len(values)
+            continue
+        mean = statistics.fmean(values)
+        rounding = 1e-6 * max(map(abs, values))
+        std = statistics.stdev(values) if normalize_std else 1.0
+        if normalize_std and std < 1e3 * rounding:
+            continue  # float32 cannot represent the differences of such rewards well enough
+        scale = std + 1e-6 if normalize_std else 1.0
+        expected = [(value - mean) / scale for value in values]
+        assert row == pytest.approx(expected, rel=3e-3, abs=3 * rounding / scale)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 12, 16])
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1 / 3, 1000.1])
+def test_equal_rewards_give_advantages_of_exactly_zero(reward: float, size: int) -> None:
+    """The float32 mean of seven rewards of 1000.1 is another number; over std + 1e-6 the advantage was −0.9."""
+    rewards = torch.full((2, size), reward)
+    for normalize_std in (True, False):
+        assert torch.equal(group_advantages(rewards, normalize_std), torch.zeros(2, size))
+
+
+def test_advantages_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    centred = group_advantages(rewards, normalize_std=False)
+    torch.testing.assert_close(centred, torch.tensor([[0.5, -0.5, -0.5, 0.5], [0.0] * 4]))
+    normalized = group_advantages(rewards)
+    torch.testing.assert_close(
+        normalized[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (1 / math.sqrt(3) + 1e-6)
+    )
+    assert torch.equal(normalized[1], torch.zeros(4))

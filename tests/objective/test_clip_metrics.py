@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from bandpo_cli.objective.loss import BIN_NAMES, LossInputs, clip_counts, clip_metrics, clipped_objective
+from bandpo_cli.objective.loss import BIN_NAMES, clip_counts, clip_metrics
 
 
 def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
@@ -59,16 +57,22 @@ def test_a_bin_holds_its_upper_edge() -> None:
     assert (in_bins["p_0.1_0.5"], in_bins["p_0.5_0.9"]) == (1, 1)
 
 
-def test_without_settings_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
-    """Ratio 15 at advantage −1 costs 10, at +1 gains the bound; the reference's log-probs cost nothing."""
-    old = torch.full((2,), -5.0, dtype=torch.float64)
-    inputs = LossInputs(
-        logprobs=old + math.log(15.0),
+def test_only_the_rarest_of_three_bins_is_clipped() -> None:
+    """One token in each of three bins, with bounds of their own."""
+    old = torch.tensor([0.0005, 0.09, 0.95], dtype=torch.float64).log()
+    counts = clip_counts(
+        ratios=torch.tensor([3.0, 1.5, 0.5]),
+        lower=torch.tensor([0.0, 0.8, 0.8]),
+        upper=torch.tensor([2.0, 1.6, 1.05]),
+        advantages=torch.tensor([1.0, 1.0, 1.0]),
         old_logprobs=old,
-        lower=torch.zeros_like(old),
-        upper=torch.full_like(old, 12.0),
-        advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),
-        weights=torch.tensor([1.0, 0.5], dtype=torch.float64),
-        ref_logprobs=old,
     )
-    assert clipped_objective(inputs).loss.item() == pytest.approx(10.0 - 0.5 * 12.0)
+    metrics = clip_metrics(counts)
+    assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
+    assert metrics["clip/lower_fraction"] == 0.0
+    assert metrics["clip/outside_fraction"] == pytest.approx(2 / 3)
+    assert metrics["clip/active_fraction/p_0_0.001"] == 1.0
+    assert metrics["clip/active_fraction/p_0.01_0.1"] == 0.0
+    assert metrics["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
+    assert "clip/active_fraction/p_0.1_0.5" not in metrics

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import (
     AGGREGATIONS,
     LossInputs,
     clip_counts,
-    clip_metrics,
     clipped_objective,
     k3,
     truncated_importance,
@@ -189,70 +186,16 @@ def test_aggregation_weights_are_finite_and_sum_to_their_definition(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-# Not below the smallest normal number, where the rounding is not proportional to the rewards.
-reward_values = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
-groups_of_rewards = st.integers(2, 9).flatmap(
-    lambda size: st.lists(st.lists(reward_values, min_size=size, max_size=size), min_size=1, max_size=4)
-)
-
-
-@given(rewards=groups_of_rewards, normalize_std=st.booleans())
-def test_advantages_are_finite_and_equal_their_definition(
-    rewards: list[list[float]], normalize_std: bool
-) -> None:
-    """Compared with a loop over float64 numbers, including groups of two and very large rewards."""
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
-    assert torch.isfinite(found).all()
-    for row, values in zip(found.tolist(), rewards, strict=True):
-        if len(set(values)) == 1:
-            assert row == [0.0] * len(values)
-            continue
-        mean = statistics.fmean(values)
-        rounding = 1e-6 * max(map(abs, values))
-        std = statistics.stdev(values) if normalize_std else 1.0
-        if normalize_std and std < 1e3 * rounding:
-            continue  # float32 cannot represent the differences of such rewards well enough
-        scale = std + 1e-6 if normalize_std else 1.0
-        expected = [(value - mean) / scale for value in values]
-        assert row == pytest.approx(expected, rel=3e-3, abs=3 * rounding / scale)
-
-
-@pytest.mark.parametrize("size", [2, 3, 7, 12, 16])
-@pytest.mark.parametrize("reward", [0.1, -0.7, 1 / 3, 1000.1])
-def test_equal_rewards_give_advantages_of_exactly_zero(reward: float, size: int) -> None:
-    """The float32 mean of seven rewards of 1000.1 is another number; over std + 1e-6 the advantage was −0.9."""
-    rewards = torch.full((2, size), reward)
-    for normalize_std in (True, False):
-        assert torch.equal(group_advantages(rewards, normalize_std), torch.zeros(2, size))
-
-
-def test_advantages_by_hand() -> None:
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    centred = group_advantages(rewards, normalize_std=False)
-    torch.testing.assert_close(centred, torch.tensor([[0.5, -0.5, -0.5, 0.5], [0.0] * 4]))
-    normalized = group_advantages(rewards)
-    torch.testing.assert_close(
-        normalized[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (1 / math.sqrt(3) + 1e-6)
-    )
-    assert torch.equal(normalized[1], torch.zeros(4))
-
-
-def test_clip_metrics_by_probability() -> None:
-    """One token in each of three bins; only the rarest is clipped."""
-    old = torch.tensor([0.0005, 0.09, 0.95], dtype=torch.float64).log()
-    counts = clip_counts(
-        ratios=torch.tensor([3.0, 1.5, 0.5]),
-        lower=torch.tensor([0.0, 0.8, 0.8]),
-        upper=torch.tensor([2.0, 1.6, 1.05]),
-        advantages=torch.tensor([1.0, 1.0, 1.0]),
+def test_without_settings_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
+    """Ratio 15 at advantage −1 costs 10, at +1 gains the bound; the reference's log-probs cost nothing."""
+    old = torch.full((2,), -5.0, dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs=old + math.log(15.0),
         old_logprobs=old,
+        lower=torch.zeros_like(old),
+        upper=torch.full_like(old, 12.0),
+        advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),
+        weights=torch.tensor([1.0, 0.5], dtype=torch.float64),
+        ref_logprobs=old,
     )
-    metrics = clip_metrics(counts)
-    assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
-    assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
-    assert metrics["clip/lower_fraction"] == 0.0
-    assert metrics["clip/outside_fraction"] == pytest.approx(2 / 3)
-    assert metrics["clip/active_fraction/p_0_0.001"] == 1.0
-    assert metrics["clip/active_fraction/p_0.01_0.1"] == 0.0
-    assert metrics["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
-    assert "clip/active_fraction/p_0.1_0.5" not in metrics
+    assert clipped_objective(inputs).loss.item() == pytest.approx(10.0 - 0.5 * 12.0)

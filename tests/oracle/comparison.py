@@ -1,7 +1,7 @@
-"""A step of the package and of the reference implementation on the same rollouts, and how far apart they are.
+"""Differences between the package and the reference implementation after steps on the same rollouts.
 
-The package's side is the real loop with the real loader, run folder and optimizer; only the sampler and the grader are
-replaced by ones that return given completions and grades.
+The package runs its real loop with its loader, run folder and optimizer; only the sampler and the grader are replaced
+by ones that return given completions and grades.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ END, MAX_TOKENS, SAMPLES = 1, 6, 4
 BASE: dict[str, Any] = {
     "steps": 5,
     "sampling": {"prompts": 4, "samples": SAMPLES, "max_tokens": MAX_TOKENS},
-    # A large eps: AdamW divides the gradient by its own size, which would blow the rounding of zeros up to full steps.
+    # A large eps: AdamW divides the gradient by its own size, which would magnify rounding errors to complete steps.
     "optim": {"updates": 4, "lr": 4e-3, "warmup_steps": 2, "eps": 1e-5, "weight_decay": 0.01},
     "evaluation": {"every": 1},  # makes the loop write the token table; there is no evaluation set
     "checkpoint": {"every": 0},
     "tracking": {"mlflow": False},
 }
-"""Settings of all cases: rates at which ratios leave their bounds within the four updates of a step."""
+"""Settings of all cases, with a learning rate at which ratios leave their bounds within the updates of a step."""
 
 
 def save_model(folder: Path, kind: str = "qwen2") -> Path:
@@ -147,7 +147,7 @@ class GivenSampler:
             self._rollout(prompt, row[len(prompt) :], found)
             for row, found in zip(rows, logprobs, strict=True)
         ]
-        # Every third group consists of one and the same completion, so that its rewards are all alike.
+        # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
     def _rollout(self, prompt: tuple[int, ...], ids: list[int], logprobs: list[float]) -> GivenRollout:
@@ -240,7 +240,7 @@ def compare(
     Args:
         exact_sampler: the sampler reports that it runs the trainer's own model; else its log-probs have noise
             of 0.3 nats.
-        given_gradients: the reference's AdamW takes the package's gradients, for types in which they are coarse.
+        given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
         seed: of the completions.
     """
     config = resolve([BASE, {"model": {"path": str(model_folder)}}, *layers])
@@ -302,19 +302,13 @@ def relative(value: float, expected: float) -> float:
 
 
 def _column_difference(path: Path, result: StepResult) -> float:
+    """Return the largest relative difference between the token table and the tokens of the reference."""
     table = pd.read_parquet(path)
     tokens = [token for update in result.updates for token in update.tokens]
     assert len(table) == len(tokens)
-    names = {
-        "old_logprob": "old_logprob",
-        "ratio": "ratio",
-        "lower": "lower",
-        "upper": "upper",
-        "advantage": "advantage",
-    }
     return max(
-        relative(value, getattr(token, attribute))
-        for column, attribute in names.items()
+        relative(value, getattr(token, column))
+        for column in ("old_logprob", "ratio", "lower", "upper", "advantage")
         for value, token in zip(table[column].tolist(), tokens, strict=True)
     )
 
@@ -327,6 +321,7 @@ def _differences(
     reference: ReferenceTrainer,
     columns: float,
 ) -> Differences:
+    """Return all differences of a case; `columns` is that of the token tables."""
     updates = [update for result in results for update in result.updates]
     assert len(updates) == len(gradients)
     gradient = max(

@@ -19,7 +19,7 @@ def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama folder: output layer of its own, no biases."""
+    """A Llama folder: separate output layer, no biases."""
     return save_model(tmp_path_factory.mktemp("oracle") / "llama", "llama")
 
 

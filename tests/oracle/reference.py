@@ -1,4 +1,4 @@
-"""Reference implementation of a training step: plain, slow, float64, and nothing of the package in it.
+"""Reference implementation of a training step: plain, slow, in float64, without code of the package.
 
 One sequence at a time, without packing, full logits, the bounds by bisection on their definition, AdamW written out.
 Settings are the plain dictionaries of a configuration file. The only thing shared with the package is the model.
@@ -20,12 +20,12 @@ from tests.oracle.reference_bounds import Settings, ratio_bounds
 
 @dataclass(frozen=True)
 class GivenRollout:
-    """One completion as an engine and a grader returned it.
+    """One completion with its grade, the input of the reference.
 
     Attributes:
         sampler_logprobs: nats, one per token.
         credit: the grader's reward, 0 to 1.
-        truncated: cut at the token limit.
+        truncated: ended at the token limit.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,7 +42,7 @@ GivenGroup = list[GivenRollout]
 
 @dataclass
 class Token:
-    """What the step computed for one sampled token, as plain numbers."""
+    """The values of one sampled token in a step, as plain numbers; log-probs in nats."""
 
     old_logprob: float
     own_logprob: float
@@ -81,9 +81,10 @@ class ReferenceTrainer:
     """A policy in float64 with its optimizer state.
 
     Args:
-        model: copied; its weights at this moment are those of the reference model too.
-        settings: the whole configuration as plain values.
-        narrow: round the weights to bfloat16 before every forward pass, as a model in that type holds them.
+        model: copied; its current weights are also those of the reference model.
+        settings: the complete configuration as plain values.
+        exact_sampler: the sampler runs the trainer's own model, so that no importance correction is needed.
+        narrow: round the weights to bfloat16 before every forward pass, as in a model of that type.
     """
 
     def __init__(
@@ -104,17 +105,17 @@ class ReferenceTrainer:
         batches: Sequence[Sequence[GivenGroup]],
         take_gradient: Callable[[int], list[torch.Tensor]] | None = None,
     ) -> StepResult:
-        """Do one step on the batches of groups that dynamic sampling may ask for; without it on the first of them.
+        """Apply one step to the batches of groups that dynamic sampling uses; without it, to the first batch.
 
         Args:
-            take_gradient: returns the gradient (before clipping) that AdamW shall use for the update of this index
+            take_gradient: returns the gradient (before clipping) of the update with this index, which AdamW uses
                 instead of the one computed here.
         """
         sampled, trained = self._select(batches)
         size = len(trained) // self.settings["optim"]["updates"]
         parts = [trained[i : i + size] for i in range(0, len(trained), size)]
-        # Everything that π_old fixes is computed before the first update.
-        updates = [Update(self._fixed_by_old_policy(part)) for part in parts]
+        # Everything that depends on π_old alone is computed before the first update.
+        updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
@@ -159,9 +160,9 @@ class ReferenceTrainer:
         variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
         return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
 
-    # -- what π_old fixes -------------------------------------------------------------------------------------------
+    # -- values that depend on π_old alone --------------------------------------------------------------------------
 
-    def _fixed_by_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
+    def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
         objective = self.settings["objective"]
         tokens = []
         for group in groups:
@@ -190,7 +191,7 @@ class ReferenceTrainer:
         return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
-        """Return [tokens, vocabulary], the logits that each sampled token was chosen by."""
+        """Return the logits from which each token was sampled, [tokens, vocabulary]."""
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
         first = len(rollout.prompt_ids) - 1
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, first:-1]
@@ -209,12 +210,12 @@ class ReferenceTrainer:
             parameter.grad = None
         rollouts = [rollout for group in groups for rollout in group]
         total_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        place = 0
+        first = 0
         for rollout in rollouts:
             new = self._logprobs(self._logits(self.model, rollout), rollout)
             length = len(rollout.token_ids)
             terms = []
-            for token, logprob in zip(update.tokens[place : place + length], new, strict=True):
+            for token, logprob in zip(update.tokens[first : first + length], new, strict=True):
                 token.new_logprob = logprob.item()
                 token.ratio = math.exp(token.new_logprob - token.old_logprob)
                 terms.append(self._token_loss(token, logprob))
@@ -226,12 +227,12 @@ class ReferenceTrainer:
             loss = weight * torch.stack(terms).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             update.loss += loss.item()
-            place += length
+            first += length
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
 
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a token by the sign of its advantage, which is what min and clamp come to."""
+        """Return the loss of a token, by cases of the sign of its advantage instead of min and clamp."""
         objective = self.settings["objective"]
         ratio = torch.exp(logprob - token.old_logprob)
         size = abs(token.advantage)

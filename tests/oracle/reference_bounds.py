@@ -1,4 +1,4 @@
-"""Ratio bounds from their definitions, by bisection in float64: part of the reference implementation."""
+"""Ratio bounds of the reference implementation: from their definitions, by bisection in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
 
 
 def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple[float, float]:
-    """Bisect p·f(r) + (1−p)·f((1−rp)/(1−p)) = δ on [0, 1] and on [1, 1/p]; an end within δ is the bound itself."""
+    """Return the roots of p·f(r) + (1−p)·f((1−rp)/(1−p)) = δ in [0, 1] and [1, 1/p]; an end within δ instead of one."""
     p, rest = math.exp(old_logprob), -math.expm1(old_logprob)
 
     def divergence(r: float) -> float:

@@ -1,6 +1,6 @@
 """A complete training step equals the reference implementation: rewards, bounds, loss, gradient, metrics and weights.
 
-Every case also states what it exercises, so that a comparison of two zeros cannot pass for agreement.
+Every case also checks that it exercises its settings: two implementations that do nothing would agree too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLIP = {"bounds": {"method": "clip"}}
 
 
 class Variant(NamedTuple):
-    """Settings of a case, and what must have happened in it."""
+    """Settings of a case; `exercised` returns whether they had an effect."""
 
     name: str
     layers: dict[str, Any]
@@ -147,7 +147,7 @@ VARIANTS = [
     ),
     Variant("dynamic sampling", {**TIGHT_KL, "sampling": {"dynamic": True}}, refills),
     Variant(
-        "dynamic sampling that gives up",
+        "dynamic sampling at its limit of batches",
         {"sampling": {"dynamic": True, "dynamic_batches": 1}},
         lambda case: any(r["train/uniform_group_fraction"] > 0 for r in case.records),
     ),

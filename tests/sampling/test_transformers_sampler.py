@@ -48,11 +48,6 @@ def test_samples_depend_on_the_seed(model: PreTrainedModel) -> None:
     assert sampler.sample(PROMPTS, PARAMS, 7) != sampler.sample(PROMPTS, PARAMS, 8)
 
 
-def test_more_sequences_than_the_limit_are_sampled_in_several_batches() -> None:
-    groups = TransformersSampler(random_model(), 0, max_sequences=5).sample(PROMPTS, PARAMS, 7)
-    assert [len(group) for group in groups] == [5, 5, 5]
-
-
 def test_completions_carry_the_policy_version() -> None:
     model = random_model()
     sampler = TransformersSampler(model, 0)
@@ -85,7 +80,7 @@ def test_extreme_random_numbers_select_valid_tokens() -> None:
 
 
 def test_max_sequences_limits_the_batch_size() -> None:
-    """At most eleven completions: two prompts with five each, then the third prompt."""
+    """At most eleven completions: two prompts with five each, then the third prompt; all prompts are sampled."""
     model = random_model()
     sizes: list[int] = []
     model.register_forward_pre_hook(
@@ -93,8 +88,10 @@ def test_max_sequences_limits_the_batch_size() -> None:
     )
     config = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_sequences": 11}})
     policy: Any = SimpleNamespace(model=model, device=model.device, pad_id=0)
-    build_sampler(config, policy).sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
-    assert max(sizes) == 10
+    groups = build_sampler(config, policy).sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
+    steps = PARAMS.max_tokens - 1
+    assert sizes == [2, *[10] * steps, 1, *[5] * steps]
+    assert [len(group) for group in groups] == [5, 5, 5]
 
 
 def test_batches_of_prompts_use_different_random_numbers() -> None:

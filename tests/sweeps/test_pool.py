@@ -78,23 +78,23 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
 
 def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:
     pool = LocalPool([{}, {}], grace_s=1.0)
-    polite = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
-    deaf = (
+    handling = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
+    ignoring = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "child = subprocess.Popen([sys.executable, '-c', "
         "'import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)']); "
         "print(child.pid, flush=True); time.sleep(60)"
     )
-    pool.start(job(tmp_path, "polite", polite))
-    pool.start(job(tmp_path, "deaf", deaf))
-    log = tmp_path / "logs" / "deaf.log"
+    pool.start(job(tmp_path, "handling", handling))
+    pool.start(job(tmp_path, "ignoring", ignoring))
+    log = tmp_path / "logs" / "ignoring.log"
     end = time.monotonic() + 30
     while not log.read_text().strip() and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(0.5)
     pool.stop()
-    assert wait(pool, 2) == {"polite": 0, "deaf": -signal.SIGKILL}
-    assert (tmp_path / "logs" / "polite.log").read_text() == "closed\n"
+    assert wait(pool, 2) == {"handling": 0, "ignoring": -signal.SIGKILL}
+    assert (tmp_path / "logs" / "handling.log").read_text() == "closed\n"
     time.sleep(0.2)
     grandchild = int(log.read_text())
     assert not Path(f"/proc/{grandchild}").exists() or not alive(grandchild)

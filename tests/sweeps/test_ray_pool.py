@@ -36,8 +36,8 @@ def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
         assert {each.name: each.code for each in ended} == {"one": 0, "two": 3}
         log = tmp_path / "logs" / "one.log"
         assert log.read_text() == f"ray {pool.threads}\n"
-        polite = "import time; print('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('shut')"
-        pool.start(job(tmp_path, "three", polite))
+        code = "import time; print('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('shut')"
+        pool.start(job(tmp_path, "three", code))
         log = tmp_path / "logs" / "three.log"
         while not (log.exists() and log.read_text()) and time.monotonic() < end:
             time.sleep(0.1)

@@ -182,9 +182,8 @@ def test_a_run_is_compared_at_its_latest_evaluation_and_not_early() -> None:
     ahead = state("finished", {40: 0.9, 60: 0.32, 100: 0.9})
     assert stopped(state("running", {40: 0.1}), NOTHING, ahead) == set()
     assert stopped(state("running", {40: 0.1, 60: 0.3}), NOTHING, ahead) == set()
-    assert (
-        stopped(state("running", {50: 0.1}), NOTHING, ahead) == set()
-    )  # no other arm was evaluated at step 50
+    not_comparable = state("running", {50: 0.1})  # no other arm was evaluated at step 50
+    assert stopped(not_comparable, NOTHING, ahead) == set()
 
 
 def test_seeds_of_one_arm_are_not_compared_with_each_other() -> None:

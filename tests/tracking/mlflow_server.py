@@ -1,4 +1,4 @@
-"""A real MLflow server that tests kill, stop and restart, with queries of its database."""
+"""MLflow servers for tests: a real one that is killed, stopped and restarted, and a port that never answers."""
 
 from __future__ import annotations
 

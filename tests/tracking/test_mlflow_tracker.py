@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,6 +16,7 @@ from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import MlflowCallback, MlflowTracker
 from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
+from tests.tracking.mlflow_server import MlflowServer, silent_port
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
@@ -113,10 +112,8 @@ def test_a_run_that_was_deleted_at_mlflow_is_created_again(run):
 
 
 def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
-    warnings: list[str] = []
     uri = NOWHERE.replace("//", "//me:secret@")
-    printed = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
-    warnings += printed
+    warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
     assert len(warnings) == 1
     assert "cannot be reached" in warnings[0]
     assert len(closing) == 1
@@ -202,9 +199,7 @@ print("mlflow" in sys.modules, tracker._thread.is_alive())
 
 
 def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_process(run):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(16)
+    with silent_port() as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = subprocess.run(
             [sys.executable, "-c", HANGING_RUN, uri, str(run.path)],
@@ -271,32 +266,14 @@ def test_runs_that_start_together_share_a_new_database(run):
 
 @pytest.mark.slow
 def test_a_real_server_gets_the_complete_record_through_http(run, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
-    command += ["--artifacts-destination", str(tmp_path / "server-files")]
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, start_new_session=True)
+    server = MlflowServer(tmp_path / "server")
     try:
-        _wait_for(port, server)
-        uri = f"http://127.0.0.1:{port}"
-        assert _mirror(run, tracking_store(TrackingConfig(uri=uri), run.path.parent, {})) == []
-        _check_complete(uri, run, "FINISHED")
+        server.start()
+        store = tracking_store(TrackingConfig(uri=server.uri), run.path.parent, {})
+        assert _mirror(run, store) == []
+        _check_complete(server.uri, run, "FINISHED")
     finally:
-        server.terminate()
-        server.wait(20)
-
-
-def _wait_for(port: int, server: subprocess.Popen) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError("the server did not start within a minute")
+        server.stop()
 
 
 def test_the_callback_sends_steps_and_status(run):

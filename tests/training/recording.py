@@ -138,15 +138,15 @@ class Step:
     def _groups(self, calls: slice) -> list[list[Sampled]]:
         groups = []
         for sampled, graded in zip(self.samples[calls], self.grades[calls], strict=True):
-            judged = zip(graded.problems, graded.texts, graded.grades, strict=True)
+            grades = zip(graded.problems, graded.texts, graded.grades, strict=True)
             for prompt, completions in zip(sampled.prompts_P, sampled.completions_PG, strict=True):
                 groups.append(
                     [
                         Sampled(problem, prompt, completion, text, grade)
-                        for completion, (problem, text, grade) in zip(completions, judged)  # noqa: B905
+                        for completion, (problem, text, grade) in zip(completions, grades)  # noqa: B905
                     ]
                 )
-            assert next(judged, None) is None
+            assert next(grades, None) is None
         return groups
 
 
@@ -301,7 +301,8 @@ def prepare_run(
     """Build the components of a run and put the recording ones in place.
 
     Args:
-        uniform: from the ids of the training problems in their order, those that `RecordingGrader` grades alike.
+        uniform: from the ids of the training problems in their order to those whose completions `RecordingGrader`
+            gives equal rewards.
         sampler: options of `RecordingSampler`.
     """
     config = resolve([SETTINGS, {"model": {"path": str(model)}}, *layers])

@@ -33,7 +33,7 @@ def embedded() -> Policy:
 
 
 class Trained(NamedTuple):
-    """Return a policy that has been updated, with its optimizer."""
+    """A policy with its optimizer."""
 
     policy: Policy
     optimizer: Optimizer
@@ -152,7 +152,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(RunError, match="no room for the checkpoint of step-000010: it takes "):
+    with pytest.raises(RunError, match="not enough disk space for the checkpoint step-000010: it takes "):
         save_checkpoint(*trained, STEP, tmp_path / "step-000010")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
@@ -169,7 +169,7 @@ def test_the_needed_disk_space_includes_moments_and_masters(
         if fits:
             save_checkpoint(*trained, STEP, tmp_path / "step-000010")
         else:
-            with pytest.raises(RunError, match="no room"):
+            with pytest.raises(RunError, match="not enough disk space"):
                 save_checkpoint(*trained, STEP, tmp_path / "step-000010")
 
 

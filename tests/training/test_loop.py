@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import build_components
@@ -36,7 +35,8 @@ CONTRACT = {
     "optim": ["loss", "grad_norm", "lr"],
     "time": ["step"],
 }
-KEYS = {f"{room}/{name}" for room, names in CONTRACT.items() for name in names}
+KEYS = {f"{group}/{name}" for group, names in CONTRACT.items() for name in names}
+"""Keys that every training step has in metrics.jsonl."""
 
 
 def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, RunFolder, torch.nn.Module]:
@@ -110,7 +110,8 @@ def test_every_method_trains(tmp_path: Path, bounds: dict[str, Any]) -> None:
     _, folder, _ = run(tmp_path, "a", {"bounds": bounds, "steps": 1, "evaluation": {"every": 0}})
     (record,) = folder.read_metrics()
     assert record["optim/grad_norm"] > 0
-    assert record["clip/active_fraction"] == 0 or bounds["method"] != "none"
+    if bounds["method"] == "none":
+        assert record["clip/active_fraction"] == 0
 
 
 def test_dynamic_sampling_trains_only_on_groups_with_spread(tmp_path: Path) -> None:
@@ -134,13 +135,13 @@ def test_dynamic_sampling_trains_only_on_groups_with_spread(tmp_path: Path) -> N
 
 def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
     """With rewards that cannot differ, two batches are sampled and the step uses groups without spread."""
-    hopeless = {
+    unsolvable = {
         "steps": 1,
         "task": {"name": "countdown", "numbers": 5, "max_target": 999},
         "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},
         "evaluation": {"every": 0},
     }
-    _, folder, _ = run(tmp_path, "a", hopeless)
+    _, folder, _ = run(tmp_path, "a", unsolvable)
     (record,) = folder.read_metrics()
     assert record["train/groups_drawn"] == 8
     assert record["train/uniform_group_fraction"] == 1.0
@@ -166,17 +167,9 @@ def test_held_out_and_training_problems_are_disjoint(tmp_path: Path) -> None:
     assert len(evaluated) == config.evaluation.problems
 
 
-def test_seeds_differ_by_purpose_and_step() -> None:
-    seeds = {
-        derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)
-    }
-    assert len(seeds) == 500
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 @pytest.mark.slow
 def test_the_embedded_model_improves_with_default_settings(tmp_path: Path) -> None:
-    """20 of the 100 steps of `bandpo train`; over three seeds they brought 0.276 to 0.379 and the like."""
+    """20 of the 100 steps of `bandpo train`; with seed 0 they raised mean@16 from 0.276 to 0.379."""
     config = resolve([{"steps": 20}])
     folder = RunFolder.create(tmp_path, "a")
     for _ in train(config, build_components(config, build_task(config.task)), folder):

@@ -42,7 +42,7 @@ def run_until(
 def resume(config: RunConfig, folder: RunFolder, last: int) -> Components:
     """Resume from the latest checkpoint."""
     done = folder.read_metrics()[-1]["step"]
-    step = max(step for step in complete_checkpoints(folder)[0] if step <= done)
+    step = max(step for step in complete_checkpoints(folder).complete if step <= done)
     assert step < last
     components = build_components(config, build_task(config.task))
     assert components.resume_from(folder.checkpoint_dir(step)).step == step
@@ -153,7 +153,7 @@ def test_checkpoint_pruning_is_the_same_across_a_resume(tmp_path: Path) -> None:
     check_same(uninterrupted, resumed)
     lines = [line for line in record(uninterrupted) if line["step"]]
     best = sorted(lines, key=lambda line: (-line["train/accuracy"], line["step"]))[:2]
-    assert sorted(complete_checkpoints(resumed)[0]) == sorted({6, *(line["step"] for line in best)})
+    assert sorted(complete_checkpoints(resumed).complete) == sorted({6, *(line["step"] for line in best)})
 
 
 def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
@@ -177,4 +177,4 @@ def test_a_stop_request_saves_a_checkpoint_of_the_last_complete_step(tmp_path: P
     assert steps == [0, 1, 2, 3]
     state = json.loads((folder.checkpoint_dir(3) / "trainer" / "state.json").read_text())
     assert (state["step"], state["updates"], state["position"]) == (3, 6, 12)
-    assert list(complete_checkpoints(folder)[0]) == [3]
+    assert list(complete_checkpoints(folder).complete) == [3]
