@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
 
 GIB = 2**30
-_MOST_USED = 0.95  # share of the memory that an estimate may take and still count as fitting
+_MAX_USED_SHARE = 0.95
+"""Largest share of the memory that an estimate may take and still count as fitting."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class MemoryReport:
     @property
     def fits(self) -> bool:
         """Whether the peak leaves some memory free."""
-        return self.peak < _MOST_USED * self.available
+        return self.peak < _MAX_USED_SHARE * self.available
 
 
 def memory_report(config: RunConfig) -> MemoryReport:
@@ -56,13 +57,13 @@ def memory_report(config: RunConfig) -> MemoryReport:
 
     on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
     if on_gpu:
-        card = torch.cuda.get_device_properties(0)
-        device, available = card.name, card.total_memory
+        gpu = torch.cuda.get_device_properties(0)
+        device, available = gpu.name, gpu.total_memory
     else:
         device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own_sampler = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
-    estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
-    engine = 0 if own_sampler else _engine_bytes(config, available, on_gpu)
+    shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
+    estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
+    engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)
     return MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
 
 
@@ -80,7 +81,7 @@ def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
 
 
 def memory_saving_settings(config: RunConfig) -> str:
-    """Return the settings that take less memory, the cheapest to change first, with values to type."""
+    """Return flags that lower the memory, those that cost least first, as the end of an error message."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     less = max(config.optim.micro_batch_tokens // 2, longest)
     found = []
@@ -105,12 +106,10 @@ def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(
-            f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
-        ) from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch's CPU allocator has no class of its own
+    except (MemoryError, RuntimeError) as error:
+        # torch's CPU allocator raises a plain RuntimeError.
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_out_of_memory and "can't allocate memory" not in str(error):
             raise
         raise RunError(
             f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
@@ -118,6 +117,6 @@ def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
 
 
 def _requested_size(error: BaseException) -> str:
-    """Return the size that was asked for, without the allocator's advice and its file names."""
+    """Return the requested size as the error states it, without the allocator's advice and its file names."""
     text = first_line(error, max_chars=1000)
     return text.rsplit("] ", 1)[-1].split(". GPU", 1)[0].strip()
