@@ -50,7 +50,7 @@ class SamplesFile:
     Attributes:
         path: the file.
         digest: SHA-256 of its contents; a resume compares it.
-        grader: the grader that was asked for; None for the data's own.
+        grader: the grader that the user named; None for the data's own.
         sets: problems with their completions, by evaluation set.
     """
 
@@ -312,7 +312,7 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
     """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
 
     Raises:
-        ConfigError: there is no such task or file, or countdown is asked for with others.
+        ConfigError: there is no such task or file, or countdown is named together with others.
     """
     if not tasks:
         return {}

@@ -45,7 +45,7 @@ class MemoryReport:
 
 
 def memory_report(config: RunConfig) -> MemoryReport:
-    """Estimate the memory of a run on the GPU at hand, or on this machine where there is none. Imports torch.
+    """Estimate the memory of a run on the first GPU, or on this machine where there is none. Imports torch.
 
     Raises:
         UserError: the model's architecture cannot be read.

@@ -50,7 +50,7 @@ class ResumePlan:
 
     Attributes:
         folder: the run folder.
-        config: the run's settings with the changes that were asked for.
+        config: the run's settings with the requested changes.
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.
@@ -72,7 +72,7 @@ class ResumePlan:
         return self.step >= self.config.steps
 
     def describe(self) -> str:
-        """Return one line that says from where the run continues."""
+        """Return the step from which the run continues, in one line."""
         if self.is_trained:
             return f"all {self.step} steps are done; what is left is the summary and the plots"
         if self.checkpoint is None:

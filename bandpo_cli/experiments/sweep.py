@@ -70,7 +70,7 @@ class SweepInfo:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The time that a sweep will take: seconds in all, seconds of the first run, and how they were found."""
+    """The time that a sweep will take: seconds in total, seconds of the first run, and the method of the estimate."""
 
     total_s: float
     run_s: float

@@ -122,7 +122,7 @@ class MlflowMirror:
         return None if found is None else cls(client, found.run_id)
 
     def exists(self) -> bool:
-        """Return whether MLflow still has the run: it may have been deleted, or the database created anew."""
+        """Return whether MLflow still has the run: it may have been deleted, or its database replaced."""
         return _active_run(self._client, self.run_id) is not None
 
     def send(self, records: Iterable[MetricRecord]) -> Sent:
