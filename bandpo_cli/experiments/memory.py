@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
@@ -45,19 +45,25 @@ class MemoryReport:
 
 
 def memory_report(config: RunConfig) -> MemoryReport:
-    """Estimate the memory of a run on the first GPU, or on this machine where there is none. Imports torch.
+    """Estimate the memory of a run on its GPU, or on this machine where there is none. Imports torch.
 
     Raises:
-        UserError: the model's architecture cannot be read.
+        UserError: the model's architecture cannot be read, or this machine has no such GPU.
     """
     import torch
 
     from bandpo_cli.config.sampling import resolve_engine
     from bandpo_cli.models.memory import estimate_memory
 
-    on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
+    name = config.model.device
+    on_gpu = torch.cuda.is_available() and name.partition(":")[0] in ("auto", "cuda")
     if on_gpu:
-        gpu = torch.cuda.get_device_properties(0)
+        try:
+            gpu = torch.cuda.get_device_properties("cuda" if name == "auto" else name)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise UserError(
+                f"model.device = {name!r}: not usable on this machine: {first_line(error)}"
+            ) from None
         device, available = gpu.name, gpu.total_memory
     else:
         device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
