@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -10,8 +11,8 @@ from bandpo_cli.cli import app
 from bandpo_cli.errors import RunError, UserError, one_line, system_error_message
 from bandpo_cli.sweeps.pool import exit_with_parent
 
-INTERRUPTED = 130
-"""128 + SIGINT, as shells report a program stopped by Ctrl-C."""
+RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
+"""Exit codes; 130 is 128 + SIGINT, as shells report a program stopped by Ctrl-C."""
 
 
 def main() -> None:
@@ -21,22 +22,20 @@ def main() -> None:
         _check_utf8(sys.argv[1:])
         code = app(standalone_mode=False)
     except UserError as error:
-        sys.exit(_print_error(str(error)))
+        _fail(str(error), USER_ERROR)
     except RunError as error:
-        _print_error(str(error))
-        sys.exit(1)
+        _fail(str(error), RUN_ERROR)
     except OSError as error:
-        trouble = system_error_message(error)
-        if trouble is None:
+        message = system_error_message(error)
+        if message is None:
             raise
-        _print_error(trouble)
-        sys.exit(1)
+        _fail(message, RUN_ERROR)
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
-            sys.exit(2)
+            sys.exit(USER_ERROR)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
-        sys.exit(_print_error(f"{message} (see {command} --help)"))
+        _fail(f"{message} (see {command} --help)", USER_ERROR)
     except typer.Abort:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -44,15 +43,19 @@ def main() -> None:
 
 
 def _check_utf8(words: list[str]) -> None:
-    """Raise UserError for bytes on the command line that are not UTF-8: no file of the package could hold them."""
+    """Raise UserError for bytes on the command line that are not UTF-8: no file of the package could hold them.
+
+    Python passes such bytes on as surrogate characters.
+    """
     for word in words:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
+        if any("\ud800" <= char <= "\udfff" for char in word):
             raise UserError(f"{word}: not a text in UTF-8; rename it")
 
 
-def _print_error(line: str) -> int:
-    print(f"error: {one_line(line)}", file=sys.stderr)
-    return 2
+def _fail(message: str, code: int) -> NoReturn:
+    """Print an error message as one line and exit with `code`."""
+    print(f"error: {one_line(message)}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import difflib
 import errno
 from collections.abc import Iterable
 
-_MAX_MESSAGE_CHARS = 1000
+_MAX_MESSAGE_CHARS, _HEAD_CHARS = 1000, 700
+"""Length of a message, and the part of a longer one that is kept at its beginning."""
+
+_CUT = " ... "
 
 
 def one_line(text: str) -> str:
@@ -14,8 +17,8 @@ def one_line(text: str) -> str:
 
     A message quotes input: file names, lines of downloaded files. Those may contain anything.
     """
-    printable = "".join(map(_escape_unprintable, _shorten(text.strip())))
-    return _shorten(printable)
+    shortened = _shorten(text.strip())  # first, since a quoted file may have many megabytes
+    return _shorten("".join(map(_escape_unprintable, shortened)))
 
 
 def _escape_unprintable(char: str) -> str:
@@ -26,9 +29,10 @@ def _escape_unprintable(char: str) -> str:
 
 def _shorten(text: str) -> str:
     """Cut out the middle: the beginning names the mistake, the end what to type instead."""
-    return (
-        text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-(_MAX_MESSAGE_CHARS - 705) :]}"
-    )
+    if len(text) <= _MAX_MESSAGE_CHARS:
+        return text
+    tail_chars = _MAX_MESSAGE_CHARS - _HEAD_CHARS - len(_CUT)
+    return text[:_HEAD_CHARS] + _CUT + text[-tail_chars:]
 
 
 class UserError(Exception):
@@ -51,7 +55,8 @@ class ConfigError(UserError):
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
-    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)  # long names take minutes
+    # The time of the search grows with the square of the length: a long name would take minutes.
+    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
@@ -64,21 +69,21 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
 _MESSAGES_BY_ERRNO = {
     errno.ENOSPC: "no space is left on the disk; free some, then continue",
     errno.EDQUOT: "the disk quota is used up; free some space, then continue",
-    errno.EFBIG: "files may not grow that far here (ulimit -f)",
+    errno.EFBIG: "the file size limit is reached (ulimit -f)",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "not permitted",
     errno.EIO: "the disk reports an input/output error",
     errno.EMFILE: "too many files are open (ulimit -n)",
     errno.ENFILE: "too many files are open on this machine",
-    errno.EAGAIN: "no further process or thread may be started (ulimit -u)",
+    errno.EAGAIN: "the limit on processes and threads is reached (ulimit -u)",
     errno.ENOMEM: "out of memory",
 }
 
 
 def system_error_message(error: OSError) -> str | None:
     """Return one line for an error of the operating system (disk full, ...), with the file; None for other errors."""
-    trouble = _MESSAGES_BY_ERRNO.get(error.errno) if error.errno is not None else None
-    if trouble is None:
+    message = _MESSAGES_BY_ERRNO.get(error.errno) if error.errno is not None else None
+    if message is None:
         return None
-    return trouble if error.filename is None else f"{error.filename}: {trouble}"
+    return message if error.filename is None else f"{error.filename}: {message}"

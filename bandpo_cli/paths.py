@@ -27,6 +27,14 @@ def path_exists(path: Path) -> bool:
         return False
 
 
+def relative_to_cwd(path: Path) -> Path:
+    """Return `path` relative to the current folder if it lies in it, else unchanged."""
+    try:
+        return path.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
 def folders_containing(folder: Path, file: str) -> list[str]:
     """Return the sorted names of the subfolders of `folder` that contain `file`; none if `folder` cannot be read."""
     try:

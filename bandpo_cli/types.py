@@ -82,8 +82,17 @@ class Grade:
     verdict: str
 
 
+CORRECT = Grade(1.0, correct=True, verdict="correct")
+WRONG = Grade(0.0, correct=False, verdict="wrong")
+MALFORMED = Grade(0.0, correct=False, verdict="malformed")
+TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
+GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
+
+UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
+"""Verdicts of answers that were not graded."""
+
 Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]
-"""Grades texts [N], each as an answer to its problem [N]."""
+"""A function that grades texts [N], each as an answer to its problem [N]."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +127,6 @@ def status_of(error: BaseException | None) -> RunStatus:
     if error is None:
         return "FINISHED"
     return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
-
-
-CORRECT = Grade(1.0, correct=True, verdict="correct")
-WRONG = Grade(0.0, correct=False, verdict="wrong")
-MALFORMED = Grade(0.0, correct=False, verdict="malformed")
-TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
-GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
-
-UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
-"""Verdicts of answers that were not graded."""
 
 
 @dataclass(frozen=True)

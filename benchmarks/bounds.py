@@ -36,10 +36,8 @@ def logprobs(count: int, device: str) -> torch.Tensor:
     """Return float32 log-probabilities of shape [count] on `device`."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(count, generator=generator)
-    frequent, rare = (
-        -0.1 * torch.rand(count, generator=generator),
-        -40.0 * torch.rand(count, generator=generator) ** 3,
-    )
+    frequent = -0.1 * torch.rand(count, generator=generator)
+    rare = -40.0 * torch.rand(count, generator=generator) ** 3
     return torch.where(uniform < 2 / 3, frequent, rare).to(device)
 
 
@@ -89,19 +87,16 @@ def main() -> None:
     scale = 1e6 / arguments.tokens
 
     print(
-        f"{arguments.tokens:,} tokens, float32, delta {DELTA}, {device}, {torch.get_num_threads()} threads, ",
-        end="",
+        f"{arguments.tokens:,} tokens, float32, delta {DELTA}, {device}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}; milliseconds per million tokens"
     )
-    print(f"torch {torch.__version__}; milliseconds per million tokens")
     with torch.no_grad():
         copy = min(milliseconds(lambda: traffic(x), device) for _ in range(20)) * scale
         print(f"read one tensor, write two: {copy:.2f}")
         print(f"{'divergence':<12}{'band_bounds':>12}{'bisection':>12}{'faster':>9}{'x traffic':>11}")
         for name in arguments.only:
             f = PLAIN[name]
-            band_bounds(
-                x, name, DELTA
-            )  # builds the table of initial values, which later calls with this delta use
+            band_bounds(x, name, DELTA)  # the first call builds the table of initial values
             band, plain = [], []
             for round_index in range(arguments.rounds):
                 band += [

@@ -50,11 +50,8 @@ def main() -> None:
     def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [grade_countdown(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
 
-    prompts_per_step, samples, updates = (
-        config.sampling.prompts,
-        config.sampling.samples,
-        config.optim.updates,
-    )
+    prompts_per_step, samples = config.sampling.prompts, config.sampling.samples
+    updates = config.optim.updates
     clock = StepClock(updates)
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(

@@ -42,7 +42,8 @@ def train(steps: int, seed: int = 0) -> list[float]:
     rng = random.Random(seed)
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
-    optimizer, history = torch.optim.AdamW(model.parameters(), lr=3e-5), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
+    history: list[float] = []
     for step in range(steps):
         numbers = [rng.randint(1, 9) for _ in range(4)]
         prompt = f"{' '.join(map(str, numbers))}={sum(numbers)}:"
@@ -55,10 +56,8 @@ def train(steps: int, seed: int = 0) -> list[float]:
         answers = tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)
         rewards = torch.tensor([reward(prompt, answer) for answer in answers])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        ended = (ids[:, length:] == tokenizer.eos_token_id).cumsum(1)
-        mask = (
-            ended - (ids[:, length:] == tokenizer.eos_token_id).long()
-        ) == 0  # up to the end token, with it
+        is_end = (ids[:, length:] == tokenizer.eos_token_id).long()
+        mask = is_end.cumsum(1) - is_end == 0  # the tokens up to the first end token, which is included
         with torch.no_grad():
             old = token_logprobs(model, ids, length)
         lower, upper = band_bounds(old, divergence="kl", delta=0.05, max_ratio=10.0)

@@ -120,10 +120,9 @@ def run(mutant: Mutant, workplace: Path) -> Outcome:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "Makefile", "docs"):
         os.symlink(ROOT / name, copy / name)
+    # Public problem sets, which tests read when present.
     if (ROOT.parent / "shared").exists() and not (workplace / "shared").exists():
-        os.symlink(
-            ROOT.parent / "shared", workplace / "shared"
-        )  # public problem sets that tests read when present
+        os.symlink(ROOT.parent / "shared", workplace / "shared")
     path = copy / mutant.file
     path.write_text(path.read_text().replace(mutant.old, mutant.new))
     log = copy / "pytest.log"

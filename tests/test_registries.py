@@ -111,7 +111,7 @@ def test_a_custom_function_is_imported_from_the_current_folder(
     assert load_function("registries_custom:double")(4) == 8
     for name, message in (
         ("registries_custom:doubl", r"has no 'doubl' \(did you mean 'double'\?\)"),
-        ("registries_custom:number", "no function but a int"),
+        ("registries_custom:number", "not a function: its type is int"),
         ("registries_no_module:f", "importing 'registries_no_module' failed"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -57,7 +57,7 @@ def bounds(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB."
+            metavar="FILE", help="Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB."
         ),
     ] = None,
     match: Annotated[
@@ -95,7 +95,7 @@ def bounds(
     radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
-        find_divergence(name)
+        find_divergence(name)  # raises for an unknown name
     peers = view.names("--compare", compare or [], tuple(PEERS))
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
@@ -104,7 +104,8 @@ def bounds(
             raise UserError(
                 "--match answers with a delta: give it --at PROB, --divergence and --format alone"
             )
-        return view.print_matches(match, at, regions, style)
+        view.print_matches(match, at, regions, style)
+        return
     if plot is not None:
         view.check_plot_file(plot)
     wanted = view.probabilities(probs or [], file)
@@ -115,13 +116,12 @@ def bounds(
 
     rows = [row for name in regions for radius in radii for row in band_rows(wanted, name, radius, max_ratio)]
     rows += [row for name in peers for row in method_rows(wanted, name)]
-    if wanted and style == "table":
-        view.print_intervals(rows, max_ratio)
-    elif wanted or style != "table":
+    if style != "table":
         print({"json": as_json, "csv": as_csv}[style](rows))
+    elif wanted:
+        view.print_intervals(rows, max_ratio)
     if plot is not None:
         from bandpo_cli.reports.interval_plot import plot_intervals
 
         plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
         typer.echo(f"wrote {plot}", err=True)
-    return None

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.matching import matching_delta
@@ -24,18 +24,25 @@ from bandpo_cli.paths import read_text
 from bandpo_cli.registries import METHODS
 from bandpo_cli.reports.interval_table import PEERS, IntervalRow
 
-_MOST_TEXT = 2**28  # bytes, some ten million probabilities
+_MAX_TEXT_BYTES = 2**28
+"""Maximum size of a file of probabilities in bytes: some ten million of them."""
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded)
+"""Methods whose upper bound `--match` can match."""
 
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
     """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
     found: list[float] = []
     for word in words:
-        found += (
-            _from_text(sys.stdin.read(), "standard input") if word == "-" else [_probability(word, "PROB")]
-        )
+        if word == "-":
+            found += _from_text(sys.stdin.read(), "standard input")
+        else:
+            found.append(_probability(word, "PROB"))
     if file is not None:
-        found += _from_text(read_text(file, f"--file {file}", _MOST_TEXT), f"--file {file}")
+        found += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
     return found
 
 
@@ -88,9 +95,6 @@ def names(option: str, texts: Iterable[str], allowed: Sequence[str]) -> list[str
     return found
 
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-
-
 def check_plot_file(file: Path) -> None:
     """Raise UserError for a plot file that cannot be written, before anything is computed."""
     if file.suffix.lower() not in PLOT_SUFFIXES:
@@ -100,10 +104,10 @@ def check_plot_file(file: Path) -> None:
         )
     if not file.parent.is_dir():
         raise UserError(f"--plot {file}: there is no folder '{file.parent}'")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(
-            f"--plot {file}: cannot be written: {'it is a folder' if file.is_dir() else 'no permission'}"
-        )
+    if file.is_dir():
+        raise UserError(f"--plot {file}: cannot be written: it is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"--plot {file}: cannot be written: no permission")
 
 
 def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
@@ -113,7 +117,9 @@ def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> Non
         groupby(rows, key=lambda row: (row.divergence, row.delta))
     ):
         title = name if delta is None else f"{name}, delta {delta:g}"
-        console.print(f"{'' if number == 0 else chr(10)}[bold]{escape(title)}[/bold]")
+        if number > 0:
+            console.print()
+        console.print(Text(title, style="bold"))
         console.print(_block(list(block), heading=number == 0))
     console.print(_footnote(rows, max_ratio), style="dim")
 
@@ -150,9 +156,6 @@ def _footnote(rows: Sequence[IntervalRow], max_ratio: float | None) -> str:
         f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
     )
     return "\n" + "\n".join(lines)
-
-
-MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded)
 
 
 def print_matches(method: str | None, at: str | None, regions: Sequence[str], style: str) -> None:

@@ -10,13 +10,17 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+PLAIN_LINES = 20
+"""Approximate number of progress lines in a log file, however long the run or the evaluation."""
+
 
 def open_console(stderr: bool = False) -> Console:
     """Return the console of a command, and print the package's log messages on it.
 
-    INFO messages are printed as lines, WARNING and above after the heading `warning:`.
+    INFO messages are printed as lines, WARNING and above after the heading `warning:`. Strings are printed as they are:
+    names of files and arms may contain what Rich would read as markup.
     """
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, markup=False, emoji=False)
     logger = logging.getLogger("bandpo_cli")
     for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
         logger.removeHandler(handler)
@@ -41,7 +45,7 @@ class LogHandler(logging.Handler):
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
     """Print a line without markup, after a heading if there is one."""
-    gap = " " if heading.endswith(":") else "  "
+    gap = " " if heading.endswith(":") else "  "  # a heading without a colon is a column
     text = Text.assemble((heading, style), gap, line) if heading else Text(line)
     console.print(text, highlight=False, soft_wrap=True)
 
@@ -77,10 +81,10 @@ class Spinner:
         self._status: Status | None = None
 
     def show(self, text: str | None) -> None:
-        """Show `text` in place of the present one; None removes the spinner."""
+        """Replace the text by `text`; None removes the spinner."""
         if self._status is not None:
             self._status.stop()
             self._status = None
         if text is not None:
-            self._status = self._console.status(text)
+            self._status = self._console.status(Text(text))
             self._status.start()

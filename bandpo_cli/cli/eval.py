@@ -1,4 +1,4 @@
-"""`bandpo eval` and `bandpo eval compare`."""
+"""`bandpo eval`, scores of a model or of stored completions, and `bandpo eval compare`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def evaluate(
         typer.Option(
             metavar="N",
             min=1,
-            help="Most tokens of a completion.",
+            help="Maximum number of tokens of a completion.",
             show_default="the run's, else 1024, 8 for countdown",
         ),
     ] = None,
@@ -107,7 +107,9 @@ def evaluate(
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Most problems of each set: a fair sample, always the same one."
+            metavar="N",
+            min=1,
+            help="Maximum number of problems per set: a random sample, always the same one.",
         ),
     ] = None,
     seed: Annotated[
@@ -150,8 +152,8 @@ def evaluate(
 ) -> None:
     """Score a model on problem sets, with intervals, and keep every completion.
 
-    mean@n, unbiased pass@k, maj@k, and what else can go wrong: answers without
-    a readable form, cut completions, timeouts. Every metric has a 95% interval
+    mean@n, unbiased pass@k, maj@k, and the shares of answers without a readable
+    form, truncated completions and timeouts. Every metric has a 95% interval
     by bootstrap over problems. A checkpoint of a run is scored with the run's
     own tasks, template and seed, so that it scores what it scored in training.
 
@@ -248,7 +250,7 @@ def compare(
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     show: Annotated[
-        int, typer.Option(metavar="N", min=0, help="How many of the most changed problems to list.")
+        int, typer.Option(metavar="N", min=0, help="Number of the most changed problems to list.")
     ] = 5,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,

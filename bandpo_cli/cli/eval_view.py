@@ -6,15 +6,13 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import Spinner, format_duration, plural, print_json, print_line
+from bandpo_cli.cli.console import PLAIN_LINES, Spinner, format_duration, plural, print_json, print_line
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.evaluation.compare import Comparison
 from bandpo_cli.evaluation.metrics import Interval
@@ -28,9 +26,6 @@ from bandpo_cli.types import CallbackBase
 
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
 """Text beside the spinner, by phase."""
-
-PLAIN_LINES = 20
-"""About this many progress lines in a log file, however many completions."""
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
@@ -119,14 +114,14 @@ def print_request(console: Console, request: EvalRequest) -> None:
     if isinstance(request.source, SamplesFile):
         file = request.source
         total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
-        rows = [("samples", escape(f"{file.path}, {total:,} completions")), ("tasks", _counts(file.sets))]
+        rows = [("samples", f"{file.path}, {total:,} completions"), ("tasks", _counts(file.sets))]
         print_statement(console, rows, [], [])
         return
     _, task = request.source
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     total = sum(map(len, sets.values())) * settings.samples
     rows = [
-        ("model", escape(describe_model(config))),
+        ("model", describe_model(config)),
         ("tasks", _counts(sets)),
         (
             "samples",
@@ -183,17 +178,17 @@ class ProgressRate:
 
     def words(self) -> str:
         """Return `1,024/2,048 completions · 310/s · 0:00:03 left`."""
-        words = f"{self.done:,}/{self.total:,} completions"
+        count = f"{self.done:,}/{self.total:,} completions"
         if self.done == self._before:
-            return words
+            return count
         left = (self.total - self.done) / self.rate
-        return f"{words} · {self._rate_words()}/s · {format_duration(left)} left"
+        return f"{count} · {self._rate_words()}/s · {format_duration(left)} left"
 
     def summary(self) -> str:
-        """Return `2,048 completions in 0:00:07, 310 a second`, counting what came since the start."""
+        """Return `2,048 completions in 0:00:07, 310 per second`, counting what came since the start."""
         new = self.done - self._before
         before = f" after {self._before:,} that were there" if self._before else ""
-        rate = f", {self._rate_words()} a second" if new else ""
+        rate = f", {self._rate_words()} per second" if new else ""
         return f"{new:,} completions{before} in {format_duration(self.seconds)}{rate}"
 
     def _rate_words(self) -> str:
@@ -201,8 +196,10 @@ class ProgressRate:
 
 
 class _Bar:
-    def __init__(self, console: Console, pace: ProgressRate) -> None:
-        self._pace = pace
+    """Progress bar on a terminal."""
+
+    def __init__(self, console: Console, rate: ProgressRate) -> None:
+        self._rate = rate
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -211,7 +208,7 @@ class _Bar:
             transient=True,
         )
         self._task = self._progress.add_task(
-            "evaluating", total=pace.total, completed=pace.done, words=pace.words()
+            "evaluating", total=rate.total, completed=rate.done, words=rate.words()
         )
 
     def start(self) -> None:
@@ -221,18 +218,20 @@ class _Bar:
         self._progress.stop()
 
     def advance(self, label: str, completions: int) -> None:
-        self._pace.done += completions
+        self._rate.done += completions
         name = label if len(label) <= _LABEL_WIDTH else label[: _LABEL_WIDTH - 1] + "…"
         self._progress.update(
-            self._task, description=name, completed=self._pace.done, words=self._pace.words()
+            self._task, description=name, completed=self._rate.done, words=self._rate.words()
         )
 
 
 class _Lines:
-    def __init__(self, console: Console, pace: ProgressRate) -> None:
-        self._console, self._pace = console, pace
-        self._stride = max(1, pace.total // PLAIN_LINES)
-        self._next = pace.done + self._stride
+    """Progress as plain lines, for a log file."""
+
+    def __init__(self, console: Console, rate: ProgressRate) -> None:
+        self._console, self._rate = console, rate
+        self._stride = max(1, rate.total // PLAIN_LINES)
+        self._next = rate.done + self._stride
 
     def start(self) -> None:
         """Do nothing."""
@@ -241,10 +240,10 @@ class _Lines:
         """Do nothing."""
 
     def advance(self, label: str, completions: int) -> None:
-        self._pace.done += completions
-        if self._pace.done >= self._next:
-            self._next = self._pace.done + self._stride
-            self._console.print(f"{label}: {self._pace.words()}", highlight=False, soft_wrap=True)
+        self._rate.done += completions
+        if self._rate.done >= self._next:
+            self._next = self._rate.done + self._stride
+            print_line(self._console, f"{label}: {self._rate.words()}")
 
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
@@ -276,11 +275,11 @@ def metric_text(name: str, value: float) -> str:
     return f"{value:,.1f}" if name == "response_length" else f"{value:.3f}"
 
 
-def interval_text(name: str, figure: Interval) -> str:
+def interval_text(name: str, interval: Interval) -> str:
     """Return `0.412 to 0.478`, or a dash where there is no interval; a difference may have minus signs."""
-    if math.isnan(figure.low):
+    if math.isnan(interval.low):
         return "–"
-    return f"{metric_text(name, figure.low)} to {metric_text(name, figure.high)}"
+    return f"{metric_text(name, interval.low)} to {metric_text(name, interval.high)}"
 
 
 def histogram(scores: Scores) -> Iterable[Text]:
@@ -299,14 +298,15 @@ def _table(scores: Scores) -> Table:
     table.add_column("")
     table.add_column("mean", justify="right")
     table.add_column("95% interval", justify="right")
-    for name, figure in scores.metrics.items():
-        if name.endswith(("timeout_rate", "error_rate")) and figure.value == 0:
+    for name, interval in scores.metrics.items():
+        if name.endswith(("timeout_rate", "error_rate")) and interval.value == 0:
             continue
-        table.add_row(metric_label(name), metric_text(name, figure.value), interval_text(name, figure))
+        table.add_row(metric_label(name), metric_text(name, interval.value), interval_text(name, interval))
     return table
 
 
 def _n(scores: Scores) -> str:
+    """Return the number of completions per problem, a range where problems differ."""
     return str(scores.fewest) if scores.fewest == scores.most else f"{scores.fewest} to {scores.most}"
 
 
@@ -341,14 +341,15 @@ def _print_set(console: Console, label: str, comparison: Comparison, show: int) 
 
 def _problems(comparison: Comparison) -> str:
     words = f"{plural(comparison.shared, 'problem')} in both"
-    extra: list[Any] = [
+    only_in_one = [
         f"{count:,} only in {which}"
         for which, count in (("A", comparison.only_a), ("B", comparison.only_b))
         if count
     ]
-    return ", ".join([words, *extra])
+    return ", ".join([words, *only_in_one])
 
 
 def _signed(name: str, value: float) -> str:
+    """Return a difference with its sign; none if it rounds to zero."""
     text = metric_text(name, value)
     return text if text.startswith("-") or float(text.replace(",", "")) == 0 else f"+{text}"

@@ -61,7 +61,9 @@ class StopSignals(CallbackBase):
         first = self._received is None
         self._received = number
         if first and self._deferring:
-            os.write(2, _DEFERRED)  # printing could meet a print that this signal has interrupted
+            os.write(
+                2, _DEFERRED
+            )  # not print: this signal may have interrupted one, and its buffer is locked
             return
         os.write(2, b"stopped\n")
         raise SystemExit(self.exit_code)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from bandpo_cli.cli.console import print_line
+from bandpo_cli.cli.console import plural, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import UserError
@@ -45,7 +46,7 @@ def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
             "a step",
             f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
             f"(≤ {completions * sampling.max_tokens:,} tokens), {_refills(config)}"
-            f"{optim.updates} {'update' if optim.updates == 1 else 'updates'} of {per_update:,}",
+            f"{plural(optim.updates, 'update')} of {per_update:,}",
         ),
         (
             "the run",
@@ -54,16 +55,13 @@ def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
         ),
     ]
     if evaluation.every:
-        rows.append(
-            (
-                "evaluation",
-                f"{_held_out(config, task)} × {evaluation.samples}, every {evaluation.every} steps",
-            )
-        )
+        sets = _held_out(config, task)
+        rows.append(("evaluation", f"{sets} × {evaluation.samples}, every {evaluation.every} steps"))
     return rows
 
 
 def _refills(config: RunConfig) -> str:
+    """Return a clause about dynamic sampling; '' without it."""
     sampling = config.sampling
     if not sampling.dynamic:
         return ""
@@ -88,31 +86,29 @@ def print_statement(
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for heading, text in rows:
-        grid.add_row(heading, text)
+        grid.add_row(heading, Text(text))
     for index, note in enumerate(notes):
-        grid.add_row("" if index else "data", note)
+        grid.add_row("" if index else "data", Text(note))
     console.print(grid, highlight=False)
     for warning in warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
+        print_warning(console, warning)
 
 
 def print_memory(console: Console, config: RunConfig) -> None:
-    """Print the estimate by part, and whether it fits the GPU at hand, or this machine where there is none."""
+    """Print the estimate by part, and whether it fits the GPU, or this machine where there is none."""
     try:
         report = memory_report(config)
     except UserError as error:
-        console.print(f"[yellow]no estimate of memory:[/yellow] {error}", highlight=False, soft_wrap=True)
+        print_line(console, str(error), "no estimate of memory:", "yellow")
         return
     console.print(_memory_table(report.estimate, config, report.engine), highlight=False)
     verdict = (
         f"{_gib(report.peak)} at the peak, {report.device} has {_gib(report.available)}: "
         f"{'fits' if report.fits else 'too much'}"
     )
-    console.print(f"[bold]memory[/bold]  {verdict}", highlight=False)
+    console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
     if not report.fits:
-        console.print(
-            f"[yellow]warning:[/yellow] {memory_saving_settings(config)}", highlight=False, soft_wrap=True
-        )
+        print_warning(console, memory_saving_settings(config))
 
 
 def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:
@@ -127,8 +123,8 @@ def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> T
     for name, size in estimate.sampling.items():
         table.add_row(f"at most: {name}", _number(size), "sampling")
     if engine:
-        while_ = "sampling" if config.sampling.vllm.sleep else "always"
-        table.add_row("vLLM: weights and cache", _number(engine), while_)
+        phase = "sampling" if config.sampling.vllm.sleep else "always"
+        table.add_row("vLLM: weights and cache", _number(engine), phase)
     return table
 
 
@@ -151,10 +147,9 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
         print_line(console, text, f"{heading:<10}")
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
-    for heading, record in (
-        zip(("held-out", ""), (evaluations[0], evaluations[-1]), strict=True) if evaluations else ()
-    ):
-        line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
+    if evaluations:
+        for heading, record in (("held-out", evaluations[0]), ("", evaluations[-1])):
+            line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
     if steps:
         first, last = steps[0], steps[-1]
         line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")

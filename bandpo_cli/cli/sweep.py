@@ -1,4 +1,4 @@
-"""`bandpo sweep`."""
+"""`bandpo sweep`: run every combination of the given settings."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def sweep(
 ) -> None:
     """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.
 
-    Comma lists multiply; --seeds says how often each combination is run. Each
-    run is a folder in <runs-dir>/<sweep>, just as `bandpo train` writes it. A
-    run that fails stops no other, and is tried again by --resume.
+    The values of several lists are combined; each combination is run with each
+    seed of --seeds. Each run is a folder in <runs-dir>/<sweep>, as `bandpo train`
+    writes it. A run that fails stops no other, and --resume starts it again.
 
     [bold]bandpo sweep --delta 0.01,0.05,0.1 --divergence kl,tv --seeds 0,1,2[/bold]
 

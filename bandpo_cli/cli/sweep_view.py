@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,10 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import Spinner, format_duration, print_line
+from bandpo_cli.cli.console import Spinner, format_duration, plural, print_line
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
+from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.sweep.arms import Metric, Report
-from bandpo_cli.reports.sweep.tables import _relative_to_cwd, half_width, value_text
+from bandpo_cli.reports.sweep.tables import half_width, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
@@ -25,7 +27,7 @@ LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""
 
 _WIDE = 110
-"""Columns of a terminal in which a mean and its interval stand on one line."""
+"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
 
 SPINNERS = {
     "tracking": "opening the sweep at MLflow …",
@@ -60,7 +62,7 @@ class SweepView(CallbackBase):
         finished = len(info.runs) - len(info.pending)
         self._console.print(
             f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
-            f"{info.threads} thread{'' if info.threads == 1 else 's'} each",
+            f"{plural(info.threads, 'thread')} each",
             highlight=False,
         )
         if not info.pending:
@@ -71,11 +73,12 @@ class SweepView(CallbackBase):
             self._spinner.show(None)
         if estimate is None:
             self._console.print(
-                "no run of this shape is here to estimate the time by; the live table shows one after the first steps"
+                "no estimate of the time: no finished run has these settings; after the first steps the live table "
+                "shows one"
             )
             return
         self._console.print(
-            f"about {format_duration(estimate.total_s)} in all, {format_duration(estimate.run_s)} a run "
+            f"about {format_duration(estimate.total_s)} in total, {format_duration(estimate.run_s)} per run "
             f"({estimate.method})",
             highlight=False,
         )
@@ -146,7 +149,7 @@ def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
     for arm, members in by_arm(runs).items():
         seeds = ", ".join(str(run.seed) for run in members)
         counts = sorted({steps[run.name] for run in members})
-        table.add_row(arm, seeds, " ".join(map(str, counts)), str(len(members)))
+        table.add_row(Text(arm), seeds, " ".join(map(str, counts)), str(len(members)))
     return table
 
 
@@ -164,38 +167,38 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
     for heading in ("arm", "finished", "running at step", "accuracy", "entropy", "left"):
         table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
     for arm, members in by_arm(runs).items():
-        own = [states[run.name] for run in members]
-        running = [state for state in own if state.status == "running"]
-        finished = sum(state.status == "finished" for state in own)
+        arm_states = [states[run.name] for run in members]
+        running = [state for state in arm_states if state.status == "running"]
+        finished = sum(state.status == "finished" for state in arm_states)
         ended = [
             (f" {count} {status}", style)
             for status, style in (("failed", "red"), ("stopped", "yellow"))
-            if (count := sum(state.status == status for state in own))
+            if (count := sum(state.status == status for state in arm_states))
         ]
         table.add_row(
-            arm,
-            Text.assemble(f"{finished}/{len(own)}", *ended),
+            Text(arm),
+            Text.assemble(f"{finished}/{len(arm_states)}", *ended),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _mean([state.accuracy for state in own]),
-            _mean([state.entropy for state in own]),
+            _mean([state.accuracy for state in arm_states]),
+            _mean([state.entropy for state in arm_states]),
             _max_duration([state.seconds_left for state in running]),
         )
     return table
 
 
 def seconds_left(states: States, jobs: int) -> float | None:
-    """Return the remaining seconds by the mean pace of the running runs; None before there is one."""
-    rates = [
-        state.seconds_left / (state.steps - state.step)
-        for state in states.values()
-        if state.status == "running" and state.seconds_left is not None and state.step < state.steps
-    ]
-    if not rates:
+    """Return the remaining seconds by the mean seconds per step of the running runs; None before their first step.
+
+    `jobs` runs share the remaining steps, but the time is not shorter than that of the slowest running run.
+    """
+    running = [state for state in states.values() if state.status == "running" and state.step < state.steps]
+    timed = [(state, state.seconds_left) for state in running if state.seconds_left is not None]
+    if not timed:
         return None
-    pace = fmean(rates)
-    waiting = sum(state.steps for state in states.values() if state.status == "waiting")
-    running = sum(state.steps - state.step for state in states.values() if state.status == "running")
-    return (waiting + running) * pace / jobs
+    seconds_per_step = fmean(seconds / (state.steps - state.step) for state, seconds in timed)
+    steps = sum(state.steps for state in states.values() if state.status == "waiting")
+    steps += sum(state.steps - state.step for state in running)
+    return max(steps * seconds_per_step / jobs, *(seconds for _, seconds in timed))
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -209,18 +212,21 @@ def _max_duration(values: Sequence[float | None]) -> str:
 
 
 def _progress(states: States, jobs: int) -> str:
-    finished = sum(state.status == "finished" for state in states.values())
-    failed = sum(state.status == "failed" for state in states.values())
+    """Return `2/6 runs finished · 1 failed · 0:01:05 left`."""
+    counts = Counter(state.status for state in states.values())
     left = seconds_left(states, jobs)
-    parts = [f"{finished}/{len(states)} runs finished"]
-    stopped = sum(state.status == "stopped" for state in states.values())
-    parts += [f"{failed} failed"] if failed else []
-    parts += [f"{stopped} stopped early"] if stopped else []
-    parts += [f"{format_duration(left)} left"] if left is not None else []
-    return " · ".join(parts)
+    parts = [
+        f"{counts['finished']}/{len(states)} runs finished",
+        f"{counts['failed']} failed" if counts["failed"] else "",
+        f"{counts['stopped']} stopped early" if counts["stopped"] else "",
+        f"{format_duration(left)} left" if left is not None else "",
+    ]
+    return " · ".join(filter(None, parts))
 
 
 class _LiveTable:
+    """Table of the arms that stays in place, on a terminal."""
+
     def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
         self._runs, self._jobs = runs, jobs
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -238,11 +244,12 @@ class _LiveTable:
 
 
 class _PlainLines:
+    """A line whenever a run ends, and every `LINES_EVERY_S` seconds, for a log file."""
+
     def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
         self._console, self._jobs = console, jobs
         self._ended = -1
         self._next = time.monotonic()
-        self._arms = {run.name: run.arm for run in runs}
 
     def start(self) -> None:
         """Do nothing."""
@@ -260,11 +267,8 @@ class _PlainLines:
             for name, state in states.items()
             if state.status == "running"
         )
-        self._console.print(
-            _progress(states, self._jobs) + (f"  running: {running}" if running else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
+        running_text = f"  running: {running}" if running else ""
+        print_line(self._console, _progress(states, self._jobs) + running_text)
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -273,44 +277,45 @@ def print_report(console: Console, report: Report) -> None:
     console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=soft_wrap)
     console.print(Text(report.finding), soft_wrap=soft_wrap)
     console.print()
-    apart = " " if console.width >= _WIDE else "\n"
-    console.print(
-        _report_table(report, [figure for figure in report.figures if "/" not in figure.key], apart)
-    )
+    separator = " " if console.width >= _WIDE else "\n"
+    over_sets = [metric for metric in report.figures if "/" not in metric.key]
+    console.print(_report_table(report, over_sets, separator))
     if len(report.sets) > 1:
         console.print()
-        by_set = [figure for figure in report.figures if figure.key.startswith("accuracy/")]
-        console.print(_report_table(report, by_set, apart))
+        by_set = [metric for metric in report.figures if metric.key.startswith("accuracy/")]
+        console.print(_report_table(report, by_set, separator))
     for note in report.notes:
         console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
     for each in report.left_out:
-        who = f"{each.arm}, seed {each.seed}: " if each.arm else ""
-        console.print(
-            Text.assemble(("left out: ", "yellow"), f"{each.run}: {who}{each.reason}"), soft_wrap=soft_wrap
-        )
+        arm_and_seed = f"{each.arm}, seed {each.seed}: " if each.arm else ""
+        line = f"{each.run}: {arm_and_seed}{each.reason}"
+        console.print(Text.assemble(("left out: ", "yellow"), line), soft_wrap=soft_wrap)
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
-        console.print(Text(_relative_to_cwd(report.files[name])), soft_wrap=True)
+        console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
     plots = [name for name in report.files if name.endswith(".png")]
     console.print(Text(f"plots: {', '.join(plots)}", style="dim"), soft_wrap=soft_wrap)
 
 
-def _report_table(report: Report, figures: Sequence[Metric], apart: str) -> Table:
-    """Return the arms, the most accurate first, with half the width of each 95% interval."""
+def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
+    """Return one row per arm, highest accuracy first.
+
+    A cell has the mean and, after `separator`, half the width of its 95% interval.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("arm", overflow="fold")
     table.add_column("seeds", justify="right", no_wrap=True)
-    for figure in figures:
-        table.add_column(figure.name.replace(", ", ",\n"), justify="right", no_wrap=True)
+    for metric in metrics:
+        table.add_column(metric.name.replace(", ", ",\n"), justify="right", no_wrap=True)
     for arm in report.arms:
         name = Text(arm.name)
         if arm.name == report.baseline:
             name.append("\nbaseline", style="dim")
-        cells = [
-            Text.assemble(value_text(figure, value), (f"{apart}{half}" if half else "", "dim"))
-            for figure in figures
-            for value in [arm.figures.get(figure.key)]
-            for half in [half_width(figure, value)]
-        ]
+        cells = []
+        for metric in metrics:
+            estimate = arm.figures.get(metric.key)
+            half = half_width(metric, estimate)
+            interval = (f"{separator}{half}" if half else "", "dim")
+            cells.append(Text.assemble(value_text(metric, estimate), interval))
         table.add_row(name, str(len(arm.seeds)), *cells)
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,6 @@ from bandpo_cli.types import CallbackBase
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from bandpo_cli.experiments.sync import RunToSync, SyncReport
     from bandpo_cli.tracking.sync import SyncResult
@@ -42,10 +42,9 @@ def sync(
 ) -> None:
     """Send MLflow what it lacks of runs: after an outage, or of runs that were not tracked.
 
-    Read from the run folders alone: params, tags, every metric of every step,
-    files, how the run ended. What MLflow has is not sent again, so this can be
-    done at any time and as often as one likes. A run that is still going on
-    stays RUNNING.
+    Reads the run folders only: params, tags, every metric of every step, files,
+    how the run ended. What MLflow has is not sent again, so the command can be
+    repeated at any time. A run that is still being written stays RUNNING.
 
     [bold]bandpo sync first[/bold]  the run in runs/first
 
@@ -64,35 +63,34 @@ class SyncView(CallbackBase):
     """Console view of a sync: one line per run."""
 
     def __init__(self, console: Console) -> None:
+        from bandpo_cli.cli.console import Spinner
+
         self._console = console
-        self._names: list[str] = []
-        self._spinner: Status | None = None
+        self._names: deque[str] = deque()
+        self._spinner = Spinner(console)
 
     def start(self, info: Sequence[RunToSync]) -> None:
         """Note the names of the runs."""
-        self._names = [run.path.name for run in info]
+        self._names.extend(run.path.name for run in info)
 
     def phase(self, name: str) -> None:
         """Show a spinner with the run that is sent."""
-        self._spinner = self._console.status(f"sending {self._names[0]} …")
-        self._spinner.start()
+        self._spinner.show(f"sending {self._names[0]} …")
 
     def step(self, report: SyncReport) -> None:
         """Print what was sent of a run, or why it was skipped; errors are printed at the end."""
         self.close()
-        self._names.pop(0)
+        self._names.popleft()
         if report.skipped is not None:
             self._print(f"left out: {report.skipped}", report.name)
         if report.result is not None:
             self._print(_sync_text(report.result), report.name)
             if report.result.metrics.differing:
-                log.warning("%s", _conflict_text(report.result.metrics.differing))
+                log.warning(_conflict_text(report.result.metrics.differing))
 
     def close(self) -> None:
         """Remove the spinner."""
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
+        self._spinner.show(None)
 
     def _print(self, line: str, heading: str) -> None:
         from bandpo_cli.cli.console import print_line
@@ -101,6 +99,7 @@ class SyncView(CallbackBase):
 
 
 def _sync_text(synced: SyncResult) -> str:
+    """Return a line with what was sent and what MLflow had already."""
     metrics = synced.metrics
     sent = [
         _count(metrics.new, "metric value"),
@@ -115,15 +114,22 @@ def _sync_text(synced: SyncResult) -> str:
         "" if synced.ended else f"status {synced.status}",
     ]
     line = f"sent {', '.join(filter(None, sent)) or 'nothing'}"
-    line += f"; there already: {', '.join(filter(None, there))}" if any(there) else ""
-    return f"{line}; still being written: its files and its end come later" if synced.writing else line
+    if any(there):
+        line += f"; there already: {', '.join(filter(None, there))}"
+    if synced.writing:
+        line += "; still being written: its files and its status come later"
+    return line
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}" if number else ""
+def _count(number: int, noun: str) -> str:
+    """Return `1,024 files`; '' for none."""
+    from bandpo_cli.cli.console import plural
+
+    return plural(number, noun) if number else ""
 
 
 def _conflict_text(number: int) -> str:
+    """Return the warning about `number` values that differ at MLflow."""
     return (
         f"{_count(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run folder's: steps "
         "that a resume did again were sent before, and MLflow changes no value"

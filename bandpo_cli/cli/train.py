@@ -1,4 +1,4 @@
-"""`bandpo train`."""
+"""`bandpo train`: a new training run, or the resume of one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(
 ) -> None:
     """Train a policy under a Band constraint and record the run.
 
-    With no option at all: the embedded model on countdown, a few minutes on a
+    Without options: the embedded model on countdown, a few minutes on a
     CPU. Settings come from --config files, then flags, then --set; later ones
     win. The run folder under --runs-dir has everything; MLflow mirrors it.
 
@@ -79,7 +79,7 @@ def train(
 
     [bold]bandpo train --method clip --set bounds.eps_high=0.3[/bold]  a fixed interval
 
-    [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  the real thing
+    [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  a model of the hub
 
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
 

@@ -22,10 +22,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import Spinner, print_line
+from bandpo_cli.cli.console import PLAIN_LINES, Spinner, print_line
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
-from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
+from bandpo_cli.types import CallbackBase, Rollout, RunInfo, RunResult, StepReport
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
@@ -44,9 +44,6 @@ SPINNERS = {
     "close": "writing the plots, finishing the record in MLflow …",
 }
 """Text beside the spinner in the phases before and after the steps."""
-
-PLAIN_LINES = 20
-"""About this many progress lines in a log file, however long the run."""
 
 
 class TrainView(CallbackBase):
@@ -125,13 +122,13 @@ def eval_metrics_text(record: dict[str, float]) -> str:
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
-        _, _, measure = key.rpartition("/")
-        if key.startswith("eval/") and measure.startswith(("mean_at_", "pass_at_")):
-            label = key.split("/")[1]
-            by_set.setdefault(label, []).append(f"{measure.replace('_at_', '@')} {value:.3f}")
+        prefix, _, metric = key.rpartition("/")
+        if prefix.startswith("eval/") and metric.startswith(("mean_at_", "pass_at_")):
+            label = prefix.removeprefix("eval/")
+            by_set.setdefault(label, []).append(f"{metric.replace('_at_', '@')} {value:.3f}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
-    return "  ".join(f"{label}: {' · '.join(figures)}" for label, figures in by_set.items())
+    return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
 
 
 def ungraded_text(record: dict[str, float]) -> str:
@@ -140,14 +137,14 @@ def ungraded_text(record: dict[str, float]) -> str:
     Unreadable answers are the model's mistake, and common until it has learned the form of an answer.
     """
     shares = [
-        (record.get(f"grade/{key}_fraction", 0.0), least, words)
-        for key, least, words in (
+        (record.get(f"grade/{key}_fraction", 0.0), threshold, words)
+        for key, threshold, words in (
             ("malformed", 0.2, "without a readable answer"),
             ("timeout", 0.0, "timed out"),
             ("error", 0.0, "grader errors"),
         )
     ]
-    return ", ".join(f"{share:.1%} {words}" for share, least, words in shares if share > least)
+    return ", ".join(f"{share:.1%} {words}" for share, threshold, words in shares if share > threshold)
 
 
 class PlainLines:
@@ -186,7 +183,7 @@ class PlainLines:
             parts.append(missing)
         if held_out:
             parts.append(f"held-out {held_out}")
-        self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
+        print_line(self._console, "  ".join(parts))
 
 
 class LivePanel:
@@ -199,10 +196,12 @@ class LivePanel:
         self._sample = Text("")
         self._missing = ""
         self._skipped = 0
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"))
         self._progress = Progress(
             TextColumn("step"),
-            *columns,
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),
             console=console,
@@ -232,7 +231,7 @@ class LivePanel:
         if held_out := eval_metrics_text(report.record):
             self._held_out.append((report.step, held_out))
         if report.sample is not None:
-            self._sample = _show_sample(report)
+            self._sample = _sample_text(report.sample)
         self._missing = ungraded_text(report.record)
         self._skipped += int(report.record.get("optim/skipped_updates", 0))
         self._progress.update(self._task, completed=report.step)
@@ -253,21 +252,21 @@ class LivePanel:
             grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
         if self._skipped:
             grid.add_row("updates skipped", str(self._skipped), Text("not finite", style="yellow"))
-        for label, (step, figures) in _first_and_last(self._held_out):
-            grid.add_row(label, f"step {step}", figures)
+        for heading, (step, metrics) in _first_and_last(self._held_out):
+            grid.add_row(heading, f"step {step}", Text(metrics))
         grid.add_row("a sample", "", self._sample)
         return Panel(Group(self._progress, grid), title="bandpo train", title_align="left")
 
 
 def _first_and_last(held_out: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+    """Return the first and the last evaluation, (step, metrics), each with its heading in the panel."""
     if len(held_out) < 2:
         return [("held-out", each) for each in held_out]
     return [("held-out before", held_out[0]), ("held-out now", held_out[-1])]
 
 
-def _show_sample(report: StepReport) -> Text:
-    assert report.sample is not None
-    rollout = report.sample
+def _sample_text(rollout: Rollout) -> Text:
+    """Return prompt, completion and verdict in one line."""
     style = "green" if rollout.grade.correct else "red"
     return Text.assemble(
         _one_line(rollout.prompt, 0, 60),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,10 +17,15 @@ from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import CountdownTask, DataTask
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
-from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve_model
-from bandpo_cli.grading import check_grader
+from bandpo_cli.experiments.preflight import (
+    ModelRef,
+    check_embedded_task,
+    check_graders,
+    check_model_path,
+    resolve_model,
+)
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import DATASETS, generated_tasks
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
@@ -29,13 +34,13 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.rows import source_label
-from bandpo_cli.types import Problem
 
 DEFAULT_K = (4, 16, 64, 256)
 """The default k of pass@k and maj@k: the values below n, and n itself."""
 
 _MAX_K = 10**6
-_MAX_STEM_CHARS = 100  # characters of an evaluation's name that say what was evaluated
+_MAX_STEM_CHARS = 100
+"""Largest length of the part of an evaluation's name that says what was evaluated."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class SamplesFile:
     Attributes:
         path: the file.
         digest: SHA-256 of its contents; a resume compares it.
-        grader: the grader that was asked for; None for the data's own.
+        grader: the grader that the user named; None for the data's own.
         sets: problems with their completions, by evaluation set.
     """
 
@@ -73,10 +78,10 @@ class EvalRequest:
     def stem(self) -> str:
         """The evaluation's name without the time."""
         if isinstance(self.source, SamplesFile):
-            return _plain(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
+            return _to_file_name(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
         model, task = self.source
         labels = "+".join(task.heldout_sets())
-        return _plain(
+        return _to_file_name(
             f"eval-{model.stem}-{labels}"[:_MAX_STEM_CHARS]
             + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
         )
@@ -93,16 +98,16 @@ class EvalRequest:
             source["path"] = _absolute_path(source["path"])
         common = {"config": {name: dump[name] for name in sections}, "legacy_best_at_k": self.legacy}
         if isinstance(self.source, SamplesFile):
-            where = {
+            samples = {
                 "path": str(self.source.path.absolute()),
                 "sha256": self.source.digest,
                 "grader": self.source.grader,
             }
-            return {"model": None, "samples": where, **common}
-        model, _ = self.source
-        run = None if model.run is None else str(model.run.path.absolute())
-        made = {"path": _absolute_path(model.path), "run": run, "step": model.step}
-        return {"model": made, "samples": None, **common}
+            return {"model": None, "samples": samples, **common}
+        ref, _ = self.source
+        run = None if ref.run is None else str(ref.run.path.absolute())
+        model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
+        return {"model": model, "samples": None, **common}
 
 
 def _absolute_path(path: str | None) -> str | None:
@@ -154,7 +159,7 @@ def plan_evaluation(
 
     Args:
         model, tasks, runs_dir: as for `evaluate`.
-        base: settings below the options.
+        base: settings that the options override.
         options: see `EvalOptions`.
 
     Raises:
@@ -174,8 +179,8 @@ def plan_evaluation(
     if samples is not None:
         request = samples_request(user_path(str(samples)), grader, layers, legacy)
     else:
-        judge = [] if grader is None else [{"task": {"grader": grader}}]
-        request = model_request(model, tasks, Path(runs_dir), [*layers, *judge], legacy)
+        grader_layer = [] if grader is None else [{"task": {"grader": grader}}]
+        request = model_request(model, tasks, Path(runs_dir), [*layers, *grader_layer], legacy)
     if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
     return request
@@ -198,13 +203,9 @@ def model_request(
     own = resolve(base) if base else None
     config = resolve([*base, eval_task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
     check_engine(config.sampling.engine)
-    if ref.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
-        raise ConfigError(
-            f"--task {' '.join(tasks) or config.task.name}: the embedded model can read nothing but countdown; "
-            "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
-        )
+    check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
-    _check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
+    check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
     return EvalRequest(config, (ref, task), legacy)
 
 
@@ -215,7 +216,7 @@ def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], leg
         UserError: the file cannot be read, or has no completions.
     """
     sets = read_completions(path, grader)
-    _check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
+    check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
     layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
     # Settings of sampling are not used here, and must not forbid a k.
@@ -259,11 +260,6 @@ def read_k(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _check_graders(problems: Iterable[Problem]) -> None:
-    for grader in sorted({problem.grader for problem in problems}):
-        check_grader(grader)
-
-
 def _samples_name(path: Path) -> str:
     """Return a name for a samples file; a file written by this package is named by its evaluation or run."""
     path = path.absolute()
@@ -272,7 +268,8 @@ def _samples_name(path: Path) -> str:
     return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
 
 
-def _plain(name: str) -> str:
+def _to_file_name(name: str) -> str:
+    """Return `name` with dashes for the characters that a folder's name cannot have."""
     return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", name)
 
 
@@ -315,7 +312,7 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
     """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
 
     Raises:
-        ConfigError: there is no such task or file, or countdown is asked for with others.
+        ConfigError: there is no such task or file, or countdown is named together with others.
     """
     if not tasks:
         return {}
@@ -335,6 +332,7 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
 
 
 def _sources(tasks: Sequence[str]) -> list[Any]:
+    """Return the setting `task.heldout` for names of data sets and files, each file with a unique label."""
     files = [name for name in tasks if name not in DATASETS]
     for name in files:
         if name and path_exists(user_path(name)):

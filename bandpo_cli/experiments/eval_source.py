@@ -11,6 +11,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.questions import text_hash
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class CompletionSource:
 def open_completion_source(
     request: EvalRequest, on_phase: Callable[[str], None], stack: ExitStack
 ) -> CompletionSource:
-    """Load what the evaluation takes; `stack` closes it.
+    """Load the model, or read the file of completions; `stack` closes what was opened.
 
     Args:
         on_phase: called with `load` before a model is loaded.
@@ -54,11 +55,10 @@ def open_completion_source(
         UserError: the model cannot be loaded, or its data cannot be used.
         RunError: the device has not enough memory.
     """
-    return (
-        _open_samples(request.config, request.source, stack)
-        if isinstance(request.source, SamplesFile)
-        else _open_model(request, on_phase, stack)
-    )
+    if isinstance(request.source, SamplesFile):
+        return _open_samples(request.config, request.source, stack)
+    _, task = request.source
+    return _open_model(request.config, task, on_phase, stack)
 
 
 def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> CompletionSource:
@@ -76,9 +76,9 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
     )
 
 
-def _open_model(request: EvalRequest, on_phase: Callable[[str], None], stack: ExitStack) -> CompletionSource:
-    assert not isinstance(request.source, SamplesFile)
-    config, (_, task) = request.config, request.source
+def _open_model(
+    config: RunConfig, task: Task, on_phase: Callable[[str], None], stack: ExitStack
+) -> CompletionSource:
     settings = config.evaluation
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     on_phase("load")

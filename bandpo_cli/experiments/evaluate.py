@@ -303,10 +303,8 @@ def _send_to_mlflow(
             [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
         )
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
-        log.warning(
-            "%s",
-            f"MLflow at {redact_credentials(store.uri)} did not accept the metrics ({short_error(error)})",
-        )
+        uri = redact_credentials(store.uri)
+        log.warning("MLflow at %s did not accept the metrics (%s)", uri, short_error(error))
         return None
     return f"{redact_credentials(ui_command(store.uri))}  (run {place})"
 

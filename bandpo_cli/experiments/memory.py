@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
 
 GIB = 2**30
-_MOST_USED = 0.95  # share of the memory that an estimate may take and still count as fitting
+_MAX_USED_SHARE = 0.95
+"""Largest share of the memory that an estimate may take and still count as fitting."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,35 @@ class MemoryReport:
     @property
     def fits(self) -> bool:
         """Whether the peak leaves some memory free."""
-        return self.peak < _MOST_USED * self.available
+        return self.peak < _MAX_USED_SHARE * self.available
 
 
 def memory_report(config: RunConfig) -> MemoryReport:
-    """Estimate the memory of a run on the GPU at hand, or on this machine where there is none. Imports torch.
+    """Estimate the memory of a run on its GPU, or on this machine where there is none. Imports torch.
 
     Raises:
-        UserError: the model's architecture cannot be read.
+        UserError: the model's architecture cannot be read, or this machine has no such GPU.
     """
     import torch
 
     from bandpo_cli.config.sampling import resolve_engine
     from bandpo_cli.models.memory import estimate_memory
 
-    on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
+    name = config.model.device
+    on_gpu = torch.cuda.is_available() and name.partition(":")[0] in ("auto", "cuda")
     if on_gpu:
-        card = torch.cuda.get_device_properties(0)
-        device, available = card.name, card.total_memory
+        try:
+            gpu = torch.cuda.get_device_properties("cuda" if name == "auto" else name)
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise UserError(
+                f"model.device = {name!r}: not usable on this machine: {first_line(error)}"
+            ) from None
+        device, available = gpu.name, gpu.total_memory
     else:
         device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own_sampler = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
-    estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
-    engine = 0 if own_sampler else _engine_bytes(config, available, on_gpu)
+    shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
+    estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
+    engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)
     return MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
 
 
@@ -80,7 +87,7 @@ def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
 
 
 def memory_saving_settings(config: RunConfig) -> str:
-    """Return the settings that take less memory, the cheapest to change first, with values to type."""
+    """Return flags that lower the memory, those that cost least first, as the end of an error message."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     less = max(config.optim.micro_batch_tokens // 2, longest)
     found = []
@@ -105,12 +112,10 @@ def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise RunError(
-            f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
-        ) from error
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch's CPU allocator has no class of its own
+    except (MemoryError, RuntimeError) as error:
+        # torch's CPU allocator raises a plain RuntimeError.
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_out_of_memory and "can't allocate memory" not in str(error):
             raise
         raise RunError(
             f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
@@ -118,6 +123,6 @@ def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
 
 
 def _requested_size(error: BaseException) -> str:
-    """Return the size that was asked for, without the allocator's advice and its file names."""
+    """Return the requested size as the error states it, without the allocator's advice and its file names."""
     text = first_line(error, max_chars=1000)
     return text.rsplit("] ", 1)[-1].split(". GPU", 1)[0].strip()

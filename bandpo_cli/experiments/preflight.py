@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +23,14 @@ from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
 from bandpo_cli.tasks.base import Task, build_task
+from bandpo_cli.types import Problem
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ID_WITH_OWNER = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def default_name(config: RunConfig) -> str:
-    """Return a run's name where none is asked for."""
+    """Return the name of a run to which the user gives none: method, task, seed and time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return f"{config.bounds.slug()}-{config.task.name}-s{config.seed}-{stamp}"
 
@@ -39,13 +41,14 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
     Raises:
         UserError: `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
     """
-    ground = next(
+    # `runs_dir` is created with the run, inside the innermost of its parents that exists.
+    existing = next(
         folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if path_exists(folder)
     )
-    if not ground.is_dir():
-        raise UserError(f"--runs-dir {runs_dir}: {ground} is a file; name a folder")
-    if not os.access(ground, os.W_OK):
-        raise UserError(f"--runs-dir {runs_dir}: {ground} is not writable; name another folder")
+    if not existing.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is a file; name a folder")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; name another folder")
     if asked is None:
         return unused_name(default, runs_dir)
     name = check_name(asked, runs_dir)
@@ -67,18 +70,28 @@ def check_config(config: RunConfig) -> Task:
 
     from bandpo_cli.bounds import ratio_bounds
 
-    ratio_bounds(config.bounds)(np.zeros(1))
+    ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     check_model_path(config.model.path)
     check_engine(config.sampling.engine)
+    check_embedded_task(config, f"task.name = {config.task.name!r}")
+    task = build_task(config.task)
+    check_graders(task.train_problems())
+    return task
+
+
+def check_embedded_task(config: RunConfig, setting: str) -> None:
+    """Raise ConfigError, with a message that begins with `setting`, for the embedded model on another task."""
     if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(
-            f"task.name = {config.task.name!r}: the embedded model can read nothing but countdown; "
+            f"{setting}: the embedded model can read nothing but countdown; "
             "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
         )
-    task = build_task(config.task)
-    for grader in sorted({problem.grader for problem in task.train_problems()}):
+
+
+def check_graders(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError if a grader of these problems is unknown or cannot be imported."""
+    for grader in sorted({problem.grader for problem in problems}):
         check_grader(grader)
-    return task
 
 
 def config_warnings(config: RunConfig) -> list[str]:
@@ -99,15 +112,17 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 def checkpoint_warnings(config: RunConfig) -> list[str]:
     """Return warnings about the checkpoint settings."""
-    each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
-    by_evaluation = metric is None or metric.startswith("eval/")
-    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps and evaluated):
+    checkpoint, evaluated_every = config.checkpoint, config.evaluation.every
+    by_evaluation = checkpoint.best_metric is None or checkpoint.best_metric.startswith("eval/")
+    before_the_last = 0 < checkpoint.every < config.steps
+    if not (checkpoint.keep_best and by_evaluation and before_the_last and evaluated_every):
         return []
-    if math.lcm(each, evaluated) < config.steps:
+    if math.lcm(checkpoint.every, evaluated_every) < config.steps:
         return []
     return [
-        f"no checkpoint but the last can be kept as the best: checkpoints (every {each} steps) and evaluations (every "
-        f"{evaluated}) do not fall together before; use --set checkpoint.every={evaluated}"
+        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every "
+        f"{checkpoint.every} steps) and evaluations (every {evaluated_every}) never coincide; "
+        f"use --set checkpoint.every={evaluated_every}"
     ]
 
 

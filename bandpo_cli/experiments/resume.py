@@ -34,10 +34,14 @@ CHANGEABLE_SETTINGS = (
     "sampling.vllm.kv_cache_gb",
     "sampling.vllm.sleep",
 )
-"""Settings, or complete sections, that a resume may change: they affect no number in the record. `steps` is apart."""
+"""Settings and complete sections that a resume may change, since they affect no number in the record.
 
-_HARMLESS_STARTS = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
+`steps` may change too, under conditions: see `_check_changes`.
+"""
+
+_CHANGEABLE_PREFIXES = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
 _NOT_SET = "nothing"
+"""The value that a message shows for a setting that is not set."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class ResumePlan:
 
     Attributes:
         folder: the run folder.
-        config: the run's settings with the changes that were asked for.
+        config: the run's settings with the requested changes.
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.
@@ -68,7 +72,7 @@ class ResumePlan:
         return self.step >= self.config.steps
 
     def describe(self) -> str:
-        """Return one line that says from where the run continues."""
+        """Return the step from which the run continues, in one line."""
         if self.is_trained:
             return f"all {self.step} steps are done; what is left is the summary and the plots"
         if self.checkpoint is None:
@@ -221,10 +225,10 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
 
 
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
-    """Raise ConfigError where a setting is given that is not the run's own and not harmless."""
+    """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
     before, after = (flatten(each.model_dump(mode="json")) for each in (own, config))
     changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
-    refused = [key for key in changed if key != "steps" and not key.startswith(_HARMLESS_STARTS)]
+    refused = [key for key in changed if key != "steps" and not key.startswith(_CHANGEABLE_PREFIXES)]
     if refused:
         what = ", ".join(
             f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
@@ -240,5 +244,5 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
         )
     if "steps" in changed and config.steps <= done:
         raise ConfigError(
-            f"--resume {name}: steps = {config.steps}: it has done {done} already; give more than that"
+            f"--resume {name}: steps = {config.steps}: the run has done {done} already; give more than that"
         )

@@ -70,7 +70,7 @@ class SweepInfo:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The time that a sweep will take: seconds in all, seconds of the first run, and how they were found."""
+    """The time that a sweep will take: seconds in total, seconds of the first run, and the method of the estimate."""
 
     total_s: float
     run_s: float
@@ -160,7 +160,7 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
 def estimate_time(
     info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] | None = None
 ) -> TimeEstimate | None:
-    """Estimate the time of the pending runs from earlier runs; with the embedded model, else from a trial.
+    """Estimate the time of the pending runs from earlier runs; without any, from a trial of the embedded model.
 
     Args:
         on_trial: called before the trial, three training steps in a process.
@@ -202,10 +202,10 @@ def _run_pending(
     runs_dir: Path,
     events: Dispatcher[SweepInfo, States, SweepResult],
 ) -> SweepResult:
-    """Execute what is not finished, then write the report and call `end`."""
+    """Execute the runs that are neither finished nor stopped early, then write the report and call `end`."""
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
-    given_up = folder.stopped()
-    left = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in given_up]
+    stopped = folder.stopped()
+    pending = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped]
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
@@ -216,21 +216,21 @@ def _run_pending(
     report_error: str | None = None
     error: BaseException | None = None
 
-    def watch(states: States) -> None:
+    def on_states(states: States) -> None:
         latest.update(states)
         events.step(states)
 
-    with closing(_POOLS[executor.name](executor, len(left), variables)) as pool:
+    with closing(_POOLS[executor.name](executor, len(pending), variables)) as pool:
         try:
-            events.start(SweepInfo(folder.path, folder.runs, configs, left, pool.slots, pool.threads))
-            if left:
+            events.start(SweepInfo(folder.path, folder.runs, configs, pending, pool.slots, pool.threads))
+            if pending:
                 if store is not None:
                     events.phase("tracking")
                 with sweep_mlflow_run(folder, store) as parent:
                     flags = [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
-                    failures = run_sweep(folder, pool, steps, watch, flags, executor.stop_margin)
+                    failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
                     report, report_error, parent.leaderboard = _report(folder, events)
             else:
                 report, report_error, _ = _report(folder, events)

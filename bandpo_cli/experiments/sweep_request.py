@@ -20,17 +20,23 @@ from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import MATCH_PREFIX, DeltaMatcher, PlannedRun, check_names, parse_axes, plan_runs
 
-_MOST_DIGITS = 12  # of a seed: Python refuses to read thousands of them
+_MAX_SEED_DIGITS = 12
+"""Largest number of digits of a seed: Python refuses to convert thousands of digits."""
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep that has been checked and not started: its runs and the baseline arm."""
+    """A sweep that has been checked and not started.
+
+    Attributes:
+        runs: the runs in the order of their execution.
+        baseline: the arm that the report compares the others with; None without one.
+        about: other entries of the plan on disk: the matched radii, and the run that they were matched on.
+    """
 
     runs: list[PlannedRun]
     baseline: str | None
     about: Mapping[str, Any]
-    """Other entries of the plan on disk: the matched radii, and the run that they were matched on."""
 
     def notes(self) -> list[str]:
         """Return one line per matched radius, with the clip fraction that it reaches."""
@@ -59,7 +65,7 @@ def plan_sweep(
     written = dict(read_layer(file, "FILE")) if file is not None else {}
     try:
         config = SweepConfig.model_validate(written)
-        replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split, axes)))}
+        replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split_axis, axes)))}
         changes: dict[str, Any] = {"axes": replaced}
         if seeds is not None:
             changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
@@ -85,9 +91,9 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
-        parts = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
-        if parts not in checked:
-            checked.add(parts)
+        sections = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
+        if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
+            checked.add(sections)
             check_config(run.config)
     about = {} if config.recorded is None else {"recorded": config.recorded, "matched": matches}
     return SweepRequest(runs, config.baseline, about)
@@ -117,7 +123,8 @@ def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> D
     return match
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split_axis(text: str) -> tuple[str, str]:
+    """Return key and values of `--axis KEY=V,V`."""
     key, equals, values = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -127,7 +134,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _seed(part: str, text: str) -> int:
-    if not part.isdecimal() or len(part) > _MOST_DIGITS:
+    """Return one seed of the list `text` of `--seeds`."""
+    if not part.isdecimal() or len(part) > _MAX_SEED_DIGITS:
         raise ConfigError(
             f"--seeds {text}: whole numbers from 0 on, separated by commas, as in --seeds 0,1,2"
         )

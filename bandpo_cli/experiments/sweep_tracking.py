@@ -1,4 +1,4 @@
-"""MLflow run of a sweep, which its runs are shown under."""
+"""MLflow run of a sweep: the parent under which MLflow shows the sweep's runs."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
         log.warning(
-            "%s",
-            f"MLflow at {redact_credentials(store.uri)} did not accept the sweep ({short_error(error)}); "
-            "its runs are not shown under one",
+            "MLflow at %s did not accept the sweep (%s); its runs are not grouped there",
+            redact_credentials(store.uri),
+            short_error(error),
         )
         return None
 
@@ -77,10 +77,10 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: 
 
     finished = sum(folder.is_finished(run.name) for run in folder.runs)
     try:
-        mirror.close(status)  # first: a file that cannot be stored must not leave it running for ever
+        mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever
         # The number of finished runs as the step: a resume adds runs, and its leaderboard does not replace this one.
         mirror.send([MetricRecord.of(finished, leaderboard)])
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above
-        log.warning("%s", f"MLflow did not accept the sweep's end ({short_error(error)})")
+        log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))

@@ -66,7 +66,8 @@ def sync(
 ) -> list[SyncReport]:
     """Send MLflow what it lacks of runs: params, tags, metrics of every step, files and status.
 
-    A store that cannot be reached is tried once. The other runs are sent before an error is raised.
+    A store that cannot be reached or does not accept a run is not tried again. The runs of the other stores are sent
+    before an error is raised.
 
     Args:
         names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
@@ -83,20 +84,20 @@ def sync(
     chosen = choose_runs(names, all_runs, Path(runs_dir))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
     events = Dispatcher(callbacks)
-    away: dict[str, str] = {}
+    failed_stores: dict[str, str] = {}
     damaged: list[str] = []
     reports: list[SyncReport] = []
     try:
         events.start(chosen)
         for run in chosen:
-            reports.append(_send(run, uri, away, damaged, events))
+            reports.append(_send(run, uri, failed_stores, damaged, events))
             events.step(reports[-1])
     finally:
         events.end(reports)
-    for line in damaged if away else damaged[:-1]:
+    for line in damaged if failed_stores else damaged[:-1]:
         log.warning("%s", line)
-    if away:
-        lines = "; ".join(away.values())
+    if failed_stores:
+        lines = "; ".join(failed_stores.values())
         raise RunError(
             f"{lines}. Nothing is lost, the run folders have everything: sync again when it is back"
         )
@@ -112,16 +113,12 @@ def choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> list[Ru
         UserError: none is named, a name is no run's, or names are given beside --all.
     """
     if all_runs == bool(names):
-        raise UserError(
-            "give runs or --all, not both"
-            if all_runs
-            else "name the runs to send, or give --all for every run"
-        )
+        both = "give runs or --all, not both"
+        raise UserError(both if all_runs else "name the runs to send, or give --all for every run")
     found: dict[Path, RunToSync] = {}
-    for chosen in (
-        _inside(runs_dir) if all_runs else [each for name in names for each in _named(name, runs_dir)]
-    ):
-        found.setdefault(chosen.path.resolve(), chosen)
+    chosen = _inside(runs_dir) if all_runs else [each for name in names for each in _named(name, runs_dir)]
+    for run in chosen:
+        found.setdefault(run.path.resolve(), run)
     if not found:
         raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
     return list(found.values())
@@ -130,26 +127,29 @@ def choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> list[Ru
 def _send(
     chosen: RunToSync,
     uri: str | None,
-    away: dict[str, str],
+    failed_stores: dict[str, str],
     damaged: list[str],
     events: Dispatcher[Sequence[RunToSync], SyncReport, Sequence[SyncReport]],
 ) -> SyncReport:
-    """Send one run; errors are added to `away` (by the store's URI) or `damaged`."""
+    """Send one run; an error is added to `failed_stores`, by the store's URI, or to `damaged`.
+
+    Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
+    """
     name = chosen.path.name
     try:
         run = read_stored_run(chosen.path)
         if not chosen.named and run.tracking.get("mlflow") is False:
             return SyncReport(name, skipped="tracking.mlflow is false; name it to send it")
         store = store_for_run(run, uri)
-        if store.uri in away:
-            return SyncReport(name, error=away[store.uri])
+        if store.uri in failed_stores:
+            return SyncReport(name, error=failed_stores[store.uri])
         events.phase("tracking")
         return SyncReport(name, result=_sync_one(chosen.path, store))
     except UserError as error:
         damaged.append(str(error))
         return SyncReport(name, error=str(error))
     except RunError as error:
-        away[store.uri] = str(error)
+        failed_stores[store.uri] = str(error)
         return SyncReport(name, error=str(error))
 
 
@@ -166,6 +166,7 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
 
 
 def _named(name: str, runs_dir: Path) -> list[RunToSync]:
+    """Return the run that `name` names, or the runs of the sweep that it names."""
     sweep = find_folder(name, runs_dir, PLAN_FILE)
     if sweep is not None:
         return _inside(sweep)

@@ -145,11 +145,10 @@ def run_steps(
     stop_requested: Callable[[], bool] | None,
 ) -> RunResult:
     """Train from step `first_step` to the last, and close the record."""
-    from bandpo_cli.training import (
-        loop,  # before MLflow's thread starts: two threads that import delay each other
-    )
+    # Imported before MLflow's thread starts: two threads that import delay each other.
+    from bandpo_cli.training import loop
 
-    stop = stop_requested or _never
+    stop = stop_requested or _never_stop
     with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
         with out_of_memory_errors(config), disk_errors(folder):
             for report in loop.train(config, components, folder, events.phase, first_step, stop):
@@ -189,9 +188,7 @@ def recorded_run(
             events.phase("close")
             records = folder.read_metrics()
             _close_record(config, folder, records, record.status, error)
-        except (
-            OSError
-        ) as failure:  # a full disk, for example: the error that ended the run is the one to report
+        except OSError as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
                 error, record.status = failure, "FAILED"
                 raise
@@ -224,7 +221,10 @@ def _close_record(
     from bandpo_cli.reports.run_plots import plot_run
 
     evaluations = [record for record in records if any(key.startswith("eval/") for key in record)]
-    message = "stopped by request" if status == "KILLED" else None
+    if error is not None:
+        message: str | None = f"{type(error).__name__}: {error}"
+    else:
+        message = "stopped by request" if status == "KILLED" else None
     try:
         if records:
             plot_run(folder.path)
@@ -232,7 +232,7 @@ def _close_record(
         folder.write_summary(
             {
                 "status": status,
-                "error": message if error is None else f"{type(error).__name__}: {error}",
+                "error": message,
                 "steps": _last_step(records),
                 "of_steps": config.steps,
                 "time/train_s": round(sum(record["time/step"] for record in records), 3),
@@ -252,5 +252,5 @@ def _last_step(records: Sequence[dict[str, Any]]) -> int:
     return int(records[-1]["step"]) if records else 0
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False

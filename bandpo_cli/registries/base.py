@@ -15,7 +15,7 @@ from bandpo_cli.errors import nearest
 
 @dataclass(frozen=True)
 class Entry:
-    """What all entries have.
+    """An entry of a registry; each registry has a subclass with further fields.
 
     Attributes:
         name: the name in settings and on the command line.
@@ -67,7 +67,7 @@ class Registry(Mapping[str, E]):
         del self._entries[name]
 
     def names_text(self, where: Callable[[E], bool] = lambda entry: True) -> str:
-        """Return the names of the entries that fulfil `where`, for a help text: "band, clip or none"."""
+        """Return the names of the entries for which `where` is true, for a help text: "band, clip or none"."""
         names = [name for name, entry in self._entries.items() if where(entry)]
         if self.custom:
             return f"{', '.join(names)}, or {self.custom}"
@@ -86,6 +86,7 @@ class Registry(Mapping[str, E]):
 
 
 _PATH_LOCK = threading.Lock()
+"""Held while `load_function` has changed `sys.path`."""
 
 
 def is_function_path(text: str) -> bool:
@@ -101,7 +102,7 @@ def load_attribute(path: str) -> Any:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Import a user's `module:function`; the current folder is searched first, as `python -m` does.
+    """Import and return a user's `module:function`; as with `python -m`, the current folder is searched first.
 
     Raises:
         ValueError: the import fails, or the module has no such function; the message is one line.
@@ -126,5 +127,5 @@ def load_function(name: str) -> Callable[..., Any]:
             f"module '{module_name}' has no '{function_name}'{nearest(function_name, dir(module))}"
         )
     if not callable(function):
-        raise ValueError(f"'{function_name}' is no function but a {type(function).__name__}")
+        raise ValueError(f"'{function_name}' is not a function: its type is {type(function).__name__}")
     return function  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.errors import UserError
@@ -73,7 +73,7 @@ def write_trainer_state(folder: Path, progress: Progress) -> None:
 
 
 def read_trainer_state(folder: Path) -> Progress:
-    """Return the progress of a complete checkpoint. Raises UserError, which names the defect, for any other."""
+    """Return the progress of a complete checkpoint. Raises UserError, which names the defect, for any other folder."""
     where = f"{folder}: {STATE}"
     state = read_json_object(folder / STATE, where)
     try:
@@ -92,8 +92,10 @@ def read_trainer_state(folder: Path) -> Progress:
     for name, size in sizes.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size:,}" if path.is_file() else "no"
-            raise UserError(f"{folder}: {name} is damaged: {found} of {size:,} bytes")
+            defect = (
+                f"is damaged: {path.stat().st_size:,} of {size:,} bytes" if path.is_file() else "is missing"
+            )
+            raise UserError(f"{folder}: {name} {defect}")
     if step_of(folder) != progress.step:
         raise UserError(f"{folder}: holds step {progress.step}")
     return progress
@@ -126,9 +128,9 @@ def model_checkpoints(run: RunFolder) -> dict[int, Path]:
 def kept_steps(
     steps: Iterable[int], records: Iterable[Mapping[str, Any]], config: CheckpointConfig
 ) -> set[int]:
-    """Return the steps whose checkpoints are kept: the last ones, and the best ones by the steps' records.
+    """Return the steps whose checkpoints are kept: the last ones, and the best ones by the metric in `records`.
 
-    Of two with the same value the earlier is the better. A step without the metric is never among the best.
+    Of two steps with the same value the earlier one is better. A step without a value is never among the best.
     """
     ordered = sorted(steps)
     last = ordered if config.keep_last is None else ordered[-config.keep_last :]
@@ -165,21 +167,20 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
 def remove_checkpoints_after(run: RunFolder, step: int) -> None:
     """Remove the checkpoints after `step`, damaged ones, and the hidden folders that a crash left."""
     complete, damaged = complete_checkpoints(run)
-    for each in [*(each for each in complete if each > step), *damaged]:
+    later = [each for each in complete if each > step]
+    for each in [*later, *damaged]:
         delete_checkpoint(run.checkpoint_dir(each))
     for path in (run.path / "checkpoints").glob(".step-*"):
         if _STAGING_NAME.fullmatch(path.name):
             shutil.rmtree(path)
 
 
-def staging_folder(folder: Path, doing: str) -> Path:
-    """Return the path of the hidden folder in which a checkpoint is written or removed; a leftover one is removed.
+def staging_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
+    """Return the path of the hidden folder in which the checkpoint `folder` is written or removed.
 
-    Args:
-        folder: the checkpoint.
-        doing: `writing` or `removing`.
+    A hidden folder of that name that a crash left is removed.
     """
-    hidden = folder.with_name(f".{folder.name}.{doing}")
+    hidden = folder.with_name(f".{folder.name}.{action}")
     if hidden.exists():
         shutil.rmtree(hidden)
     return hidden

@@ -57,6 +57,7 @@ def usable_cores() -> int:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in `folder`, None if it fails; takes no lock that would block a commit."""
     try:
         done = subprocess.run(
             ["git", *arguments],
@@ -65,10 +66,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
             text=True,
             timeout=10,
             check=True,
-            env={
-                **os.environ,
-                "GIT_OPTIONAL_LOCKS": "0",
-            },  # do not block a commit that runs at the same time
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
         )
     except (OSError, subprocess.SubprocessError):
         return None

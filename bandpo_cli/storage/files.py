@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout, lock_descriptor
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import check_regular_file
 
 LOCK = ".lock"
@@ -30,7 +30,6 @@ ACQUIRE_TIMEOUT_S = 1.0
 """Seconds to wait for the lock of a run: longer than `is_locked` in another process holds it."""
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
-_MAX_ERROR_CHARS = 200
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
@@ -82,8 +81,9 @@ def read_json_object(path: Path, where: str | None = None, max_bytes: int | None
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        line = (str(error).splitlines() or [""])[0][:_MAX_ERROR_CHARS]
-        raise UserError(f"{where}: not readable as JSON: {line}; restore the file from a copy") from None
+        raise UserError(
+            f"{where}: not readable as JSON: {first_line(error)}; restore the file from a copy"
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected a JSON object; restore the file from a copy")
     return content
@@ -150,8 +150,8 @@ def file_lock(path: Path) -> AbstractContextManager[object]:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of the run in `folder` within the body.
 
-    A process forked within the body does not keep the lock. It is not waited for, except for the moment in which
-    another process asks `is_locked`.
+    A process forked within the body does not keep the lock. A lock that another process holds is not waited for, except
+    for the moment that a call of `is_locked` in another process takes.
 
     Raises:
         UserError: another process holds the lock (the message has its id and host), or `folder` is not writable.

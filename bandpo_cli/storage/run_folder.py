@@ -29,6 +29,7 @@ from bandpo_cli.storage.tables import SampleRow, write_sample_table, write_token
 
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 MAX_SAMPLE_FILES = 20
+"""Largest number of files of completions that MLflow gets of a run."""
 
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """Names that MLflow may use in the runs folder."""
@@ -38,8 +39,11 @@ _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
-_MAX_STEP_DIGITS = 12  # of RUN@STEP: Python refuses to convert thousands of digits
-_MAX_SHOWN_CHARS = 200  # of a name that the user gave, in an error message
+_MAX_STEP_DIGITS = 12
+"""Largest number of digits of the step in RUN@STEP: Python refuses to convert thousands of digits."""
+
+_MAX_SHOWN_CHARS = 200
+"""Largest number of characters that an error message shows of a name that the user gave."""
 
 
 class RunFolder:
@@ -172,7 +176,9 @@ def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
 
 
 def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
-    """Return the error for a `text` that names no folder with the file `marker`: the nearest name and the last five.
+    """Return the error for a `text` that names no folder with the file `marker`.
+
+    The message has the nearest name, and the last five in alphabetical order.
 
     Args:
         kind: what such a folder holds: run, evaluation, sweep.
@@ -190,15 +196,17 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
     Raises:
         UserError: the step is not a number.
     """
+    for path in _candidates(text, runs_dir):  # a name may contain @
+        if is_run_folder(path):
+            return RunFolder(resolve_dots(path)), None
     name, at, step = text.rpartition("@")
-    for run, suffix in ((text, None), (name, step)) if at else ((text, None),):
-        for path in _candidates(run, runs_dir):
-            if is_run_folder(path):
-                if suffix is not None and not (suffix.isdecimal() and len(suffix) <= _MAX_STEP_DIGITS):
-                    raise UserError(
-                        f"{text[:_MAX_SHOWN_CHARS]}: after @ goes a step, as in {run}@100; not {suffix[:20]!r}"
-                    )
-                return RunFolder(resolve_dots(path)), None if suffix is None else int(suffix)
+    for path in _candidates(name, runs_dir) if at else ():
+        if is_run_folder(path):
+            if not (step.isdecimal() and len(step) <= _MAX_STEP_DIGITS):
+                raise UserError(
+                    f"{text[:_MAX_SHOWN_CHARS]}: after @ goes a step, as in {name}@100; not {step[:20]!r}"
+                )
+            return RunFolder(resolve_dots(path)), int(step)
     return None
 
 
@@ -249,13 +257,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def run_artifacts(folder: Path) -> list[Path]:
     """Return the files of the run in `folder` that MLflow gets; checkpoints and token tables are not among them.
 
-    They are the record's own files, the evaluations, the plots and the completions. Of more than 20 files of
-    completions, MLflow gets those of the first, the last and the latest evaluated steps, 20 in total.
+    They are `RECORD_FILES`, the evaluations, the plots and the completions. Of more than `MAX_SAMPLE_FILES` files of
+    completions, MLflow gets that many: those of the first, the last and the latest evaluated steps.
     """
     files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
     evaluations = sorted((folder / "evals").glob("step-*.json"))
     plots = sorted((folder / "plots").glob("*.png"))
-    return files + evaluations + plots + _samples(folder, {step_of(path) for path in evaluations})
+    return files + evaluations + plots + _sample_artifacts(folder, {step_of(path) for path in evaluations})
 
 
 def is_valid_name(name: str) -> bool:
@@ -278,7 +286,7 @@ def check_name(name: str, runs_dir: Path) -> str:
     elif _NAME.fullmatch(name):
         why = "Windows does not allow a folder of that name, and runs are copied"
     else:
-        why = "a name has letters, digits and . _ - + = , @, at most 200, and starts with a letter or digit"
+        why = "a name has letters, digits and . _ - + = , @, at most 200, and starts with a letter, a digit or _"
     raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {unused_name(slug(name), runs_dir)}")
 
 
@@ -338,9 +346,10 @@ def _not_a_run_message(path: Path, runs_dir: Path) -> str:
     return f"{path} is not a run: it has no config.yaml, so its settings are lost; start a new run"
 
 
-def _samples(folder: Path, evaluated: set[int | None]) -> list[Path]:
+def _sample_artifacts(folder: Path, evaluated: set[int | None]) -> list[Path]:
+    """Return the files of completions that MLflow gets; see `run_artifacts`."""
     samples = sorted((folder / "samples").glob("step-*.parquet"))
     if len(samples) <= MAX_SAMPLE_FILES:
         return samples
-    chosen = [path for path in samples[1:-1] if step_of(path) in evaluated][2 - MAX_SAMPLE_FILES :]
-    return [samples[0], *chosen, samples[-1]]
+    between = [path for path in samples[1:-1] if step_of(path) in evaluated]
+    return [samples[0], *between[-(MAX_SAMPLE_FILES - 2) :], samples[-1]]

@@ -113,15 +113,14 @@ def final_status(summary: Summary | None, last_step: int) -> RunStatus:
 
 
 def read_stored_run(path: Path) -> StoredRun:
-    """Read the folder of a run. Raises UserError, which names the file, where it is damaged."""
+    """Return the content of a run folder. Raises UserError, which names the file, where it is damaged."""
     config = read_layer(path / "config.yaml", "run settings")
-    env = read_json_object(path / "env.json") if path_exists(path / "env.json") else {}
-    summary = read_summary(path)
     if not config:
         raise UserError(f"{path / 'config.yaml'}: it holds no settings, so this is not the folder of a run")
-    writing = is_locked(
-        path
-    )  # before the metrics: a run that ends in between is then completed by the next sync
+    env = read_json_object(path / "env.json") if path_exists(path / "env.json") else {}
+    # Before summary and metrics: what a run that ends during these lines has not written yet, the next sync sends.
+    writing = is_locked(path)
+    summary = read_summary(path)
     lines = read_metrics(path / "metrics.jsonl")
     records = _with_timestamps(path, lines)
     written = _written_ms(path / "config.yaml") or 0

@@ -37,8 +37,6 @@ BAD_BATCH_COLUMNS = {
 }
 """Columns with a list of float32 per completion, one number per token; null where they were not computed."""
 
-_MAX_ERROR_CHARS = 200
-
 
 class SampleRow(TypedDict):
     """One completion, as a row of `samples/step-000010.parquet`."""

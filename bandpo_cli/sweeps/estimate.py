@@ -23,8 +23,17 @@ from bandpo_cli.storage.run_record import read_summary
 TRIAL_STEPS = 3
 START_S = 8.0
 """Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
-_LATEST = 5  # number of finished runs of which the median is taken
+
+_MAX_RUNS = 5
+"""Largest number of finished runs of which the median is taken."""
+
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
+"""Sections of the settings that the time of a run depends on, besides `optim.updates`."""
+
+_READ_ERRORS = (
+    UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""Errors raised by the files of a run that is incomplete, damaged or from another version."""
 
 
 def total_seconds(seconds: Sequence[float], jobs: int) -> float:
@@ -35,12 +44,6 @@ def total_seconds(seconds: Sequence[float], jobs: int) -> float:
     return max(slots)
 
 
-_READ_ERRORS = (
-    UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-"""Errors raised by the files of a run that is incomplete, damaged or from another version."""
-
-
 def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
     """Return the median seconds of the latest finished runs in `runs_dir` with the shape of `config`.
 
@@ -49,27 +52,20 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
     """
     shape = _shape(config.model_dump(mode="json"))
     seconds_by_time = []
-    for path in (
-        [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
-        if path_exists(runs_dir)
-        else []
-    ):
+    for path in _summary_files(runs_dir):
         try:
             summary = read_summary(path.parent)
+            if summary is None or summary.status != "FINISHED":
+                continue
             earlier = read_yaml(path.parent / "config.yaml", "config")
             hardware = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)["hardware"]
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if (
-                same_speed
-                and summary is not None
-                and summary.status == "FINISHED"
-                and _shape(earlier) == shape
-            ):
+            if same_speed and _shape(earlier) == shape:
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
             continue
-    latest = [seconds for _, seconds in sorted(seconds_by_time)[-_LATEST:]]
+    latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
     return statistics.median(latest) if latest else None
 
 
@@ -77,7 +73,7 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
     """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
 
     Args:
-        variables: the environment of the trial.
+        variables: all environment variables of the trial.
 
     Raises:
         UserError: the trial failed; the message contains its last line of output.
@@ -105,7 +101,7 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
             ],
             capture_output=True,
             text=True,
-            env={**variables},
+            env=dict(variables),
         )
         wall = time.perf_counter() - start
         if done.returncode:
@@ -123,6 +119,13 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
     count = 1 + -(-config.steps // every) if every else 0
     start_and_end = wall - sum(record["time/step"] for record in records)
     return float(start_and_end + config.steps * step + count * evaluation)
+
+
+def _summary_files(runs_dir: Path) -> list[Path]:
+    """Return `summary.json` of every run in `runs_dir`, those of sweeps included."""
+    if not path_exists(runs_dir):
+        return []
+    return [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
 
 
 def _shape(config: Mapping[str, Any]) -> Any:

@@ -94,7 +94,7 @@ class SweepFolder:
             raise UserError(f"{path / PLAN_FILE}: lists no runs")
         seen: set[str] = set()
         for run in runs:
-            _check(run, seen, path / PLAN_FILE)
+            _check_entry(run, seen, path / PLAN_FILE)
             if not path_exists(path / "plans" / f"{run.name}.yaml"):
                 raise UserError(
                     f"{path}: the settings of run '{run.name}' are missing (plans/{run.name}.yaml)"
@@ -166,8 +166,11 @@ class SweepFolder:
         return (errors or printed or ["it printed nothing"])[-1][:_MAX_ERROR_CHARS]
 
 
-def _check(run: SweepRun, seen: set[str], plan: Path) -> None:
-    """Raise UserError for an entry that no sweep wrote: a plan may come from anyone, and its names become folders."""
+def _check_entry(run: SweepRun, seen: set[str], plan: Path) -> None:
+    """Raise UserError for an entry that no sweep wrote, else add its name to `seen`.
+
+    A plan may come from anyone, and its names become folders.
+    """
     if not isinstance(run.name, str) or not is_valid_name(run.name) or run.name in _RESERVED_NAMES:
         raise UserError(
             f"{plan}: name = {run.name!r} is not a valid name of a run; give a single folder name"

@@ -109,11 +109,11 @@ def _arm_layers(
     seen: dict[RunConfig, str] = {}
     unused = set(sweep.axes)
     for arm_name, settings in _combinations(sweep):
-        method = _config_with_method(base, settings)
+        config_of_method = _config_with_method(base, settings)
         kept = {
             key: value
             for key, value in settings.items()
-            if _method_has_setting(method, key) or key not in sweep.axes
+            if _method_has_setting(config_of_method, key) or key not in sweep.axes
         }
         unused -= set(kept)
         if any(
@@ -174,7 +174,7 @@ def _method_has_setting(config: RunConfig, key: str) -> bool:
 
 
 def _bounds_fields() -> set[str]:
-    """Return the settings that some method has."""
+    """Return the names of the settings that at least one method has."""
     return {name for settings in method_classes().values() for name in settings.model_fields}
 
 

@@ -136,10 +136,10 @@ class LocalPool:
 
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all: interrupt so that runs save their state, and kill after twice the grace period."""
-        alive = [child for each, child in self._children.items() if name in (None, each)]
+        alive = [child for job, child in self._children.items() if name in (None, job)]
         for number in STOP_SIGNALS:
             for child in alive:
-                _signal(child.process, number)
+                _send_signal(child.process, number)
             end = time.monotonic() + self._grace_s
             for child in alive:
                 with suppress(subprocess.TimeoutExpired):
@@ -196,22 +196,21 @@ def exit_with_parent() -> None:
 
     A resumed sweep starts its unfinished runs again, and two processes must not write to one run.
     """
-    parent = os.environ.pop(
-        PARENT_PID_VARIABLE, ""
-    )  # not inherited: children of this process have another parent
+    # Removed from the environment, since child processes of this one have another parent.
+    parent = os.environ.pop(PARENT_PID_VARIABLE, "")
     if parent.isdecimal():
-        threading.Thread(target=_kill_after, args=(int(parent),), name="sweep-watch", daemon=True).start()
+        threading.Thread(
+            target=_kill_with_parent, args=(int(parent),), name="sweep-watch", daemon=True
+        ).start()
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process group of a child."""
-    try:
+def _send_signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the process group of a child; do nothing if the group has ended."""
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
-def _kill_after(parent: int) -> None:
+def _kill_with_parent(parent: int) -> None:
     """Kill this process when it is no longer a child of `parent`."""
     while os.getppid() == parent:
         time.sleep(POLL_INTERVAL_S)

@@ -38,9 +38,8 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
             preexec_fn=_unblock_sigint,
         )
         try:
-            while (
-                child.poll() is None
-            ):  # no blocking wait: Ray's interrupt arrives between Python instructions
+            # A blocking wait would delay Ray's interrupt, which arrives between Python instructions.
+            while child.poll() is None:
                 time.sleep(0.2)
             return child.returncode
         except BaseException:
@@ -123,7 +122,8 @@ class RayPool:
         chosen = [task for task, each in self._tasks.items() if name in (None, each)]
         for task in chosen:
             ray.cancel(task, force=False)
-        ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10) if chosen else None
+        if chosen:
+            ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10)
 
     def close(self) -> None:
         """Disconnect from the cluster; a cluster started by this pool ends."""

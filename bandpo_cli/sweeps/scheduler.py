@@ -35,6 +35,7 @@ class RunState:
     """The state of a run, for display and for stopping early.
 
     Attributes:
+        status: `stopped` means that the sweep stopped the run early.
         step, steps: the last complete step, and the total number of steps.
         accuracy: held-out accuracy of the latest evaluation; without one, the training accuracy of the last step.
         entropy: entropy of the last step in nats per token.
@@ -74,14 +75,13 @@ def run_sweep(
     waiting = deque(
         run.name for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped
     )
-    states = {
-        run.name: RunState("waiting", 0, steps[run.name])
-        if run.name in waiting
-        else read_run_state(
-            folder, run.name, steps[run.name], "stopped" if run.name in stopped else "finished"
-        )
-        for run in folder.runs
-    }
+    states: dict[str, RunState] = {}
+    for run in folder.runs:
+        if run.name in waiting:
+            states[run.name] = RunState("waiting", 0, steps[run.name])
+        else:
+            ended: Status = "stopped" if run.name in stopped else "finished"
+            states[run.name] = read_run_state(folder, run.name, steps[run.name], ended)
     running: set[str] = set()
     failures: dict[str, str] = {}
     try:
@@ -92,10 +92,13 @@ def run_sweep(
                 running.add(name)
             for job in pool.poll_finished():
                 running.discard(job.name)
-                status: Status = "finished" if job.code == 0 and folder.is_finished(job.name) else "failed"
-                if status == "failed" and job.name in stopped:
+                status: Status
+                if job.code == 0 and folder.is_finished(job.name):
+                    status = "finished"
+                elif job.name in stopped:
                     status = "stopped"
-                if status == "failed":
+                else:
+                    status = "failed"
                     failures[job.name] = _failure_message(folder, job.name, job.code)
                     if job.code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
                         folder.archive_attempt(job.name)

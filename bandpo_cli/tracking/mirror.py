@@ -23,7 +23,7 @@ from bandpo_cli.tracking.link import KEY_TAG, new_link, read_links, write_link
 from bandpo_cli.tracking.names import MAX_METRICS_PER_BATCH, MAX_PARAMS_PER_BATCH, finite_metrics
 from bandpo_cli.tracking.store import Store, create_sqlite_store
 
-_QUIET = {
+_MLFLOW_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # otherwise each new database prints its migrations to stderr
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker retries itself, and knows when the run ends
@@ -104,9 +104,9 @@ class MlflowMirror:
             start_ms: start of a new run, milliseconds since 1970; now by default.
         """
         client = _client(store.uri)
-        mirror = _linked(cls, client, store, folder) or _create(
-            cls, client, store, folder, run_name, tags, start_ms
-        )
+        mirror = _linked(client, store, folder)
+        if mirror is None:
+            mirror = _create(client, store, folder, run_name, tags, start_ms)
         mirror.send_params(params)
         return mirror
 
@@ -118,11 +118,11 @@ class MlflowMirror:
         replace an earlier one.
         """
         client = _client(store.uri)
-        found = _linked(cls, client, store, folder)
+        found = _linked(client, store, folder)
         return None if found is None else cls(client, found.run_id)
 
     def exists(self) -> bool:
-        """Return whether MLflow still has the run: it may have been deleted, or the database created anew."""
+        """Return whether MLflow still has the run: it may have been deleted, or its database replaced."""
         return _active_run(self._client, self.run_id) is not None
 
     def send(self, records: Iterable[MetricRecord]) -> Sent:
@@ -212,7 +212,8 @@ class MlflowMirror:
 
 
 def _client(uri: str) -> Any:
-    for key, value in _QUIET.items():
+    """Return an `MlflowClient` of the store `uri`; a SQLite file that does not exist is created."""
+    for key, value in _MLFLOW_VARIABLES.items():
         os.environ.setdefault(key, value)
     import mlflow.store.db.utils
     from mlflow.tracking import MlflowClient
@@ -224,27 +225,24 @@ def _client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-def _linked(cls: type[MlflowMirror], client: Any, store: Store, folder: Path) -> MlflowMirror | None:
-    """Return the run of `store` that `folder` is linked to; None when there is none or it was deleted there."""
-    links = read_links(folder)
-    for link in sorted(links, key=lambda each: not each.is_for(store)):
-        run_id = link.run_id if link.is_for(store) else None
-        run_id = run_id or _by_key(client, store, link.key)
+def _linked(client: Any, store: Store, folder: Path) -> MlflowMirror | None:
+    """Return the run of `store` that `folder` is linked to; None when there is none or it was deleted there.
+
+    A run that is found by its key is written into the link.
+    """
+    for link in sorted(read_links(folder), key=lambda each: not each.is_for(store)):
+        linked_id = link.run_id if link.is_for(store) else None
+        run_id = linked_id or _run_id_by_key(client, store, link.key)
         existing = None if run_id is None else _active_run(client, run_id)
         if run_id is not None and existing is not None:
-            if (link.run_id, link.is_for(store)) != (run_id, True):
-                write_link(
-                    folder,
-                    replace(
-                        link, uri=redact_credentials(store.uri), experiment=store.experiment, run_id=run_id
-                    ),
-                )
-            return cls(client, run_id, existing)
+            if run_id != linked_id:
+                uri = redact_credentials(store.uri)
+                write_link(folder, replace(link, uri=uri, experiment=store.experiment, run_id=run_id))
+            return MlflowMirror(client, run_id, existing)
     return None
 
 
 def _create(
-    cls: type[MlflowMirror],
     client: Any,
     store: Store,
     folder: Path,
@@ -252,16 +250,17 @@ def _create(
     tags: Mapping[str, str],
     start_ms: int | None,
 ) -> MlflowMirror:
-    experiment = _experiment(client, store)
-    link = new_link(
-        folder, store
-    )  # written before the run is created: if the answer is lost, the key finds the run
-    created = client.create_run(experiment, start_ms, {**tags, KEY_TAG: link.key}, run_name)
-    write_link(folder, replace(link, run_id=str(created.info.run_id)))
-    return cls(client, str(created.info.run_id), created)
+    """Create a run at MLflow and link `folder` to it."""
+    experiment_id = _experiment_id(client, store)
+    # The link is written before the run is created: if the answer is lost, the key finds the run.
+    link = new_link(folder, store)
+    created = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, run_name)
+    run_id = str(created.info.run_id)
+    write_link(folder, replace(link, run_id=run_id))
+    return MlflowMirror(client, run_id, created)
 
 
-def _by_key(client: Any, store: Store, key: str) -> str | None:
+def _run_id_by_key(client: Any, store: Store, key: str) -> str | None:
     """Return the id of the run with this key: one whose creation was not answered, or whose store has moved."""
     experiment = client.get_experiment_by_name(store.experiment)
     if experiment is None or not key:
@@ -283,7 +282,7 @@ def _active_run(client: Any, run_id: str) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def _experiment(client: Any, store: Store) -> str:
+def _experiment_id(client: Any, store: Store) -> str:
     """Return the id of the experiment, created if there is none; another run may create it at the same time."""
     from mlflow.exceptions import MlflowException
 
@@ -302,6 +301,7 @@ _Item = TypeVar("_Item")
 
 
 def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """Yield `items` in lists of at most `size`."""
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch

@@ -12,9 +12,9 @@ from typing import Any
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.storage.environment import redact_credentials
 
-MAX_KEY = 250
-MAX_PARAM = 6000
-MAX_TAG = 5000
+MAX_NAME_CHARS = 250
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
 MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
 """MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
@@ -31,7 +31,7 @@ def mlflow_name(name: str) -> str:
     spelled = re.sub(r"[@<>=%+]", lambda match: _WORDS[match[0]], name)
     plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", spelled)
     parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:MAX_KEY].rstrip("/") or "unnamed"
+    return "/".join(parts)[:MAX_NAME_CHARS].rstrip("/") or "unnamed"
 
 
 def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
@@ -54,7 +54,7 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
     return {
         mlflow_name(key): redact_credentials(
             value if isinstance(value, str) else json.dumps(value, default=str)
-        )[:MAX_PARAM]
+        )[:MAX_PARAM_CHARS]
         for key, value in flatten(config, keep_empty=True).items()
     }
 
@@ -77,7 +77,7 @@ def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
     tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
-    return {key: value[:MAX_TAG] for key, value in tags.items()}
+    return {key: value[:MAX_TAG_CHARS] for key, value in tags.items()}
 
 
 def _user() -> str:

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import first_line
+from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_lock
 
@@ -54,7 +55,7 @@ def ui_command(uri: str) -> str:
         return uri
     database = sqlite_path(uri)
     if database:
-        uri = sqlite_uri(_relative_to_cwd(database))
+        uri = sqlite_uri(relative_to_cwd(database))
     return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
@@ -76,12 +77,15 @@ def check_reachable(uri: str, timeout_s: float) -> None:
         return
     if scheme in ("http", "https"):
         netloc = f"[{host}]" if ":" in host else host
-        _request(f"{scheme}://{netloc}{f':{port}' if port else ''}{parts.path.rstrip('/')}/health", timeout_s)
+        if port:
+            netloc += f":{port}"
+        _request(f"{scheme}://{netloc}{parts.path.rstrip('/')}/health", timeout_s)
     elif scheme in _DATABASE_PORTS:
         socket.create_connection((host, port or _DATABASE_PORTS[scheme]), timeout_s).close()
 
 
 def _request(url: str, timeout_s: float) -> None:
+    """Send a GET request. Raise OSError as `check_reachable`."""
     # The request has no content, so checking the certificate is left to MLflow and its settings.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -114,7 +118,7 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def create_sqlite_store(uri: str) -> None:
-    """Create the SQLite file of `uri` if there is none: beside its place, then moved there. Takes seconds.
+    """Create the SQLite file of `uri` if there is none: under another name, then renamed. Takes seconds.
 
     MLflow creates its tables by some fifty migrations, which take seconds and hold no lock. Two runs of a sweep that
     start together would break each other's file, and a run killed in between would leave a file that no later run can
@@ -132,6 +136,11 @@ def create_sqlite_store(uri: str) -> None:
             os.replace(unfinished, path)
 
 
+def short_error(error: Exception) -> str:
+    """Return the class and first line of an error of MLflow, without credentials, at most 200 characters."""
+    return f"{type(error).__name__}: {first_line(redact_credentials(str(error)))}"[:200]
+
+
 def _create_tables(uri: str) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -145,16 +154,3 @@ def _artifact_location(uri: str, runs_dir: Path) -> str | None:
     database = sqlite_path(uri)
     folder = database.absolute().parent if database else runs_dir
     return (folder / "mlartifacts").as_uri()
-
-
-def _relative_to_cwd(path: Path) -> Path:
-    """Return `path` relative to the current folder if it lies in it, else unchanged."""
-    try:
-        return path.absolute().relative_to(Path.cwd())
-    except ValueError:
-        return path
-
-
-def short_error(error: Exception) -> str:
-    """Return the class and first line of an error of MLflow, without credentials, at most 200 characters."""
-    return f"{type(error).__name__}: {first_line(redact_credentials(str(error)))}"[:200]

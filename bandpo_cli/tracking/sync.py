@@ -59,8 +59,7 @@ def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = 
     first = next((link.uri for link in read_links(run.path) if link.experiment == experiment), None)
     if first is not None and not _is_usable_uri(first):
         first = None
-    chosen = uri or own or first
-    config = TrackingConfig.model_construct(uri=chosen, experiment=experiment)
+    config = TrackingConfig.model_construct(uri=uri or own or first, experiment=experiment)
     return tracking_store(config, runs_dir, environ)
 
 

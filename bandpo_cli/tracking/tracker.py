@@ -21,6 +21,8 @@ from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, check_reachable, short_error, tracking_store
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
+log = logging.getLogger("bandpo_cli")
+
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
 """The pause after a failure, in seconds: it doubles from the first value up to the second."""
 
@@ -34,14 +36,11 @@ UNREACHABLE_GRACE_S = 1.5
 """Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
 
 
-log = logging.getLogger("bandpo_cli")
-
-
 class MlflowTracker:
     """Mirror `folder` in `store` on a daemon thread, MLflow's slow import included.
 
     The first failure is reported in one line through `warn`. What could not be sent is queued and tried again with a
-    growing pause. What is missing when `finish` times out is reported in one line through `say` (`warn` by default),
+    growing pause. What is missing when `finish` times out is reported in one line through `report` (`warn` by default),
     with the command that sends it later; the run folder has everything. For a resumed run, steps that MLflow lacks are
     sent from the folder. Call `start` after the imports of the training: two threads that import delay each other.
 
@@ -49,7 +48,7 @@ class MlflowTracker:
         store: where to send.
         folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
         warn: prints one line; called from the tracker's thread.
-        say: prints one line; called by `finish`.
+        report: prints one line; called by `finish`.
         finish_timeout_s: seconds that `finish` waits for a store that answers; for one that does not, it waits
             `UNREACHABLE_GRACE_S`.
     """
@@ -59,13 +58,15 @@ class MlflowTracker:
         store: Store,
         folder: Path,
         warn: Callable[[str], None],
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
         finish_timeout_s: float = 60.0,
     ) -> None:
         self._store, self._folder = store, folder
-        self._warn, self._say = warn, say or warn
-        self._finish_within_s = finish_timeout_s
-        self._about: tuple[str, dict[str, str], dict[str, str]] = ("", {}, {})
+        self._warn, self._report = warn, report or warn
+        self._finish_timeout_s = finish_timeout_s
+        self._run_name = ""
+        self._params: dict[str, str] = {}
+        self._tags: dict[str, str] = {}
         self._mirror: MlflowMirror | None = None
         self._link: tuple[int, int] | None = None
         self._records: deque[MetricRecord] = deque()  # append and popleft are atomic: no lock
@@ -74,31 +75,31 @@ class MlflowTracker:
         self._reached = self._closed = self._warned = False
         self._failures = 0
         self._tries_left = FINAL_RETRIES
-        self._news = threading.Event()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="mlflow-mirror", daemon=True)
+        self._wake = threading.Event()  # set when there is something to send
+        self._ending = threading.Event()  # set by `finish`
+        self._thread = threading.Thread(target=self._send_until_closed, name="mlflow-mirror", daemon=True)
 
     def start(self, run_name: str, params: Mapping[str, object], tags: Mapping[str, str]) -> None:
         """Start the thread, which connects at once."""
-        self._about = (run_name, flat_params(params), dict(tags))
+        self._run_name, self._params, self._tags = run_name, flat_params(params), dict(tags)
         self._thread.start()
 
     def log_metrics(self, step: int, record: Mapping[str, object]) -> None:
         """Queue the finite numbers of `record`; takes microseconds."""
         self._records.append(MetricRecord.of(step, record))
-        self._news.set()
+        self._wake.set()
 
     def finish(self, status: RunStatus, artifacts: Sequence[Path]) -> None:
         """Send the rest, the status and the files within `finish_timeout_s`; report what was not sent."""
         self._status = status
         self._files.extend(artifacts)
         self._ending.set()
-        self._news.set()
+        self._wake.set()
         if self._thread.ident is None:  # never started: MLflow knows nothing of this run
             return
         self._wait()
         if not self._closed:
-            self._say(self._missing())
+            self._report(self._missing_message())
 
     def _wait(self) -> None:
         """Wait for the end of the thread, but only `UNREACHABLE_GRACE_S` for a store that does not answer."""
@@ -107,11 +108,12 @@ class MlflowTracker:
             now = time.monotonic()
             if self._reached:
                 answered = now
-            if now - begin >= self._finish_within_s or now - answered >= UNREACHABLE_GRACE_S:
+            if now - begin >= self._finish_timeout_s or now - answered >= UNREACHABLE_GRACE_S:
                 return
             self._thread.join(0.05)
 
-    def _work(self) -> None:
+    def _send_until_closed(self) -> None:
+        """Send what is queued until the run is closed, or until the last retry after its end; the thread's target."""
         self._note_store()
         while not self._closed and self._tries_left:
             ending = self._ending.is_set()
@@ -134,7 +136,7 @@ class MlflowTracker:
 
     def _send_all(self) -> None:
         """Send the queue, oldest record first; a record leaves it only when MLflow has accepted it."""
-        self._news.clear()  # before reading the queue: a record that is added later wakes the thread again
+        self._wake.clear()  # before reading the queue: a record that is added later wakes the thread again
         ending = self._ending.is_set()
         if not self._reached:
             check_reachable(self._store.uri, CONNECT_TIMEOUT_S)
@@ -163,7 +165,7 @@ class MlflowTracker:
         if known is not None and (not self._failures or known.exists()):
             return known
         self._mirror = None
-        mirror = MlflowMirror.connect(self._store, self._folder, *self._about)
+        mirror = MlflowMirror.connect(self._store, self._folder, self._run_name, self._params, self._tags)
         backlog = self._backlog()
         for start in range(0, len(backlog), RECORDS_PER_CALL):
             mirror.send(backlog[start : start + RECORDS_PER_CALL])
@@ -183,6 +185,7 @@ class MlflowTracker:
             return []
 
     def _close(self, mirror: MlflowMirror) -> None:
+        """Send the final status and the files."""
         # The status first: a file that cannot be stored must not leave a finished run as RUNNING forever.
         mirror.close(self._status or "FAILED")
         sent: dict[str, str] = {}
@@ -198,6 +201,7 @@ class MlflowTracker:
         self._closed = True
 
     def _fail(self, error: Exception) -> None:
+        """Note a failure; the first one is reported."""
         self._failures += 1
         self._reached = False
         if not self._warned:
@@ -208,16 +212,18 @@ class MlflowTracker:
             )
 
     def _pause(self) -> None:
+        """Wait until there is something to send, or until the next retry."""
         if self._closed or not self._tries_left:
             return
         if not self._failures:
-            self._news.wait()
+            self._wake.wait()
         elif self._ending.is_set():
             time.sleep(MIN_RETRY_DELAY_S)
         else:
             self._ending.wait(min(MIN_RETRY_DELAY_S * 2 ** min(self._failures - 1, 10), MAX_RETRY_DELAY_S))
 
-    def _missing(self) -> str:
+    def _missing_message(self) -> str:
+        """Return a line with what MLflow lacks and the command that sends it."""
         parts = []
         if self._records:
             parts.append(f"the metrics of {len(self._records)} steps (from step {self._records[0].step})")
@@ -225,8 +231,8 @@ class MlflowTracker:
             parts.append(f"{len(self._files)} files")
         what = " and ".join(parts) or "the end of the run"
         return (
-            f"MLflow at {redact_credentials(self._store.uri)} has not got {what}; {self._folder} has everything. "
-            f"Send it later by: {sync_command(self._folder, self._folder.parent)}"
+            f"MLflow at {redact_credentials(self._store.uri)} lacks {what}; {self._folder} has everything. "
+            f"Send it later with: {sync_command(self._folder, self._folder.parent)}"
         )
 
 

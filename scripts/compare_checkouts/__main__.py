@@ -97,10 +97,8 @@ def compare_sides(
         check_import(side)
     write_inputs(sides[0].work)
     shutil.copytree(sides[0].work, sides[1].work, dirs_exist_ok=True)
-    with (
-        ThreadPoolExecutor(2) as threads,
-        ExitStack() as stack,
-    ):  # the runners end first: Ctrl-C ends the threads
+    # The stack is closed first: after Ctrl-C the threads end because their runners have been closed.
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
         runners = [stack.enter_context(Runner(side)) for side in sides]
         old, new = threads.map(lambda runner: runner.run_all(commands), runners)
     outcomes = {name: (old[name], new[name]) for name in old}

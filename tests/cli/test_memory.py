@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from rich.console import Console
 
 from bandpo_cli.cli.statement import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.errors import RunError
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.experiments.memory import GIB, memory_report, out_of_memory_errors
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -66,6 +67,33 @@ def test_too_large_an_estimate_names_settings_to_change() -> None:
     print_memory(Console(file=out, width=300), enormous)
     assert "too much" in out.getvalue()
     assert "--set optim.micro_batch_tokens=250000000" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("auto", 80), ("cuda", 80), ("cuda:0", 80), ("cuda:1", 40), ("cpu", None)]
+)
+def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
+    monkeypatch: pytest.MonkeyPatch, name: str, gib: int | None
+) -> None:
+    def properties(device: str) -> SimpleNamespace:
+        index = torch.device(device).index or 0
+        return SimpleNamespace(name=f"GPU {index}", total_memory=(80, 40)[index] * GIB)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    report = memory_report(resolve([{"model": {"device": name}, "sampling": {"engine": "transformers"}}]))
+    assert report.device.startswith("GPU") == (gib is not None)
+    assert gib is None or report.available == gib * GIB
+
+
+def test_a_gpu_that_does_not_exist_has_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(device: str) -> None:
+        raise AssertionError("Invalid device id")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
+        memory_report(resolve([{"model": {"device": "cuda:7"}}]))
 
 
 def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> None:

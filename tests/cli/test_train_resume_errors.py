@@ -61,7 +61,7 @@ def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_pa
         (["--method", "clip"], ["bounds.method = clip (the run has band)"]),
         (["--set", "grading.deadline=1"], ["grading.deadline"]),
         (["--name", "b"], ["leave out --name"]),
-        (["--steps", "5"], ["it has done 5 already"]),
+        (["--steps", "5"], ["the run has done 5 already"]),
         (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
         (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
     ],
@@ -181,6 +181,6 @@ def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tm
 
 def test_a_warning_for_steps_without_checkpoint_and_evaluation(tmp_path: Path) -> None:
     settings = ["--set", "checkpoint.every=7", "--set", "evaluation.every=20", "--steps", "100", "--dry-run"]
-    assert "do not fall together before" in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
+    assert "never coincide" in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
     settings[1] = "checkpoint.every=4"
-    assert "do not fall together" not in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
+    assert "never coincide" not in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())

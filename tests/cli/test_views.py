@@ -1,4 +1,4 @@
-"""Console view of a training run."""
+"""Console views of training runs and sweeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bandpo_cli.cli.statement import run_statement
+from bandpo_cli.cli.console import Spinner
+from bandpo_cli.cli.statement import print_statement, run_statement
+from bandpo_cli.cli.sweep_view import arms_table, plan_table, seconds_left
 from bandpo_cli.cli.train_view import (
     LivePanel,
     PlainLines,
@@ -24,6 +26,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.preflight import config_warnings
+from bandpo_cli.sweeps.folder import SweepRun
+from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
@@ -147,6 +151,39 @@ def test_the_statement_has_the_batch_sizes() -> None:
         "128 held-out problems × 16",
     ):
         assert part in text
+
+
+def test_names_with_square_brackets_are_printed_unchanged() -> None:
+    """Files, arms and evaluation sets are named by the user; Rich would read `[/b]` as markup and raise."""
+    name = "a [/b] [red]b :smile:"
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None)
+    runs = [SweepRun("r", name, 0)]
+    print_statement(console, [("model", name)], [name], [name])
+    console.print(plan_table(runs, {"r": 1}))
+    console.print(arms_table(runs, {"r": RunState("waiting", 0, 1)}))
+    spinner = Spinner(console)
+    spinner.show(name)
+    spinner.show(None)
+    assert out.getvalue().count(name) >= 6
+    record = {"eval/[/b]/mean_at_4": 0.5, "eval/c/mean_at_4": 0.5}
+    for panel in (PlainLines(console, 1), LivePanel(console, 1)):
+        panel.start()
+        panel.show(StepReport(0, record, None))
+        panel.stop()
+    assert out.getvalue().count("[/b]: mean@4 0.500") >= 2
+
+
+def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() -> None:
+    done = RunState("finished", 10, 10)
+    slow = RunState("running", 5, 10, seconds_left=100.0)
+    fast = RunState("running", 5, 10, seconds_left=50.0)
+    waiting = RunState("waiting", 0, 10)
+    assert seconds_left({"a": done, "b": waiting}, 2) is None
+    assert seconds_left({"a": done, "b": slow}, 4) == 100.0
+    assert seconds_left({"a": slow, "b": fast}, 2) == 100.0
+    # 20 waiting and 10 running steps of 15 s, in two slots.
+    assert seconds_left({"a": slow, "b": fast, "c": waiting, "d": waiting}, 2) == 225.0
 
 
 def test_config_warnings() -> None:

@@ -320,7 +320,7 @@ def test_workers_exit_with_their_parent(
             "custom_grader:juge",
             r"grader 'custom_grader:juge': module 'custom_grader' has no 'juge' \(did you mean 'judge'\?\)",
         ),
-        ("custom_grader:no_function", "'no_function' is no function but a int"),
+        ("custom_grader:no_function", "'no_function' is not a function: its type is int"),
         ("no_such:thing", r"importing 'no_such' failed: ModuleNotFoundError.*searched the current folder"),
         (
             "broken_grader:judge",

@@ -84,7 +84,7 @@ def _another_step(folder: Path) -> None:
     ("damage", "word"),
     [
         (_truncated, "optimizer.safetensors is damaged: 3 of 7 bytes"),
-        (_no_weights, "model.safetensors is damaged: no of 7 bytes"),
+        (_no_weights, "model.safetensors is missing"),
         (_no_state, "state.json: No such file"),
         (_truncated_state, "state.json: not readable as JSON"),
         (_list_state, "state.json: expected a JSON object"),

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.storage import run_record
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import final_status, is_finished, read_summary
+from bandpo_cli.storage.run_record import final_status, is_finished, read_stored_run, read_summary
 
 
 @pytest.fixture
@@ -52,6 +53,21 @@ def test_the_final_status_of_a_summary_older_than_the_last_step_is_killed(folder
     found = read_summary(folder.path)
     assert final_status(found, 4) == "KILLED"
     assert is_finished(folder.path)
+
+
+def test_a_run_that_ends_while_it_is_read_has_its_final_status(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its summary is written before it releases the lock, so it has to be read after the lock."""
+    folder.write_config("seed: 1\n")
+    folder.append_metrics({"step": 1})
+
+    def is_locked(path: Path) -> bool:
+        folder.write_summary({"status": "FINISHED", "steps": 1})
+        return False
+
+    monkeypatch.setattr(run_record, "is_locked", is_locked)
+    assert read_stored_run(folder.path).status == "FINISHED"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b" " * (2**20 + 1)])

@@ -113,7 +113,7 @@ def test_a_run_that_was_deleted_at_mlflow_is_created_again(run):
 
 def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
     uri = NOWHERE.replace("//", "//me:secret@")
-    warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
     assert len(warnings) == 1
     assert "cannot be reached" in warnings[0]
     assert len(closing) == 1
@@ -126,7 +126,7 @@ def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
 
 @pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/no/such/folder/x.db", "databricks://none"])
 def test_an_invalid_uri_gives_one_warning(run, uri):
-    warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+    warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
     assert (len(warnings), len(closing)) == (1, 1)
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_answers_500_gives_one_warning(run):
             pass
 
     with _server_with(Broken) as uri:
-        warnings = _mirror(run, Store(uri, "bandpo", None), say=(closing := []).append)
+        warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
     assert (len(warnings), len(closing)) == (1, 1)
     assert "500" in warnings[0]
 
@@ -296,7 +296,7 @@ def test_a_missing_database_gives_one_warning_and_no_output_of_mlflow(run, capfd
     """MLflow itself would retry for 25 minutes, and hold its own lock meanwhile."""
     store = Store(f"sqlite:///{run.path}/no/such/folder/x.db", "bandpo", None)
     (run.path / "no").write_text("a file where the folder should be")
-    warnings = _mirror(run, store, say=(closing := []).append)
+    warnings = _mirror(run, store, report=(closing := []).append)
     assert (len(warnings), len(closing)) == (1, 1)
     assert capfd.readouterr().err == ""
 

@@ -54,7 +54,7 @@ class Arm:
         seeds: seeds of the runs that are included.
         steps: smallest and largest number of steps of these runs.
         settings: the settings in which the arms differ, as a user would type them.
-        figures: mean and interval over seeds by key of the metric; only the metrics that the runs have.
+        figures: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
     """
 
     name: str
@@ -208,15 +208,19 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
                 "clipped",
                 "clipped",
                 "share of tokens with zero gradient, mean over the run",
-                False,
-                ".2f",
-                True,
+                compared=False,
+                pattern=".2f",
+                percent=True,
             ),
             lambda record: record.clipped,
         ),
         ArmMetric(
             Metric(
-                "seconds_per_step", "s/step", "seconds, without evaluations and checkpoints", False, ".2f"
+                "seconds_per_step",
+                "s/step",
+                "seconds, without evaluations and checkpoints",
+                compared=False,
+                pattern=".2f",
             ),
             lambda record: record.seconds,
         ),
@@ -291,14 +295,16 @@ def verdict(pair: PairedTest | None, p_holm: float | None) -> str:
 def _metrics_of_set(label: str, n: str, k: int | None) -> list[ArmMetric]:
     """Return the metrics of one of several sets; arms are compared by its accuracy, not by its area and pass@k."""
     accuracy = Metric(f"accuracy/{label}", f"accuracy, {label}", f"mean@{n} of the last evaluation")
-    area = Metric(f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", False)
+    area = Metric(
+        f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", compared=False
+    )
     metrics = [
         ArmMetric(accuracy, _mean_over([label], _final_accuracy)),
         ArmMetric(area, _mean_over([label], _area)),
     ]
     if k is not None:
         pass_at_k = Metric(
-            f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} of the last evaluation", False
+            f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} of the last evaluation", compared=False
         )
         metrics.append(ArmMetric(pass_at_k, _mean_over([label], _final_pass_at(k))))
     return metrics

@@ -180,7 +180,7 @@ def _notes_on_baseline(
         metrics = len(dict.fromkeys(each.figure for each in differences))
         yield (
             f"{plural(len(differences), 'comparison')}: {len(arms) - 1} arms against {baseline} in {metrics} metrics. "
-            f"p-values are adjusted over the arms for each metric (Holm), not over the metrics."
+            "p-values are adjusted over the arms for each metric (Holm), not over the metrics."
         )
 
 

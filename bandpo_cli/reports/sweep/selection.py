@@ -28,10 +28,8 @@ ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
-_IGNORED_SECTIONS = (
-    "seed",
-    "tracking",
-)  # the seed makes repetitions of an arm; tracking does not affect the training
+_IGNORED_SECTIONS = ("seed", "tracking")
+"""The seed makes repetitions of an arm; tracking does not affect the training."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from bandpo_cli.reports.sweep.arms import ArmDifference, Metric, Report
 from bandpo_cli.reports.sweep.findings import p_text
@@ -159,11 +158,3 @@ def _escape(text: str) -> str:
     for mark in "\\`*_<[":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())
-
-
-def _relative_to_cwd(path: Path) -> str:
-    """Return `path` relative to the current folder, or unchanged if it lies outside."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
