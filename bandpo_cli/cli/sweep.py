@@ -164,6 +164,7 @@ def sweep(
 def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: str | None) -> None:
     """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
     from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.cli.sweep_view import SweepView
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import resume_command
@@ -171,7 +172,7 @@ def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: 
     console = open_console()
     if not isinstance(request, str):
         _print_matches(console, request)
-    with closing(SweepView(console, runs_dir)) as view:
+    with exit_on_sigterm(), closing(SweepView(console, runs_dir)) as view:
         result = run_sweep(request, executor=executor, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
         again = resume_command("sweep", result.folder, runs_dir)

@@ -157,5 +157,5 @@ def _callbacks(console: Console, runs_dir: Path) -> Iterator[tuple[TrainView, St
     from bandpo_cli.cli.signals import StopSignals
     from bandpo_cli.cli.train_view import TrainView
 
-    with StopSignals() as signals, closing(TrainView(console, runs_dir)) as view:
+    with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         yield view, signals

@@ -98,16 +98,21 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 
 def checkpoint_warnings(config: RunConfig) -> list[str]:
-    """Return warnings about the checkpoint settings."""
+    """Return a warning where the best checkpoint is to be kept and no step before the last can have it.
+
+    The step of a checkpoint needs an evaluation to be compared. Where the only evaluations are those before the first
+    and after the last step, there is nothing to compare, and no interval of checkpoints changes that.
+    """
     each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
     by_evaluation = metric is None or metric.startswith("eval/")
-    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps and evaluated):
+    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps):
         return []
-    if math.lcm(each, evaluated) < config.steps:
+    if not 0 < evaluated < config.steps or math.lcm(each, evaluated) < config.steps:
         return []
+    better = max(interval for interval in range(1, min(each, evaluated) + 1) if evaluated % interval == 0)
     return [
         f"no checkpoint but the last can be kept as the best: checkpoints (every {each} steps) and evaluations (every "
-        f"{evaluated}) do not fall together before; use --set checkpoint.every={evaluated}"
+        f"{evaluated}) do not fall together before; use --set checkpoint.every={better}"
     ]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, system_error_message
+from bandpo_cli.errors import RunError, SignalExit, system_error_message
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import (
@@ -232,7 +232,7 @@ def _close_record(
         folder.write_summary(
             {
                 "status": status,
-                "error": message if error is None else f"{type(error).__name__}: {error}",
+                "error": message if error is None else _describe_error(error),
                 "steps": _last_step(records),
                 "of_steps": config.steps,
                 "time/train_s": round(sum(record["time/step"] for record in records), 3),
@@ -241,6 +241,10 @@ def _close_record(
                 "last_step": records[-1] if records else None,
             }
         )
+
+
+def _describe_error(error: BaseException) -> str:
+    return str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
 
 
 def _eval_metrics(record: dict[str, Any]) -> dict[str, Any]:
