@@ -36,11 +36,19 @@ def main() -> None:
             sys.exit(2)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
-        sys.exit(_print_error(f"{message} (see {command} --help)"))
+        sys.exit(_print_error(f"{message}{_setting_hint(error)} (see {command} --help)"))
     except typer.Abort:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _setting_hint(error: typer.TyperException) -> str:
+    """Return what to type in place of an option that no command has and that other trainers call so."""
+    from bandpo_cli.config.habits import setting_for
+
+    key = setting_for(getattr(error, "option_name", None) or "")
+    return f"; use --set {key}=VALUE" if key else ""
 
 
 def _check_utf8(words: list[str]) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
+from bandpo_cli.cli.configs import configs_app
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.plot import plot
 from bandpo_cli.cli.report import report
@@ -54,3 +55,4 @@ app.command()(samples)
 app.command()(plot)
 app.command()(sync)
 app.command()(bounds)
+app.add_typer(configs_app, name="configs")
