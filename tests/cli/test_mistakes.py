@@ -95,8 +95,7 @@ MISTAKES: dict[str, str] = {
     "configs show paper/bas": "(did you mean 'paper/base'?)",
     # resume
     "train --resume frist": "no run 'frist' in runs (did you mean 'first'?)",
-    "train --resume runs/first/checkpoints/step-000002": "is in the folder of run first; name the run: bandpo train --resume "
-        "first",
+    "train --resume runs/first/checkpoints/step-000002": "name the run: bandpo train --resume first",
     "train --resume first --name b": "leave out --name",
     "train --resume first --set optim.lr=1": "optim.lr = 1.0 (the run has ",
     # sweeps and evaluations
