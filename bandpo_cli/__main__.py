@@ -35,11 +35,19 @@ def main() -> None:
             sys.exit(USER_ERROR)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
-        _fail(f"{message} (see {command} --help)", USER_ERROR)
+        _fail(f"{message}{_setting_hint(error)} (see {command} --help)", USER_ERROR)
     except typer.Abort:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _setting_hint(error: typer.TyperException) -> str:
+    """Return what to type in place of an option that no command has and that other trainers call so."""
+    from bandpo_cli.config.habits import setting_for
+
+    key = setting_for(getattr(error, "option_name", None) or "")
+    return f"; use --set {key}=VALUE" if key else ""
 
 
 def _check_utf8(words: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import signal
 from collections.abc import Iterable
 
 _MAX_MESSAGE_CHARS, _HEAD_CHARS = 1000, 700
@@ -47,6 +48,22 @@ class RunError(Exception):
 
     def __init__(self, line: str) -> None:
         super().__init__(one_line(line))
+
+
+class SignalExit(SystemExit):
+    """End of the program by a signal. The exit code is 128 plus the number of the signal, as shells report it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal_name(self.number)}"
+
+
+def signal_name(number: int) -> str:
+    """Return `Ctrl-C` for SIGINT, and the name of any other signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class ConfigError(UserError):

@@ -8,8 +8,13 @@ import typer
 
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
+from bandpo_cli.cli.configs import configs_app
 from bandpo_cli.cli.eval import eval_app
+from bandpo_cli.cli.plot import plot
 from bandpo_cli.cli.report import report
+from bandpo_cli.cli.runs import runs
+from bandpo_cli.cli.samples import samples
+from bandpo_cli.cli.show import show
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
@@ -44,5 +49,10 @@ app.command()(train)
 app.add_typer(eval_app, name="eval")
 app.command()(sweep)
 app.command()(report)
+app.command()(runs)
+app.command()(show)
+app.command()(samples)
+app.command()(plot)
 app.command()(sync)
 app.command()(bounds)
+app.add_typer(configs_app, name="configs")

@@ -171,7 +171,8 @@ def evaluate(
         return None
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
-    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
+    from bandpo_cli.config.files import read_config
+    from bandpo_cli.config.layers import flag_layer, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
     from bandpo_cli.experiments.preflight import choose_run_name
@@ -199,7 +200,7 @@ def evaluate(
     if resume is not None:
         refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
         return _resume(console, style, resume, runs_dir, tracking)
-    files = [*map(read_layer, config or []), {"tracking": tracking}]
+    files = [*map(read_config, config or []), {"tracking": tracking}]
     assignments = [read_assignments(set_ or [])]
     if samples is not None:
         refuse_with("--samples", "nothing is sampled", given, _SAMPLING_FLAGS)

@@ -99,7 +99,7 @@ class EvalView(CallbackBase):
         print_line(
             self._console,
             f"{result.record['status']}: {stored:,} of {info.completions:,} completions are stored; "
-            f"continue with: {resume_command('eval', result.folder, self._runs_dir)}",
+            f"resume with: {resume_command('eval', result.folder, self._runs_dir)}",
         )
 
     def _stop_progress(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,10 @@ RUNS = Path("runs")
 ConfigFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        "--config", "-c", metavar="FILE", help="YAML file of settings; repeatable, later files win."
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="YAML file of settings, or a name of `bandpo configs`; repeatable, later files win.",
     ),
 ]
 Assignments = Annotated[
@@ -42,6 +46,28 @@ Mlflow = Annotated[
     typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
 ]
 TableOrJson = Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")]
+
+
+def single(flag: str, kind: type = str) -> Callable[[str], Any]:
+    """Return a parser of one value for an option of `train`; several values are a sweep's.
+
+    Args:
+        flag: the option.
+        kind: str, int or float.
+    """
+
+    def parse(text: str) -> Any:
+        if "," in text:
+            raise UserError(
+                f"{flag} {text}: train takes one value; bandpo sweep {flag} {text} compares several"
+            )
+        try:
+            return kind(text)
+        except ValueError:
+            what = "an integer" if kind is int else "a number"
+            raise UserError(f"{flag} {text}: {what} is expected") from None
+
+    return parse
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -1,13 +1,16 @@
-"""Signal handlers of a training run: the first SIGINT or SIGTERM waits for the step, the second ends the run."""
+"""Signal handlers: of a training run, where a first signal waits for the end of the step, and of a sweep."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.types import CallbackBase
 
 _DEFERRED = b"stopping: the step is finished and a checkpoint written first; once more to drop the step\n"
@@ -16,25 +19,31 @@ _DEFERRED = b"stopping: the step is finished and a checkpoint written first; onc
 class StopSignals(CallbackBase):
     """Handlers of SIGINT and SIGTERM inside the `with` block; the earlier handlers are restored after it.
 
-    A signal raises SystemExit with the exit code that shells use (130, 143). Between the events `start` and
-    `phase("close")` of a run, the first signal only sets `requested`. Outside the main thread, where Python allows no
-    handlers, nothing is installed.
+    A signal raises `SignalExit`. Between the events `start` and `phase("close")` of a run, the first SIGINT and the
+    first SIGTERM only set `requested`: a cluster sends SIGTERM to all processes of a job, and a sweep among them sends
+    its runs SIGINT, which together ask for one thing. Outside the main thread, where Python allows no handlers, nothing
+    is installed.
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
+        self._received: list[int] = []
         self._deferring = False
         self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Whether a signal has arrived."""
-        return self._received is not None
+        return bool(self._received)
 
     @property
     def exit_code(self) -> int:
         """128 plus the number of the last signal; 0 when none has arrived."""
-        return 0 if self._received is None else 128 + self._received
+        return 128 + self._received[-1] if self._received else 0
+
+    @property
+    def sender(self) -> str | None:
+        """Name of the first signal, `Ctrl-C` for SIGINT; None when none has arrived."""
+        return signal_name(self._received[0]) if self._received else None
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -58,12 +67,32 @@ class StopSignals(CallbackBase):
             self._deferring = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first = self._received is None
-        self._received = number
-        if first and self._deferring:
-            os.write(
-                2, _DEFERRED
-            )  # not print: this signal may have interrupted one, and its buffer is locked
+        repeated = number in self._received
+        self._received.append(number)
+        if self._deferring and not repeated:
+            # Not print: this signal may have interrupted one, and its buffer is locked.
+            os.write(2, _DEFERRED)
             return
         os.write(2, b"stopped\n")
-        raise SystemExit(self.exit_code)
+        raise SignalExit(number)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM raise `SignalExit` inside the block, as Ctrl-C raises KeyboardInterrupt; ignore later ones.
+
+    The block can then end what it has started. Outside the main thread nothing is installed.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SignalExit(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

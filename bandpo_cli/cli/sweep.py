@@ -18,7 +18,7 @@ from bandpo_cli.cli.options import (
     TrackingUri,
     refuse_with,
 )
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ def sweep(
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
     task: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Training task, the same for all runs.")
+    ] = None,
+    lr: Annotated[str | None, typer.Option(metavar="R,R", help="Peak learning rates.")] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="N,N", help="The most tokens of a completion.")
     ] = None,
     sampler: SamplerName = None,
     steps: Annotated[
@@ -120,7 +124,8 @@ def sweep(
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
     """
-    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer
+    from bandpo_cli.config.files import read_config
+    from bandpo_cli.config.layers import flag_layer, read_assignments
     from bandpo_cli.config.task import task_from_argument
     from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
@@ -130,10 +135,10 @@ def sweep(
     if resume is not None:
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
-            "--task": task, "--sampler": sampler, "--steps": steps, "--seeds": seeds, "--axis": axis,
-            "--baseline": baseline, "--recorded": recorded, "--name": name, "--config": config, "--set": set_,
-            "--tracking-uri": tracking_uri,
-            "--mlflow": mlflow, "--dry-run": dry_run or None,
+            "--task": task, "--lr": lr, "--max-tokens": max_tokens, "--sampler": sampler, "--steps": steps,
+            "--seeds": seeds, "--axis": axis, "--baseline": baseline, "--recorded": recorded, "--name": name,
+            "--config": config, "--set": set_, "--tracking-uri": tracking_uri, "--mlflow": mlflow,
+            "--dry-run": dry_run or None,
         }  # fmt: skip
         refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
         return _run(resume, chosen, runs_dir, None)
@@ -146,7 +151,7 @@ def sweep(
         }
     )
     layers = [
-        *map(read_layer, config or []),
+        *map(read_config, config or []),
         {} if task is None else {"task": task_from_argument(task)},
         fixed,
         read_assignments(set_ or []),
@@ -156,7 +161,13 @@ def sweep(
         "bounds.divergence": divergence,
         "bounds.delta": delta,
         "model.path": model,
+        "optim.lr": lr,
+        "sampling.max_tokens": max_tokens,
     }
+    if file is None and seeds is None and not axis and not any(axes.values()):
+        raise UserError(
+            "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a sweep file"
+        )
     request = plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
     return _dry_run(request, chosen, runs_dir) if dry_run else _run(request, chosen, runs_dir, name)
 
@@ -164,6 +175,7 @@ def sweep(
 def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: str | None) -> None:
     """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
     from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.cli.sweep_view import SweepView
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import resume_command
@@ -171,7 +183,7 @@ def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: 
     console = open_console()
     if not isinstance(request, str):
         _print_matches(console, request)
-    with closing(SweepView(console, runs_dir)) as view:
+    with exit_on_sigterm(), closing(SweepView(console, runs_dir)) as view:
         result = run_sweep(request, executor=executor, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
         again = resume_command("sweep", result.folder, runs_dir)

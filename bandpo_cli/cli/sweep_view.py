@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli.console import Spinner, format_duration, plural, print_line
+from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.sweep.arms import Metric, Report
@@ -103,15 +104,18 @@ class SweepView(CallbackBase):
             self._table.show(report)
 
     def end(self, result: SweepResult) -> None:
-        """Print the report and what failed; after Ctrl-C print how to resume."""
+        """Print the report and what failed; after Ctrl-C or SIGTERM print how to resume."""
         self.close()
         if self._info is None:
             return
         finished = f"{result.finished} of {len(self._info.runs)} runs"
         if result.error is not None:
-            if isinstance(result.error, KeyboardInterrupt):
+            if isinstance(result.error, KeyboardInterrupt | SignalExit):
+                how = (
+                    "stopped by Ctrl-C" if isinstance(result.error, KeyboardInterrupt) else str(result.error)
+                )
                 again = resume_command("sweep", result.folder, self._runs_dir)
-                print_line(self._console, f"stopped, {finished} are finished; continue with: {again}")
+                print_line(self._console, f"{how}, {finished} are finished; resume with: {again}")
             return
         if result.report is None:
             print_line(self._console, str(result.report_error), "no report:", "yellow")

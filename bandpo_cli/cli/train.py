@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TrackingUri,
+    single,
+)
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, tasks_text
 
@@ -25,17 +34,30 @@ def train(
     config: ConfigFiles = None,
     method: Annotated[
         str | None,
-        typer.Option(help=f"Ratio bounds: {METHODS.names_text()}.", show_default="band"),
+        typer.Option(
+            metavar="METHOD",
+            parser=single("--method"),
+            help=f"Ratio bounds: {METHODS.names_text()}; grpo and ppo mean clip.",
+            show_default="band",
+        ),
     ] = None,
     divergence: Annotated[
         str | None,
         typer.Option(
+            metavar="DIVERGENCE",
+            parser=single("--divergence"),
             help=f"Trust region of the Band: {DIVERGENCES.names_text()}.",
             show_default="kl",
         ),
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="Radius of the trust region.", show_default="0.05")
+        float | None,
+        typer.Option(
+            metavar="RADIUS",
+            parser=single("--delta", float),
+            help="Radius of the trust region.",
+            show_default="0.05",
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
@@ -47,6 +69,24 @@ def train(
             help=f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and "
             "answers.",
             show_default="countdown",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            parser=single("--lr", float),
+            help="Peak learning rate.",
+            show_default="5e-5; 1e-6 for language models",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=single("--max-tokens", int),
+            help="The most tokens of a completion.",
+            show_default="8; 1024 for language models",
         ),
     ] = None,
     sampler: SamplerName = None,
@@ -87,7 +127,8 @@ def train(
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
-    from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve
+    from bandpo_cli.config.files import read_config
+    from bandpo_cli.config.layers import flag_layer, read_assignments, resolve
     from bandpo_cli.config.task import task_from_argument
 
     flags = {
@@ -95,6 +136,8 @@ def train(
         ("bounds", "divergence"): divergence,
         ("bounds", "delta"): delta,
         ("model", "path"): model,
+        ("optim", "lr"): lr,
+        ("sampling", "max_tokens"): max_tokens,
         ("sampling", "engine"): sampler,
         ("steps",): steps,
         ("seed",): seed,
@@ -102,7 +145,7 @@ def train(
         ("tracking", "mlflow"): mlflow,
     }
     chosen_task = {} if task is None else {"task": task_from_argument(task)}
-    layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
+    layers = [*map(read_config, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
         if name is not None:
             raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
@@ -157,5 +200,5 @@ def _callbacks(console: Console, runs_dir: Path) -> Iterator[tuple[TrainView, St
     from bandpo_cli.cli.signals import StopSignals
     from bandpo_cli.cli.train_view import TrainView
 
-    with StopSignals() as signals, closing(TrainView(console, runs_dir)) as view:
+    with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         yield view, signals

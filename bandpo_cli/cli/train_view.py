@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli.console import PLAIN_LINES, Spinner, print_line
+from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.types import CallbackBase, Rollout, RunInfo, RunResult, StepReport
@@ -49,8 +50,8 @@ SPINNERS = {
 class TrainView(CallbackBase):
     """Console view of a training run: a live panel on a terminal, plain lines elsewhere."""
 
-    def __init__(self, console: Console, runs_dir: Path) -> None:
-        self._console, self._runs_dir = console, runs_dir
+    def __init__(self, console: Console, runs_dir: Path, signals: StopSignals | None = None) -> None:
+        self._console, self._runs_dir, self._signals = console, runs_dir, signals
         self._panel: LivePanel | PlainLines | None = None
         self._spinner = Spinner(self._console)
 
@@ -79,14 +80,17 @@ class TrainView(CallbackBase):
             self._panel.show(report)
 
     def end(self, result: RunResult) -> None:
-        """Print how a run that did not finish can be continued."""
+        """Print why a run did not finish, and how to resume it."""
         self._spinner.show(None)
-        folder = RunFolder(result.folder)
-        if result.status != "FINISHED":
-            print_line(self._console, f"{result.status.lower()}; what the run did is in {folder.path}")
-        if result.status == "KILLED" or (result.status == "FAILED" and model_checkpoints(folder)):
+        if result.status == "FINISHED":
+            return
+        sender = None if self._signals is None else self._signals.sender
+        how = "failed" if result.status == "FAILED" else f"stopped by {sender or 'request'}"
+        after = f" after step {result.records[-1]['step']}" if result.records else " before the first step"
+        print_line(self._console, f"{how}{after}; its files are in {result.folder}")
+        if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
             print_line(
-                self._console, f"continue with: {resume_command('train', folder.path, self._runs_dir)}"
+                self._console, f"resume with: {resume_command('train', result.folder, self._runs_dir)}"
             )
 
     def close(self) -> None:
@@ -216,6 +220,8 @@ class LivePanel:
 
     def stop(self) -> None:
         """Show the last state and leave it on the terminal."""
+        self._progress.update(self._task, phase="")
+        self._progress.stop_task(self._task)
         self._live.update(self._render(), refresh=True)
         self._live.stop()
 

@@ -18,10 +18,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bandpo_cli.config.base import Choice, choice_of
+from bandpo_cli.config.files import FileLayer, kind_of
+from bandpo_cli.config.habits import setting_for
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import task_defaults
 from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.registries.methods import method_name
 
 Layer = Mapping[str, Any]
 """Settings by section, as in a YAML file: {"optim": {"lr": 1e-4}}."""
@@ -33,14 +36,17 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
     Raises:
         ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
     """
+    layers = list(layers)
     merged: dict[str, Any] = {}
     for layer in layers:
-        merged = merge(merged, layer, RunConfig)
+        merged = merge(merged, _without_aliases(layer), RunConfig)
     merged = merge(task_defaults(merged.get("task")), merged, RunConfig)
     try:
         return RunConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(validation_message(error, RunConfig)) from None
+        where = _origin(error.errors(include_url=False)[0], layers)
+        message = validation_message(error, RunConfig)
+        raise ConfigError(f"{where}: {message}" if where else message) from None
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -64,7 +70,7 @@ def read_layer(path: Path, where: str = "--config") -> Layer:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} {path}: expected `section:` with `key: value` lines, found {_describe_type(content)}"
+            f"{where} {path}: expected `section:` with `key: value` lines, found {kind_of(content)}"
         )
     return content
 
@@ -164,6 +170,33 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
     return _one_message(errors[0], model) + more
 
 
+def _without_aliases(layer: Layer) -> Layer:
+    """Return `layer` with the name of its method in place of an alias (`grpo` is `clip`)."""
+    bounds = layer.get("bounds")
+    if not isinstance(bounds, dict) or not isinstance(bounds.get("method"), str):
+        return layer
+    return {**layer, "bounds": {**bounds, "method": method_name(bounds["method"])}}
+
+
+def _origin(error: ErrorDetails, layers: Sequence[Layer]) -> str | None:
+    """Return file and line of the setting that an error is about; None where the last layer that has it is no file."""
+    keys = re.sub(r"\[\d+\]", "", _locate(error["loc"], RunConfig).path).split(".")
+    if error["type"] == "union_tag_invalid":
+        keys.append(str(error["ctx"]["discriminator"]))
+    for layer in reversed(layers):
+        if _has(layer, keys):
+            return layer.locate(keys) if isinstance(layer, FileLayer) else None
+    return None
+
+
+def _has(layer: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(layer, Mapping) or key not in layer:
+            return False
+        layer = layer[key]
+    return True
+
+
 def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: str) -> None:
     """Set a value in nested mappings; raise ConfigError, which begins with `where`, if a section has a plain value."""
     section = layer
@@ -174,13 +207,6 @@ def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: s
                 f"{where}: '{key}' has a plain value already; give it a value or keys below it, not both"
             )
     section[keys[-1]] = value
-
-
-def _describe_type(value: Any) -> str:
-    """Return the type of a YAML value in words, for a message."""
-    return {"list": "a list", "str": "a bare text"}.get(
-        type(value).__name__, f"a bare {type(value).__name__}"
-    )
 
 
 def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice) -> dict[str, Any]:
@@ -208,8 +234,10 @@ def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
         names = list(owner.model_fields) if owner else []
-        kind_of = f" of '{tag}'" if tag else ""
-        return f"{path}: no such setting{kind_of}{nearest(path.split('.')[-1], names)}; known: {', '.join(names)}"
+        section = f" of '{tag}'" if tag else ""
+        meant = setting_for(path)
+        near = nearest(path.split(".")[-1], names) if meant is None else f" (did you mean '{meant}'?)"
+        return f"{path}: no such setting{section}{near}; known: {', '.join(names)}"
     if kind == "union_tag_invalid":
         key = str(error["ctx"]["discriminator"])
         given = value.get(key) if isinstance(value, dict) else value

@@ -103,7 +103,9 @@ class NoClipSettings(MethodSettings):
 
 
 def _describe_interval(settings: ClipSettings | ClipHigherSettings) -> str:
-    return f"{settings.method}: ratio in [{1 - settings.eps_low:g}, {1 + settings.eps_high:g}]"
+    aliases = ", ".join(name.upper() for name in METHODS[settings.method].aliases)
+    name = f"{settings.method} ({aliases})" if aliases else settings.method
+    return f"{name}: ratio in [{1 - settings.eps_low:g}, {1 + settings.eps_high:g}]"
 
 
 def method_classes() -> dict[str, type[MethodSettings]]:

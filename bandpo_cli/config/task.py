@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bandpo_cli.config.base import Choice, Section, check_known
 from bandpo_cli.config.data import FILE_SUFFIXES, GraderName, Sources
-from bandpo_cli.errors import nearest
-from bandpo_cli.paths import path_exists
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TASKS, generated_tasks, load_attribute, task_kind
 
 TEMPLATES = ("answer-line", "boxed", "plain")
@@ -112,8 +112,15 @@ def task_from_argument(text: str) -> dict[str, Any]:
 
     A known name is the task; a data file is what the task `data` trains on. Anything else stays a name, and the
     validation of the settings then reports it with the nearest known name.
+
+    Raises:
+        ConfigError: the name is that of a data file, and there is no such file.
     """
     path = Path(text)
+    if path.suffix.lower() in FILE_SUFFIXES and not path_exists(user_path(text)):
+        folder = user_path(text).parent
+        names = [each.name for each in folder.glob("*.*")] if path_exists(folder) else []
+        raise ConfigError(f"--task {text}: there is no such file{nearest(path.name, names)}")
     if text not in task_names() and (path.suffix.lower() in FILE_SUFFIXES or path_exists(path)):
         return {"name": DATA_TASK, "train": [{"path": text}]}
     return {"name": text}

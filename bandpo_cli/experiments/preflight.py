@@ -111,18 +111,21 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 
 def checkpoint_warnings(config: RunConfig) -> list[str]:
-    """Return warnings about the checkpoint settings."""
-    checkpoint, evaluated_every = config.checkpoint, config.evaluation.every
-    by_evaluation = checkpoint.best_metric is None or checkpoint.best_metric.startswith("eval/")
-    before_the_last = 0 < checkpoint.every < config.steps
-    if not (checkpoint.keep_best and by_evaluation and before_the_last and evaluated_every):
+    """Return a warning where the best checkpoint is to be kept and no step before the last can have it.
+
+    The step of a checkpoint needs an evaluation to be compared. Where the only evaluations are those before the first
+    and after the last step, there is nothing to compare, and no interval of checkpoints changes that.
+    """
+    each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    by_evaluation = metric is None or metric.startswith("eval/")
+    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps):
         return []
-    if math.lcm(checkpoint.every, evaluated_every) < config.steps:
+    if not 0 < evaluated < config.steps or math.lcm(each, evaluated) < config.steps:
         return []
+    better = max(interval for interval in range(1, min(each, evaluated) + 1) if evaluated % interval == 0)
     return [
-        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every "
-        f"{checkpoint.every} steps) and evaluations (every {evaluated_every}) never coincide; "
-        f"use --set checkpoint.every={evaluated_every}"
+        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {each} steps) "
+        f"and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
     ]
 
 

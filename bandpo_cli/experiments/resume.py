@@ -19,7 +19,7 @@ from bandpo_cli.experiments.train import loaded_components, recorded_run, run_st
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.types import RunResult, TrainCallback
@@ -123,10 +123,10 @@ def locked_resume(
     """
     folder = RunFolder.open(Path(runs_dir), run)
     with nullcontext() if read_only else run_lock(folder.path):
-        yield plan_resume(folder, settings)
+        yield plan_resume(folder, settings, Path(runs_dir))
 
 
-def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
+def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> ResumePlan:
     """Return how the run in `folder` continues; `layers` are the settings that were given with --resume.
 
     Raises:
@@ -142,7 +142,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer]) -> ResumePlan:
     _check_changes(folder.name, own, config, done)
     if done >= config.steps and is_finished(folder.path):
         further = (
-            f"; to train further: --resume {folder.name} --steps {2 * config.steps}"
+            f"; to train further: {resume_command('train', folder.path, runs_dir)} --steps {2 * config.steps}"
             if config.optim.schedule == "constant"
             else f" (its {config.optim.schedule} schedule has ended)"
         )

@@ -135,7 +135,7 @@ def sweep(
 
     Raises:
         UserError: a setting cannot be used, the name is taken, or there is no such sweep.
-        KeyboardInterrupt: after the running processes have been stopped; the sweep can be resumed.
+        KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
     runs_dir, executor = Path(runs_dir), executor or Executor()
     check_executor(executor)

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
+from bandpo_cli.config.files import read_config
+from bandpo_cli.config.layers import Layer, resolve, validation_message
 from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
@@ -62,9 +63,9 @@ def plan_sweep(
     Raises:
         ConfigError: the file, an axis or a setting is not valid.
     """
-    written = dict(read_layer(file, "FILE")) if file is not None else {}
+    written = None if file is None else read_config(file, "FILE")
     try:
-        config = SweepConfig.model_validate(written)
+        config = SweepConfig.model_validate(dict(written or {}))
         replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split_axis, axes)))}
         changes: dict[str, Any] = {"axes": replaced}
         if seeds is not None:
@@ -75,8 +76,10 @@ def plan_sweep(
             changes["recorded"] = recorded
         config = SweepConfig.model_validate({**config.model_dump(), **changes})
     except ValidationError as error:
-        where = "" if file is None else f"{file}: "
-        raise ConfigError(where + validation_message(error, SweepConfig)) from None
+        keys = [str(key) for key in error.errors(include_url=False)[0]["loc"]]
+        place = None if written is None else written.locate(keys) or written.where
+        message = validation_message(error, SweepConfig)
+        raise ConfigError(f"{place}: {message}" if place else message) from None
     return request_from_config(config, layers, runs_dir)
 
 

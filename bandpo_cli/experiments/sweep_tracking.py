@@ -41,7 +41,7 @@ def sweep_mlflow_run(folder: SweepFolder, store: Store | None) -> Iterator[Sweep
     try:
         yield parent
         status = "FINISHED" if all(folder.is_finished(run.name) for run in folder.runs) else "FAILED"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, system_error_message
+from bandpo_cli.errors import RunError, SignalExit, system_error_message
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import (
@@ -221,10 +221,10 @@ def _close_record(
     from bandpo_cli.reports.run_plots import plot_run
 
     evaluations = [record for record in records if any(key.startswith("eval/") for key in record)]
-    if error is not None:
-        message: str | None = f"{type(error).__name__}: {error}"
-    else:
+    if error is None:
         message = "stopped by request" if status == "KILLED" else None
+    else:
+        message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
     try:
         if records:
             plot_run(folder.path)

@@ -16,12 +16,14 @@ class MethodEntry(Entry):
         bounds: a function from these settings to a `bounds.methods.BoundsFunction`.
         trust_region: the method has a divergence and a radius, so it is compared by them and not by its name.
         bounded: the upper bound is finite, so that a Band can match it.
+        aliases: other names that `--method` and `bounds.method` accept.
     """
 
     settings: str
     bounds: str
     trust_region: bool = False
     bounded: bool = True
+    aliases: tuple[str, ...] = ()
 
 
 # fmt: off
@@ -30,7 +32,8 @@ METHODS = Registry("method", [
                 settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.methods:band",
                 trust_region=True),
     MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)",
-                settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.methods:clip"),
+                settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.methods:clip",
+                aliases=("grpo", "ppo")),
     MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)",
                 settings="bandpo_cli.config.methods:ClipHigherSettings", bounds="bandpo_cli.bounds.methods:clip"),
     MethodEntry("dcpo", "bounds that widen as the token gets rarer (arXiv 2509.02333)",
@@ -40,3 +43,8 @@ METHODS = Registry("method", [
                 bounded=False),
 ])
 # fmt: on
+
+
+def method_name(name: str) -> str:
+    """Return the name of the method that an alias stands for, and any other name unchanged."""
+    return next((entry.name for entry in METHODS.values() if name in entry.aliases), name)

@@ -51,8 +51,8 @@ class ClipMapTokens:
         return outside
 
 
-def plot_clip_map(folder: Path, subtitle: str) -> Path | None:
-    """Plot `plots/clip_map.png` from the last token table of the run in `folder`.
+def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
+    """Plot the last token table of the run in `folder` to the file `path`.
 
     Returns:
         The path of the plot; None if the run has no token table, or none of its tokens fits on log axes.
@@ -72,7 +72,7 @@ def plot_clip_map(folder: Path, subtitle: str) -> Path | None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
     style.legend(axes, columns=3, marker_scale=2.0)
-    return style.save(figure, folder / "plots" / "clip_map.png")
+    return style.save(figure, path)
 
 
 def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:

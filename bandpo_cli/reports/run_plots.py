@@ -41,18 +41,27 @@ _CLIP_LINES = (
 )
 
 
-def plot_run(folder: Path) -> list[Path]:
-    """Plot the metrics of the run in `folder` and return the files written to its `plots/`.
+def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> list[Path]:
+    """Plot the metrics of the run in `folder` and return the files that were written.
 
     A plot without data is skipped.
+
+    Args:
+        folder: the run folder.
+        out: folder of the plots; None for `plots/` in the run folder.
+        suffix: `.png`, `.pdf` or `.svg`.
 
     Raises:
         UserError: `metrics.jsonl` is damaged.
     """
     records = read_metrics(folder / "metrics.jsonl")
     subtitle = run_subtitle(folder)
-    plots = [plot(records, subtitle, folder / "plots") for plot in (plot_accuracy, plot_entropy, plot_clip)]
-    plots.append(plot_clip_map(folder, subtitle))
+    out = out or folder / "plots"
+    plots = [
+        plot(records, subtitle, out / f"{name}{suffix}")
+        for name, plot in (("accuracy", plot_accuracy), ("entropy", plot_entropy), ("clip", plot_clip))
+    ]
+    plots.append(plot_clip_map(folder, subtitle, out / f"clip_map{suffix}"))
     return [path for path in plots if path is not None]
 
 
@@ -90,7 +99,7 @@ def plot_success_histogram(folder: Path) -> Path:
     return style.save(figure, folder / "plots" / "success.png")
 
 
-def plot_accuracy(records: Sequence[Record], subtitle: str, plots: Path) -> Path | None:
+def plot_accuracy(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
     """Plot training accuracy and mean@n and pass@k of every evaluation set over the steps; None without data."""
     train = series(records, "train/accuracy")
     names = sorted({name for record in records for name in record if _EVAL.fullmatch(name)}, key=_eval_parts)
@@ -122,10 +131,10 @@ def plot_accuracy(records: Sequence[Record], subtitle: str, plots: Path) -> Path
     axes.set_ylim(0, 1)
     style.percent_axis(axes)
     style.label(axes, "step", "correct answers")
-    return _finish(figure, [axes], steps, plots / "accuracy.png")
+    return _finish(figure, [axes], steps, path)
 
 
-def plot_entropy(records: Sequence[Record], subtitle: str, plots: Path) -> Path | None:
+def plot_entropy(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
     """Plot the entropy of the policy, in nats per token, over the steps; None without data."""
     points = series(records, "train/entropy")
     if not points[0]:
@@ -136,10 +145,10 @@ def plot_entropy(records: Sequence[Record], subtitle: str, plots: Path) -> Path 
     )
     axes.set_ylim(0, 1.08 * max(*points[1], 0.01))
     style.label(axes, "step", "entropy, nats per token")
-    return _finish(figure, [axes], points[0], plots / "entropy.png")
+    return _finish(figure, [axes], points[0], path)
 
 
-def plot_clip(records: Sequence[Record], subtitle: str, plots: Path) -> Path | None:
+def plot_clip(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
     """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability; None without data."""
     lines = [(series(records, name), text, color) for name, text, color in _CLIP_LINES]
     lines = [line for line in lines if line[0][0]]
@@ -158,7 +167,7 @@ def plot_clip(records: Sequence[Record], subtitle: str, plots: Path) -> Path | N
     for axes in panels:
         axes.set_ylim(bottom=0)
         style.percent_axis(axes)
-    return _finish(figure, panels, lines[0][0][0], plots / "clip.png")
+    return _finish(figure, panels, lines[0][0][0], path)
 
 
 def run_subtitle(folder: Path) -> str:

@@ -114,8 +114,8 @@ def percent_axis(axes: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write `figure` to `path` as PNG, atomically; return the path."""
-    return write_atomically(path, lambda temporary: figure.savefig(temporary, format="png"))
+    """Write `figure` to `path` in the format of its suffix (png, pdf, svg), atomically; return the path."""
+    return write_atomically(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:]))
 
 
 def arm_styles(names: Sequence[str], baseline: str | None) -> dict[str, ArmStyle]:

@@ -134,14 +134,17 @@ def kept_steps(
     """
     ordered = sorted(steps)
     last = ordered if config.keep_last is None else ordered[-config.keep_last :]
-    scores = {record["step"]: _score(record, config.best_metric) for record in records}
+    scores = {record["step"]: record_score(record, config.best_metric) for record in records}
     scored = [(score, -step) for step in ordered if (score := scores.get(step)) is not None]
     best = sorted(scored, reverse=True)[: config.keep_best]
     return {*last, *(-step for _, step in best)}
 
 
-def _score(record: Mapping[str, Any], metric: str | None) -> float | None:
-    """Return the value of `metric`; without a metric, the mean of mean@n over the evaluation sets."""
+def record_score(record: Mapping[str, Any], metric: str | None = None) -> float | None:
+    """Return the value of `metric`; without a metric, the mean of mean@n over the evaluation sets.
+
+    None where the record does not have it.
+    """
     if metric is not None:
         value = record.get(metric)
         return float(value) if isinstance(value, int | float) else None

@@ -29,6 +29,9 @@ LOCK = ".lock"
 ACQUIRE_TIMEOUT_S = 1.0
 """Seconds to wait for the lock of a run: longer than `is_locked` in another process holds it."""
 
+_UMASK = os.umask(0o022)
+os.umask(_UMASK)  # the only way to read it; at import, before there are threads
+
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
@@ -114,6 +117,11 @@ def remove_temporary_files(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         if _TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions of a file that `open` makes here: read and write for all, less the umask."""
+    path.chmod(0o666 & ~_UMASK)
 
 
 def sync_file(path: Path) -> None:

@@ -330,7 +330,8 @@ def _candidates(text: str, runs_dir: Path) -> list[Path]:
 def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
     """Return the arguments by which a command finds `folder`: its name in `runs_dir`, else its path."""
     if (runs_dir / folder.name).absolute() != folder.absolute():
-        return [str(folder)]
+        here = Path.cwd()
+        return [str(folder.relative_to(here) if folder.is_relative_to(here) else folder)]
     return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
 
 
@@ -343,6 +344,10 @@ def _not_a_run_message(path: Path, runs_dir: Path) -> str:
     for file, command in commands:
         if (path / file).is_file():
             return f"{path} is not a training run; resume it with {resume_command(command, path, runs_dir)}"
+    for folder in path.absolute().parents:
+        if is_run_folder(folder):
+            again = resume_command("train", folder, runs_dir)
+            return f"{path} is in the folder of run {folder.name}; name the run: {again}"
     return f"{path} is not a run: it has no config.yaml, so its settings are lost; start a new run"
 
 

@@ -83,6 +83,23 @@ class EvalRow(TypedDict):
     logprob_sum: float | None
 
 
+class GradedCompletion(TypedDict):
+    """What `SampleRow` and `EvalRow` have in common: a completion with its verdict, for people who read it."""
+
+    label: str
+    """The task, the data set or the evaluation set."""
+    problem_id: str
+    prompt: str
+    reference: str
+    text: str
+    accuracy: float
+    verdict: str
+    reward: float | None
+    """None in an evaluation, which has no rewards."""
+    length: int | None
+    finish_reason: str | None
+
+
 class BadCompletion(TypedDict):
     """One completion of a row of `bad_batches/step-000012-update-3.parquet`, without the `BAD_BATCH_COLUMNS`."""
 
@@ -146,6 +163,36 @@ def read_eval_table(path: Path) -> list[EvalRow]:
         return pq.read_table(path, schema=_schema(EvalRow)).to_pylist()  # type: ignore[no-any-return]
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as an evaluation's completions: {first_line(error)}") from None
+
+
+def read_graded_completions(path: Path) -> list[GradedCompletion]:
+    """Return the completions of a file of `write_sample_table` or `write_eval_table`, in their order.
+
+    Raises:
+        UserError: the file is missing, not a regular file, or damaged.
+    """
+    import pyarrow.parquet as pq
+
+    check_regular_file(path, str(path))
+    try:
+        rows = pq.read_table(path).to_pylist()
+        return [
+            GradedCompletion(
+                label=row["source"] if "source" in row else row["task"],
+                problem_id=row["problem_id"],
+                prompt=row["prompt"],
+                reference=row["reference"],
+                text=row["text"],
+                accuracy=row["accuracy"],
+                verdict=row["verdict"],
+                reward=row.get("reward"),
+                length=row["length"],
+                finish_reason=row["finish_reason"],
+            )
+            for row in rows
+        ]
+    except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
+        raise UserError(f"{path}: not readable as a table of completions: {first_line(error)}") from None
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:

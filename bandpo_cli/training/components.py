@@ -42,7 +42,7 @@ from bandpo_cli.storage.checkpoints import (
     staging_folder,
     write_trainer_state,
 )
-from bandpo_cli.storage.files import sync_file, sync_folder
+from bandpo_cli.storage.files import apply_umask, sync_file, sync_folder
 from bandpo_cli.tasks.base import ProblemStream, Task
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import check_finite_weights
@@ -167,7 +167,11 @@ def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, fo
         save_policy(policy, hidden)
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, hidden / OPTIMIZER)
         for path in hidden.rglob("*"):
-            sync_folder(path) if path.is_dir() else sync_file(path)
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                apply_umask(path)  # safetensors makes files that only their owner can read
+                sync_file(path)
         write_trainer_state(hidden, progress)  # flushes its file itself
         sync_folder(hidden)
         if folder.exists():

@@ -100,7 +100,7 @@ def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
     assert 3 <= stored < 40
     line = out.splitlines()[-1]
     assert line == (
-        f"interrupted: {32 * stored:,} of 1,280 completions are stored; continue with: bandpo eval --resume stopped "
+        f"interrupted: {32 * stored:,} of 1,280 completions are stored; resume with: bandpo eval --resume stopped "
         "--runs-dir 'my runs'"
     )
     assert record_of(folder)["status"] == "interrupted"

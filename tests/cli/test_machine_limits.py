@@ -66,7 +66,7 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         assert full.returncode == 1
         assert full.stderr.startswith("error: not enough disk space for the checkpoint step-000004")
         assert full.stderr.count("\n") == 1
-        assert "continue with: bandpo train --resume a" in full.stdout
+        assert "resume with: bandpo train --resume a" in full.stdout
         filler.unlink()
         again = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
         assert again.returncode == 0, again.stdout + again.stderr

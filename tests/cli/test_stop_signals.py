@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from bandpo_cli.cli.signals import StopSignals
+from bandpo_cli.cli.signals import StopSignals, exit_on_sigterm
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -26,6 +26,36 @@ def test_the_first_signal_requests_a_stop_and_the_second_exits(
             os.kill(os.getpid(), number)
     assert end.value.code == code
     assert "once more to drop the step" in capfd.readouterr().err
+
+
+def test_one_signal_of_each_kind_is_one_request() -> None:
+    """A cluster sends SIGTERM to all processes of a job; a sweep among them then sends its runs SIGINT."""
+    with StopSignals() as signals:
+        signals.start(None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert signals.sender == "SIGTERM"
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (end.value.code, str(end.value)) == (130, "stopped by Ctrl-C")
+
+
+def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    cleaned = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleaned.append(True)
+
+    with pytest.raises(SystemExit) as end, exit_on_sigterm():
+        work()
+    assert cleaned == [True]
+    assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_first_signal_exits_outside_of_steps() -> None:

@@ -175,9 +175,37 @@ def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) 
     sweep.send_signal(signal.SIGINT)
     out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 130, err
-    assert "continue with: bandpo sweep --resume c" in out
+    assert "stopped by Ctrl-C, 0 of 2 runs are finished; resume with: bandpo sweep --resume c" in out
     for name in ("band-s0", "band-s1"):
         assert json.loads((tmp_path / "runs/c" / name / "summary.json").read_text())["status"] == "KILLED"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_all", [False, True], ids=["sweep", "group"])
+def test_sigterm_lets_the_runs_save_their_state(tmp_path: Path, to_all: bool) -> None:
+    """The time limit of a cluster sends SIGTERM to the sweep, or to all processes of the job."""
+    arguments = ["--seeds", "0", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow"]
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", "sweep", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    run = tmp_path / "runs/c/band-s0"
+    end = time.monotonic() + 120
+    while not ((run / "metrics.jsonl").exists() and len(records(run)) > 2) and time.monotonic() < end:
+        time.sleep(0.05)
+    if to_all:
+        os.kill(json.loads((run / ".lock").read_text())["pid"], signal.SIGTERM)
+    sweep.terminate()
+    out, err = sweep.communicate(timeout=60)
+    assert sweep.returncode == 143, err
+    assert "stopped by SIGTERM, 0 of 1 runs are finished; resume with: bandpo sweep --resume c" in out
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("KILLED", "stopped by request")
+    assert (run / "checkpoints" / f"step-{summary['steps']:06d}" / "trainer" / "state.json").is_file()
 
 
 @pytest.mark.slow

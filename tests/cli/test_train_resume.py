@@ -235,9 +235,10 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Pat
     assert process.returncode == 143, out + err
     assert "Traceback" not in err
     assert "once more to drop the step" in err
-    assert "continue with: bandpo train --resume a --runs-dir there" in out
     done = summary(folder)
     last = done["steps"]
+    assert f"stopped by SIGTERM after step {last}; its files are in there/a" in out
+    assert "resume with: bandpo train --resume a --runs-dir there" in out
     assert (done["status"], done["of_steps"]) == ("KILLED", 40)
     assert record(folder)[-1]["step"] == last < 40
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{last:06d}"]
@@ -281,10 +282,11 @@ def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
     assert "Traceback" not in err
-    assert summary(folder)["status"] == "KILLED"
+    assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
+    assert "stopped by Ctrl-C before the first step" in out
     assert count_lines(folder) == 0
     assert not (folder / "checkpoints").exists()
-    assert "continue with: bandpo train --resume a" in out
+    assert "resume with: bandpo train --resume a" in out
 
 
 @pytest.mark.slow
@@ -314,7 +316,7 @@ def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pyt
     assert done.code == 1
     assert "error: not enough disk space for the checkpoint step-000004" in done.err
     assert len(done.err.splitlines()) == 1
-    assert "continue with: bandpo train --resume a" in done.out
+    assert "resume with: bandpo train --resume a" in done.out
     folder = tmp_path / "runs" / "a"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
     assert summary(folder)["status"] == "FAILED"

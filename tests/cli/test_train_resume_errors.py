@@ -45,8 +45,23 @@ def placeholder_run(tmp_path: Path) -> Path:
 def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_path: Path) -> None:
     before = file_contents(placeholder_run)
     line = usage_error("train", "--resume", "a", cwd=tmp_path)
-    assert "run a is complete: 6 of 6 steps; to train further: --resume a --steps 12" in line
+    assert "run a is complete: 6 of 6 steps; to train further: bandpo train --resume a --steps 12" in line
     assert file_contents(placeholder_run) == before
+
+
+def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
+    placeholder_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "first").mkdir()
+    shutil.move(placeholder_run, tmp_path / "runs" / "first" / "band-s0")
+    line = usage_error("train", "--resume", "first/band-s0", cwd=tmp_path)
+    assert "to train further: bandpo train --resume runs/first/band-s0 --steps 12" in line
+    planned = succeed(
+        "train", "--resume", "runs/first/band-s0", "--steps", "12", "--dry-run", cwd=tmp_path
+    ).out
+    assert "after step 6 (runs/first/band-s0/checkpoints/step-000006): 6 steps to go" in " ".join(
+        planned.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +194,22 @@ def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tm
     assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
 
 
-def test_a_warning_for_steps_without_checkpoint_and_evaluation(tmp_path: Path) -> None:
-    settings = ["--set", "checkpoint.every=7", "--set", "evaluation.every=20", "--steps", "100", "--dry-run"]
-    assert "never coincide" in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
-    settings[1] = "checkpoint.every=4"
-    assert "never coincide" not in " ".join(succeed("train", *settings, cwd=tmp_path).out.split())
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["--set", "checkpoint.every=7", "--steps", "100"], "use --set checkpoint.every=5"),
+        (["--set", "checkpoint.every=30", "--steps", "50"], "use --set checkpoint.every=20"),
+        (["--set", "checkpoint.every=4", "--steps", "100"], None),
+        (["--steps", "12"], None),  # evaluations before and after the run only: nothing to choose from
+        (["--steps", "8", "--set", "checkpoint.every=2"], None),
+        (["--steps", "20"], None),
+        (["--steps", "100", "--set", "evaluation.every=0", "--set", "checkpoint.every=7"], None),
+    ],
+)
+def test_a_warning_for_checkpoints_that_fall_on_no_evaluation(
+    tmp_path: Path, settings: list[str], advice: str | None
+) -> None:
+    defaults = ["--set", "evaluation.every=20"] if "evaluation.every=0" not in settings else []
+    printed = " ".join(succeed("train", *defaults, *settings, "--dry-run", cwd=tmp_path).out.split())
+    assert ("never coincide" in printed) == (advice is not None)
+    assert advice is None or advice in printed

@@ -76,8 +76,13 @@ def test_a_task_name_as_argument(name: str) -> None:
     assert task_from_argument(name) == {"name": name}
 
 
-def test_a_file_as_argument_is_the_training_data_of_the_task_data(tmp_path: Path) -> None:
+def test_a_file_as_argument_is_the_training_data_of_the_task_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
     for ending in (*FILE_SUFFIXES, ".JSONL"):
+        (tmp_path / f"a/x{ending}").touch()
         assert task_from_argument(f"a/x{ending}") == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
     assert task_from_argument(str(tmp_path)) == {"name": "data", "train": [{"path": str(tmp_path)}]}
     assert task_from_argument("gsm8") == {"name": "gsm8"}, "the validation of the settings refuses it"

@@ -1,0 +1,56 @@
+"""`bandpo configs`: the configuration files of the package."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+configs_app = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@configs_app.callback()
+def configs(context: typer.Context) -> None:
+    """List the configuration files of the package; --config finds them by name.
+
+    [bold]bandpo configs[/bold]  their names, with a line each
+
+    [bold]bandpo configs show paper/base[/bold]  one of them, to copy and change
+
+    [bold]bandpo train -c paper/base -c paper/models/qwen2.5-3b-instruct[/bold]  use them
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.config.files import describe_config, shipped_configs
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, path in shipped_configs().items():
+        table.add_row(Text(name, "bold"), Text(describe_config(path)))
+    open_console().print(table, highlight=False)
+
+
+@configs_app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of the list, such as paper/base.")],
+) -> None:
+    """Print a configuration file."""
+    from bandpo_cli.config.files import shipped_configs
+    from bandpo_cli.errors import UserError, nearest
+
+    known = shipped_configs()
+    path = known.get(name.removesuffix(".yaml"))
+    if path is None:
+        raise UserError(
+            f"{name}: no configuration of that name{nearest(name, known)}; `bandpo configs` lists them"
+        )
+    print(path.read_text(encoding="utf-8"), end="")

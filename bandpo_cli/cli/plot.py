@@ -1,0 +1,47 @@
+"""`bandpo plot`: the plots of a run, in a format of choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bandpo_cli.cli.options import RUNS, RunsDir, check_choice
+from bandpo_cli.errors import UserError
+
+FORMATS = ("png", "pdf", "svg")
+
+
+def plot(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name in --runs-dir, or its folder.")],
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="png, pdf or svg.")] = "png",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the plots.", show_default="plots in the run folder"),
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Plot a run: accuracy, entropy, clipped tokens, the clip map. A run in progress too.
+
+    [bold]bandpo plot first[/bold]  again, with the steps that it has now
+
+    [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper
+    """
+    suffix = check_choice("--format", format_, FORMATS)
+    from bandpo_cli.cli.console import open_console, print_line
+    from bandpo_cli.reports.run_plots import plot_run
+    from bandpo_cli.storage.run_folder import RunFolder
+
+    folder = RunFolder.open(runs_dir, run).path
+    console = open_console()
+    try:
+        written = plot_run(folder, out, f".{suffix}")
+    except OSError as error:
+        raise UserError(
+            f"--out {out or folder / 'plots'}: cannot be written: {error.strerror or error}"
+        ) from None
+    if not written:
+        raise UserError(f"{folder} has nothing to plot: the run has completed no step")
+    for path in written:
+        print_line(console, str(path))

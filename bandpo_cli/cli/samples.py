@@ -1,0 +1,93 @@
+"""`bandpo samples`: stored completions with their verdicts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bandpo_cli.cli.options import RUNS, RunsDir, check_choice
+from bandpo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bandpo_cli.storage.tables import GradedCompletion
+
+
+def samples(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run or an evaluation: its name in --runs-dir, or its folder."),
+    ],
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Step of the run.", show_default="the last one")
+    ] = None,
+    correct: Annotated[
+        bool | None,
+        typer.Option("--correct/--wrong", help="Only these completions.", show_default="both"),
+    ] = None,
+    problem: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only completions of this problem.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The most to print; 0 for all.")] = 8,
+    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text or jsonl.")] = "text",
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Print completions: the prompt, the text, the reference answer, the verdict.
+
+    [bold]bandpo samples first[/bold]  of the last step
+
+    [bold]bandpo samples first --step 0 --wrong[/bold]  what went wrong before the training
+
+    [bold]bandpo samples first --problem 3-7-8-9-24 --limit 0[/bold]  all completions of a problem
+
+    [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
+    """
+    style = check_choice("--format", format_, ("text", "jsonl"))
+    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.experiments.overview import read_completions_of, select_completions
+
+    path, completions = read_completions_of(run, runs_dir, step)
+    chosen = select_completions(completions, problem, correct)
+    shown = chosen[:limit] if limit else chosen
+    if style == "jsonl":
+        for completion in shown:
+            print(json.dumps(completion, ensure_ascii=False))
+        return
+    if not chosen:
+        raise UserError(
+            f"{path}: none of its {len(completions):,} completions is {'correct' if correct else 'wrong'}"
+        )
+    console = open_console()
+    for completion in shown:
+        _print_completion(console, completion)
+    right = sum(each["accuracy"] == 1 for each in chosen)
+    more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
+    console.print(
+        f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _print_completion(console: Console, completion: GradedCompletion) -> None:
+    from rich.rule import Rule
+    from rich.text import Text
+
+    style = "green" if completion["accuracy"] == 1 else "red"
+    label, problem = completion["label"], completion["problem_id"]
+    facts = [problem if problem.startswith(label) else f"{label} {problem}", completion["verdict"]]
+    if completion["reward"] is not None:
+        facts.append(f"reward {completion['reward']:g}")
+    if completion["length"] is not None:
+        facts.append(f"{completion['length']:,} tokens")
+    if completion["finish_reason"] == "length":
+        facts.append("truncated")
+    console.print(Rule(Text(" · ".join(facts), style), align="left", style=style))
+    console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
+    console.print(Text(completion["text"]), soft_wrap=True)
+    console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
+    console.print()

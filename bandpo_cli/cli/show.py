@@ -1,0 +1,128 @@
+"""`bandpo show`: settings, metrics and files of one run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bandpo_cli.experiments.overview import RunDescription
+
+_SHOWN_STEPS = 6
+_FIRST_METRICS = (
+    "train/accuracy", "train/reward", "train/entropy", "train/response_length", "clip/active_fraction",
+    "clip/outside_fraction", "ratio/max", "kl/old_new", "kl/ref", "optim/grad_norm", "optim/lr",
+)  # fmt: skip
+"""The metrics of the table, in this order, before the scores of evaluations; --all prints every metric."""
+
+
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name in --runs-dir, or its folder.")],
+    all_: Annotated[bool, typer.Option("--all", help="Every metric.")] = False,
+    format_: TableOrJson = "table",
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Show a run: settings that differ from the defaults, metrics, and where its files are.
+
+    [bold]bandpo show first[/bold]
+
+    [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
+    """
+    style = check_choice("--format", format_, ("table", "json"))
+    from bandpo_cli.cli.console import open_console, print_json
+    from bandpo_cli.experiments.overview import describe_run
+
+    found = describe_run(run, runs_dir)
+    if style == "json":
+        print_json(_as_json(found))
+    else:
+        _print_description(open_console(), found, runs_dir, all_)
+
+
+def _as_json(found: RunDescription) -> dict[str, object]:
+    overview = asdict(found.overview) | {"path": str(found.overview.path)}
+    return {
+        **overview,
+        "config": found.config.model_dump(mode="json"),
+        "changed": {each.key: {"value": each.value, "default": each.default} for each in found.changed},
+        "metrics": {each.key: {"first": each.first, "last": each.last} for each in found.metrics},
+        "checkpoints": found.checkpoints,
+        "sampled_steps": found.sampled_steps,
+        "plots": [str(path) for path in found.plots],
+        "seconds": found.seconds,
+    }
+
+
+def _print_description(console: Console, found: RunDescription, runs_dir: Path, every_metric: bool) -> None:
+    from bandpo_cli.cli.console import format_duration, print_line
+    from bandpo_cli.cli.statement import describe_model, print_statement
+    from bandpo_cli.storage.run_folder import resume_command
+    from bandpo_cli.tracking.store import tracking_store, ui_command
+
+    run, config = found.overview, found.config
+    progress = (
+        f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(found.seconds)}"
+    )
+    rows = [
+        ("run", str(run.path)),
+        ("status", progress + (f": {run.error.splitlines()[0]}" if run.error else "")),
+        ("model", describe_model(config)),
+        ("task", run.task),
+        ("bounds", config.bounds.describe()),
+        (
+            "settings",
+            "\n".join(f"{each.key} = {each.value}  (default {each.default})" for each in found.changed),
+        ),
+        ("checkpoints", _steps(found.checkpoints)),
+        ("completions", _steps(found.sampled_steps)),
+        ("plots", ", ".join(path.name for path in found.plots)),
+    ]
+    if config.tracking.mlflow:
+        rows.append(("MLflow", ui_command(tracking_store(config.tracking, run.path.absolute().parent).uri)))
+    print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
+    console.print()
+    console.print(_metric_table(found, every_metric), highlight=False)
+    if run.status in ("FAILED", "KILLED"):
+        console.print()
+        print_line(console, resume_command("train", run.path, runs_dir), "resume with:")
+
+
+def _metric_table(found: RunDescription, every_metric: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("metric")
+    for heading in ("first", "step", "last", "step"):
+        table.add_column(heading, justify="right")
+    order = {key: index for index, key in enumerate(_FIRST_METRICS)}
+    chosen = [each for each in found.metrics if every_metric or each.key in order or _is_score(each.key)]
+    for each in sorted(
+        chosen, key=lambda each: order.get(each.key, len(order) * each.key.startswith("eval/"))
+    ):
+        (first_step, first), (last_step, last) = each.first, each.last
+        table.add_row(Text(each.key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
+    return table
+
+
+def _is_score(key: str) -> bool:
+    """Return whether a metric is mean@n, pass@k or maj@k of an evaluation set."""
+    return key.startswith("eval/") and key.rpartition("/")[2].startswith(("mean_at_", "pass_at_", "maj_at_"))
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    """Return `step 0, 10, 20`; of many steps the first, the last ones and their number."""
+    if not steps:
+        return ""
+    if len(steps) <= _SHOWN_STEPS:
+        return f"step {', '.join(map(str, steps))}"
+    shown = ", ".join(map(str, steps[-_SHOWN_STEPS + 1 :]))
+    return f"step {steps[0]}, …, {shown} ({len(steps)} in all)"

@@ -1,0 +1,322 @@
+"""Overviews of what is in a runs folder: a line per run, the settings and metrics of one run, its completions."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bandpo_cli.config.layers import flatten, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
+from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
+from bandpo_cli.storage.files import step_name, step_of
+from bandpo_cli.storage.run_folder import RunFolder, find_folder
+from bandpo_cli.storage.run_record import read_stored_run, read_summary
+from bandpo_cli.storage.tables import GradedCompletion, read_graded_completions
+from bandpo_cli.types import RunStatus
+
+Status = RunStatus | Literal["RUNNING"]
+"""How a run ended, or RUNNING while a process writes it."""
+
+
+@dataclass(frozen=True)
+class RunOverview:
+    """One run, as `bandpo runs` lists it. The fields, `path` as text, are keys of `bandpo runs --format json`.
+
+    Attributes:
+        name: path below the runs folder: a name, or `sweep/name`.
+        path: the run folder.
+        method: the method with its divergence and radius, as in the names of runs.
+        task: the task.
+        model: path or hub id of the model.
+        seed: seed of the run.
+        status: how the run ended; None where the folder is damaged.
+        step: the last step in `metrics.jsonl`.
+        steps: number of steps of the complete run.
+        heldout: mean of mean@n over the evaluation sets at the last evaluation, in [0, 1].
+        accuracy: training accuracy of the last step, in [0, 1].
+        entropy: entropy of the policy at the last step, nats per token.
+        started_ms: start of the run, milliseconds since 1970.
+        error: the exception that ended the run, or the defect of the folder.
+    """
+
+    name: str
+    path: Path
+    method: str = ""
+    task: str = ""
+    model: str = ""
+    seed: int | None = None
+    status: Status | None = None
+    step: int | None = None
+    steps: int | None = None
+    heldout: float | None = None
+    accuracy: float | None = None
+    entropy: float | None = None
+    started_ms: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ChangedSetting:
+    """A setting of a run that differs from the default of its task, model and method."""
+
+    key: str
+    value: Any
+    default: Any
+
+
+@dataclass(frozen=True)
+class MetricRange:
+    """First and last value of a metric in a run, each with its step."""
+
+    key: str
+    first: tuple[int, float]
+    last: tuple[int, float]
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What `bandpo show` prints of a run.
+
+    Attributes:
+        overview: the line of `bandpo runs`.
+        config: all settings.
+        changed: settings that differ from the defaults.
+        metrics: the metrics of the last record, with first and last value.
+        checkpoints: steps of the checkpoints that training can resume from.
+        sampled_steps: steps whose completions are stored.
+        plots: the plots.
+        seconds: time of all steps, in seconds.
+    """
+
+    overview: RunOverview
+    config: RunConfig
+    changed: tuple[ChangedSetting, ...]
+    metrics: tuple[MetricRange, ...]
+    checkpoints: tuple[int, ...]
+    sampled_steps: tuple[int, ...]
+    plots: tuple[Path, ...]
+    seconds: float
+
+
+SORT_KEYS = ("time", "name", "heldout", "accuracy", "entropy", "step")
+"""Orders of `list_runs`: by time and name ascending, by metrics the largest first."""
+
+
+def list_runs(
+    runs_dir: Path | str = "runs",
+    patterns: Sequence[str] = (),
+    *,
+    method: str | None = None,
+    task: str | None = None,
+    status: str | None = None,
+    sort: str = "time",
+) -> list[RunOverview]:
+    """Return the runs in a folder, those of its sweeps included.
+
+    Args:
+        runs_dir: the folder of run folders.
+        patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
+        method: only runs whose method begins with this: `band`, `band-kl`, `clip`.
+        task: only runs of this task.
+        status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
+        sort: one of `SORT_KEYS`. Runs without the value come last.
+
+    Raises:
+        UserError: there is no folder `runs_dir`.
+    """
+    root = Path(runs_dir)
+    if not root.is_dir():
+        raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
+    found = [
+        each
+        for each in (describe_line(path, root) for path in _run_paths(root))
+        if _matches(each.name, patterns)
+        and (method is None or each.method == method or each.method.startswith(f"{method}-"))
+        and (task is None or each.task == task)
+        and (status is None or (each.status or "DAMAGED") == status.upper())
+    ]
+    return sorted(found, key=lambda each: _sort_value(each, sort))
+
+
+def describe_line(path: Path, runs_dir: Path) -> RunOverview:
+    """Return the overview of the run in the folder `path`; a damaged folder has `error` and no status."""
+    name = path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
+    try:
+        run = read_stored_run(path)
+        config = resolve([run.config])
+        summary = read_summary(path)
+    except UserError as error:
+        return RunOverview(name, path, error=str(error))
+    lines = [record.line for record in run.records]
+    failure = summary.content.get("error") if summary is not None and run.status is not None else None
+    return RunOverview(
+        name=name,
+        path=path,
+        method=config.bounds.slug(),
+        task=config.task.name,
+        model=config.model.path,
+        seed=config.seed,
+        status=run.status or "RUNNING",
+        step=int(lines[-1]["step"]) if lines else 0,
+        steps=config.steps,
+        heldout=next((score for line in reversed(lines) if (score := record_score(line)) is not None), None),
+        accuracy=_last(lines, "train/accuracy"),
+        entropy=_last(lines, "train/entropy"),
+        started_ms=run.start_ms,
+        error=None if failure is None else str(failure),
+    )
+
+
+def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
+    """Return settings, metrics and files of a run.
+
+    Args:
+        run: its name in `runs_dir`, or its folder.
+
+    Raises:
+        UserError: there is no such run, or its folder is damaged.
+    """
+    root = Path(runs_dir)
+    folder = RunFolder.open(root, run)
+    overview = describe_line(folder.path, root)
+    if overview.status is None:
+        raise UserError(overview.error or f"{folder.path} is damaged")
+    config = resolve([read_stored_run(folder.path).config])
+    records = folder.read_metrics()
+    return RunDescription(
+        overview=overview,
+        config=config,
+        changed=tuple(changed_settings(config)),
+        metrics=tuple(_metric_ranges(records)),
+        checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
+        sampled_steps=tuple(_sampled_steps(folder)),
+        plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
+        seconds=sum(float(record.get("time/step") or 0) for record in records),
+    )
+
+
+def changed_settings(config: RunConfig) -> Iterator[ChangedSetting]:
+    """Yield the settings that differ from the defaults of the run's task, model and method.
+
+    Method, divergence, radius, task and model are left out: they are the first thing that an overview shows.
+    """
+    values = config.model_dump(mode="json")
+    chosen = {"task": values["task"], "bounds": _named_settings(values["bounds"]), "seed": values["seed"]}
+    defaults = flatten(resolve([chosen]).model_dump(mode="json"))
+    for key, value in flatten(values).items():
+        if key != "model.path" and defaults.get(key) != value:
+            yield ChangedSetting(key, value, defaults.get(key))
+
+
+def read_completions_of(
+    name: str, runs_dir: Path | str = "runs", step: int | None = None
+) -> tuple[Path, list[GradedCompletion]]:
+    """Return the completions of a step of a run, or of an evaluation, with the path of their table.
+
+    Args:
+        name: a run or an evaluation: its name in `runs_dir`, or its folder.
+        step: a step of the run; None for the last one whose completions are stored.
+
+    Raises:
+        UserError: there is no such run or step, or the table is damaged.
+    """
+    root = Path(runs_dir)
+    evaluation = find_folder(name, root, RECORD_FILE)
+    if evaluation is not None:
+        if step is not None:
+            raise UserError(f"--step {step}: {evaluation.name} is an evaluation, which has no steps")
+        path = EvalFolder(evaluation).samples_path
+        if not path.exists():
+            raise UserError(f"{evaluation} has no {path.name}: the evaluation has not finished")
+        return path, read_graded_completions(path)
+    folder = RunFolder.open(root, name)
+    steps = _sampled_steps(folder)
+    if not steps:
+        raise UserError(f"{folder.path} has no completions: the run has completed no step")
+    if step is not None and step not in steps:
+        near = min(steps, key=lambda each: abs(each - step))
+        raise UserError(
+            f"--step {step}: no completions of this step are stored; the nearest is --step {near}"
+        )
+    path = folder.path / "samples" / f"{step_name(steps[-1] if step is None else step)}.parquet"
+    return path, read_graded_completions(path)
+
+
+def select_completions(
+    completions: Iterable[GradedCompletion], problem: str | None = None, correct: bool | None = None
+) -> list[GradedCompletion]:
+    """Return the completions of one problem (None: of all), and only the correct or the other ones (None: both).
+
+    Raises:
+        UserError: no completion is of that problem.
+    """
+    found = list(completions)
+    ids = sorted({each["problem_id"] for each in found})
+    if problem is not None and problem not in ids:
+        raise UserError(
+            f"--problem {problem}: no completion is of this problem{nearest(problem, ids)}; "
+            f"there are {', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
+        )
+    return [
+        each
+        for each in found
+        if problem in (None, each["problem_id"]) and correct in (None, each["accuracy"] == 1)
+    ]
+
+
+def _run_paths(folder: Path) -> Iterator[Path]:
+    """Yield the run folders in a runs folder, and those of its sweeps."""
+    yield from (path.parent for path in sorted(folder.glob("*/config.yaml")))
+    for plan in sorted(folder.glob("*/sweep.yaml")):
+        yield from _run_paths(plan.parent)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns is that of the name or of its sweep; no patterns match every name."""
+    parts = (name, name.split("/")[0])
+    return not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns for part in parts)
+
+
+def _sort_value(run: RunOverview, key: str) -> tuple[Any, ...]:
+    if key == "name":
+        return (run.name,)
+    if key == "time":
+        return (run.started_ms, run.name)
+    value = getattr(run, key)
+    return (value is None, -(value or 0), run.name)
+
+
+def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the last value of a metric; None where no line has one."""
+    values = (line.get(key) for line in reversed(lines))
+    return next((float(value) for value in values if isinstance(value, int | float)), None)
+
+
+def _metric_ranges(records: Sequence[Mapping[str, Any]]) -> Iterator[MetricRange]:
+    """Yield first and last value of each metric that has a finite value, in the order of `metrics.jsonl`."""
+    keys = dict.fromkeys(key for record in records for key in record if key != "step")
+    for key in keys:
+        points = [
+            (int(record["step"]), float(value))
+            for record in records
+            if isinstance(value := record.get(key), int | float) and math.isfinite(value)
+        ]
+        if points:
+            yield MetricRange(key, points[0], points[-1])
+
+
+def _named_settings(bounds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a method that its name contains: they are not differences from a default."""
+    return {key: bounds[key] for key in ("method", "divergence", "delta") if key in bounds}
+
+
+def _sampled_steps(folder: RunFolder) -> list[int]:
+    """Return the steps whose completions are stored, ascending."""
+    steps = (step_of(path) for path in (folder.path / "samples").glob("step-*.parquet"))
+    return sorted(step for step in steps if step is not None)

@@ -1,0 +1,246 @@
+"""`bandpo runs`, `show`, `samples` and `plot`, on the folder of a real run and on damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from bandpo_cli.__main__ import main
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.experiments import train
+
+SETTINGS: dict[str, Any] = {
+    "steps": 3,
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2, "lr": 2e-4},
+    "evaluation": {"problems": 3, "samples": 2, "k": [2], "every": 3},
+    "tracking": {"mlflow": False},
+}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("trained") / "runs"
+    train(resolve([SETTINGS]), runs_dir=runs, name="first")
+    return runs
+
+
+@pytest.fixture
+def bandpo(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Return a function that runs a command beside a copy of the trained run: (exit code, stdout, stderr)."""
+    shutil.copytree(trained, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bandpo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def records(runs: Path, name: str = "first") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def rewrite_config(folder: Path, old: str, new: str) -> None:
+    text = (folder / "config.yaml").read_text()
+    assert old in text
+    (folder / "config.yaml").write_text(text.replace(old, new))
+
+
+def test_runs_lists_values_of_metrics_jsonl(bandpo: Run, trained: Path) -> None:
+    code, out, err = bandpo("runs", "--format", "json")
+    (found,) = json.loads(out)
+    last = records(trained)[-1]
+    assert (code, err) == (0, "")
+    assert (found["name"], found["method"], found["task"]) == ("first", "band-kl-0.05", "countdown")
+    assert (found["status"], found["step"], found["steps"]) == ("FINISHED", 3, 3)
+    assert found["heldout"] == last["eval/countdown/mean_at_2"]
+    assert (found["accuracy"], found["entropy"]) == (last["train/accuracy"], last["train/entropy"])
+    code, out, err = bandpo("runs")
+    line = next(line for line in out.splitlines() if line.startswith("first"))
+    assert line.split()[:5] == ["first", "band-kl-0.05", "countdown", "finished", "3/3"]
+    assert f"{last['train/entropy']:.3f}" in line
+
+
+def test_runs_fits_eighty_columns(bandpo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = bandpo("runs")
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "first" in out
+    assert "finished" in out
+
+
+def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    better = runs / "deltas" / "kl-s1"
+    shutil.copytree(runs / "first", better)
+    (runs / "deltas" / "sweep.yaml").write_text("name: deltas\n")
+    lines = records(runs)
+    lines[-1]["eval/countdown/mean_at_2"] = 1.0
+    (better / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    killed = runs / "other"
+    shutil.copytree(runs / "first", killed)
+    (killed / "summary.json").unlink()
+    rewrite_config(
+        killed,
+        "method: band\n  divergence: kl\n  delta: 0.05\n",
+        "method: band\n  divergence: tv\n  delta: 0.1\n",
+    )
+
+    def names(*arguments: str) -> list[str]:
+        code, out, _ = bandpo("runs", "--format", "json", *arguments)
+        assert code == 0
+        return [each["name"] for each in json.loads(out)]
+
+    assert sorted(names()) == ["deltas/kl-s1", "first", "other"]
+    assert names("--sort", "heldout")[0] == "deltas/kl-s1"
+    assert names("--sort", "name") == ["deltas/kl-s1", "first", "other"]
+    assert names("deltas") == names("deltas/*") == ["deltas/kl-s1"]
+    assert names("f*") == ["first"]
+    assert names("--method", "band-tv") == names("--status", "killed") == ["other"]
+    assert len(names("--method", "band")) == 3
+    assert names("--method", "clip") == names("--task", "gsm8k") == []
+
+
+def test_a_damaged_run_is_listed_with_the_reason(bandpo: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "broken"
+    shutil.copytree(tmp_path / "runs" / "first", folder)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    code, out, _ = bandpo("runs")
+    assert code == 0
+    assert "damaged" in out
+    assert "line 1 is not a JSON object with a step" in out
+    assert "first" in out
+    code, _, err = bandpo("show", "broken")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_show_names_exactly_the_changed_settings(bandpo: Run, trained: Path) -> None:
+    code, out, _ = bandpo("show", "first", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert sorted(found["changed"]) == [
+        "evaluation.every", "evaluation.k", "evaluation.problems", "evaluation.samples", "optim.lr",
+        "optim.updates", "sampling.prompts", "sampling.samples", "steps", "tracking.mlflow",
+    ]  # fmt: skip
+    assert found["changed"]["optim.lr"] == {"value": 2e-4, "default": 5e-5}
+    lines = records(trained)
+    assert found["metrics"]["train/entropy"]["first"] == [1, lines[1]["train/entropy"]]
+    assert found["metrics"]["train/entropy"]["last"] == [3, lines[3]["train/entropy"]]
+    assert found["sampled_steps"] == [1, 2, 3]
+    code, out, _ = bandpo("show", "first")
+    assert "optim.lr = 0.0002  (default 5e-05)" in out
+    assert "finished, step 3 of 3" in out
+    assert "grade/" not in out
+    assert "time/step" in bandpo("show", "first", "--all")[1]
+
+
+def test_show_prints_how_to_resume_a_run_that_did_not_finish(bandpo: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first" / "summary.json").unlink()
+    code, out, _ = bandpo("show", "first")
+    assert code == 0
+    assert "killed, step 3 of 3" in out
+    assert "bandpo train --resume first" in out
+
+
+def test_samples_prints_the_stored_texts(bandpo: Run, trained: Path) -> None:
+    rows = pq.read_table(trained / "first" / "samples" / "step-000002.parquet").to_pylist()
+    code, out, _ = bandpo("samples", "first", "--step", "2", "--limit", "0")
+    assert code == 0
+    for row in rows:
+        assert row["text"].rstrip() in out
+        assert row["problem_id"] in out
+    right = sum(row["accuracy"] == 1 for row in rows)
+    assert f"16 of 16 completions of runs/first/samples/step-000002.parquet, {right} correct" in out
+
+
+def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
+    rows = pq.read_table(trained / "first" / "samples" / "step-000003.parquet").to_pylist()
+    problem = rows[0]["problem_id"]
+
+    def texts(*arguments: str) -> list[str]:
+        code, out, _ = bandpo("samples", "first", "--format", "jsonl", "--limit", "0", *arguments)
+        assert code == 0
+        return [json.loads(line)["text"] for line in out.splitlines()]
+
+    assert texts() == [row["text"] for row in rows]
+    assert texts("--wrong") == [row["text"] for row in rows if row["accuracy"] == 0]
+    assert texts("--correct") == [row["text"] for row in rows if row["accuracy"] == 1]
+    assert texts("--problem", problem) == [row["text"] for row in rows if row["problem_id"] == problem]
+
+
+def test_samples_of_an_evaluation(bandpo: Run) -> None:
+    assert (
+        bandpo(
+            "eval",
+            "--model",
+            "first",
+            "--name",
+            "scored",
+            "--limit",
+            "2",
+            "--n",
+            "2",
+            "--k",
+            "2",
+            "--no-mlflow",
+        )[0]
+        == 0
+    )
+    code, out, _ = bandpo("samples", "scored", "--limit", "1")
+    assert code == 0
+    assert "1 of 4 completions of runs/scored/samples.parquet" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("runs", "--runs-dir", "nowhere"), "--runs-dir nowhere: there is no such folder"),
+        (("runs", "--sort", "accurcy"), "--sort accurcy: unknown (did you mean 'accuracy'?)"),
+        (("runs", "--status", "done"), "--status done: unknown"),
+        (("show", "frist"), "no run 'frist' in runs (did you mean 'first'?)"),
+        (("samples", "first", "--step", "9"), "the nearest is --step 3"),
+        (("samples", "first", "--problem", "7"), "--problem 7: no completion is of this problem"),
+        (("samples", "first", "--format", "json"), "--format json: unknown"),
+        (("plot", "first", "--format", "jpg"), "--format jpg: unknown"),
+        (("plot", "first", "--out", "runs/first/config.yaml"), "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(bandpo: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = bandpo(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_plot_writes_each_format(bandpo: Run, tmp_path: Path, suffix: str, magic: bytes) -> None:
+    code, out, _ = bandpo("plot", "first", "--format", suffix, "--out", "figures")
+    assert code == 0
+    written = sorted((tmp_path / "figures").iterdir())
+    assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
+    assert all(path.read_bytes().startswith(magic) for path in written)
+    assert out.split() == [f"figures/{name}.{suffix}" for name in ("accuracy", "entropy", "clip", "clip_map")]
+
+
+def test_plot_of_a_run_without_steps_is_a_user_error(bandpo: Run, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "runs" / "first" / "tokens")
+    (tmp_path / "runs" / "first" / "metrics.jsonl").unlink()
+    code, _, err = bandpo("plot", "first")
+    assert code == 2
+    assert "nothing to plot" in err
