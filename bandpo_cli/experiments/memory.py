@@ -51,15 +51,24 @@ def memory_report(config: RunConfig) -> MemoryReport:
     """
     import torch
 
-    from bandpo_cli.config.sampling import resolve_engine
-    from bandpo_cli.models.memory import estimate_memory
-
     on_gpu = torch.cuda.is_available() and config.model.device in ("auto", "cuda")
     if on_gpu:
         card = torch.cuda.get_device_properties(0)
         device, available = card.name, card.total_memory
     else:
         device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_report_on(config, device, available, on_gpu)
+
+
+def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: bool) -> MemoryReport:
+    """Estimate the memory of a run on a device with `available` bytes, which need not be at hand. Imports torch.
+
+    Raises:
+        UserError: the model's architecture cannot be read.
+    """
+    from bandpo_cli.config.sampling import resolve_engine
+    from bandpo_cli.models.memory import estimate_memory
+
     own_sampler = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
     estimate = estimate_memory(config, own_sampler, "cuda" if on_gpu else "cpu")
     engine = 0 if own_sampler else _engine_bytes(config, available, on_gpu)
