@@ -51,7 +51,6 @@ class MethodSettings(Section):
 
 
 DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda progress, power: 1.0,
     "linear": lambda progress, power: 1.0 - progress,
     "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "polynomial": lambda progress, power: (1.0 - progress) ** power,
@@ -61,19 +60,19 @@ DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
 _DEFAULT_POWER = 2.0  # that of BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
 _SCHEDULE_FIELDS = ("delta_schedule", "delta_end", "delta_power", "delta_steps")
 
-Radius = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TrustRegionSettings(MethodSettings):
     """Base class of the settings of a method with a trust region, whose radius may change over training."""
 
     divergence: DivergenceName = "kl"
-    delta: Radius = Field(0.05, description="radius of the trust region, in nats for kl")
+    delta: Positive = Field(0.05, description="radius of the trust region, in nats for kl")
     delta_schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
     """The radius over training: `delta` throughout, or from `delta` at step 0 to `delta_end`."""
-    delta_end: Radius | None = None
+    delta_end: Positive | None = None
     """With a schedule: the radius at its end."""
-    delta_power: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    delta_power: Positive | None = None
     """With the polynomial schedule: the exponent; null for 2, as in BandPO's code."""
     delta_steps: PositiveInt | None = None
     """With a schedule: the step from which the radius is `delta_end`; null for the last step of the run."""
@@ -113,7 +112,7 @@ class TrustRegionSettings(MethodSettings):
             if unused:
                 raise ValueError(
                     f"{unused[0]} = {getattr(self, unused[0]):g} needs a schedule; set delta_schedule to one of "
-                    f"{', '.join(name for name in DELTA_SCHEDULES if name != 'constant')}"
+                    f"{', '.join(DELTA_SCHEDULES)}"
                 )
         elif self.delta_end is None:
             raise ValueError(
