@@ -5,9 +5,18 @@ A new method needs a class here, a function in `bounds.methods` and an entry in 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from bandpo_cli.config.base import Choice, Section
 from bandpo_cli.registries import DIVERGENCES, METHODS, load_attribute
@@ -28,6 +37,102 @@ class MethodSettings(Section):
         """Return the method's component of a run's name."""
         return self.method
 
+    def scheduled(self, step: int, steps: int) -> dict[str, float]:
+        """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
+        return {}
+
+    def at_step(self, step: int, steps: int) -> Self:
+        """Return the settings with the values of `scheduled`."""
+        return self.model_copy(update=self.scheduled(step, steps))
+
+    def schedules_over_run(self) -> dict[str, str]:
+        """Return the schedules, by key, that end with the run: its number of steps is part of every step."""
+        return {}
+
+
+DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda progress, power: 1.0 - progress,
+    "cosine": lambda progress, power: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "polynomial": lambda progress, power: (1.0 - progress) ** power,
+}
+"""Share of `delta` in the radius by schedule, from the progress 0 to 1 and `delta_power`; the rest is `delta_end`."""
+
+_DEFAULT_POWER = 2.0  # that of BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
+_SCHEDULE_FIELDS = ("delta_schedule", "delta_end", "delta_power", "delta_steps")
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class TrustRegionSettings(MethodSettings):
+    """Base class of the settings of a method with a trust region, whose radius may change over training."""
+
+    divergence: DivergenceName = "kl"
+    delta: Positive = Field(0.05, description="radius of the trust region, in nats for kl")
+    delta_schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
+    """The radius over training: `delta` throughout, or from `delta` at step 0 to `delta_end`."""
+    delta_end: Positive | None = None
+    """With a schedule: the radius at its end."""
+    delta_power: Positive | None = None
+    """With the polynomial schedule: the exponent; null for 2, as in BandPO's code."""
+    delta_steps: PositiveInt | None = None
+    """With a schedule: the step from which the radius is `delta_end`; null for the last step of the run."""
+
+    def scheduled(self, step: int, steps: int) -> dict[str, float]:
+        """Return the radius at a step, delta_end + (delta − delta_end)·share; the share falls from 1 to 0."""
+        if self.delta_end is None:
+            return {}
+        progress = min(1.0, step / (self.delta_steps or steps))
+        share = DELTA_SCHEDULES[self.delta_schedule](progress, self.delta_power or _DEFAULT_POWER)
+        return {"delta": self.delta_end + (self.delta - self.delta_end) * share}
+
+    def schedules_over_run(self) -> dict[str, str]:
+        """Return the radius' schedule if it runs over all steps."""
+        return {"bounds.delta_schedule": self.delta_schedule} if self.delta_steps is None else {}
+
+    def describe_radius(self) -> str:
+        """Return the radius, and its schedule where it has one."""
+        if self.delta_end is None:
+            return f"δ = {self.delta:g}"
+        power = (
+            f" of power {self.delta_power or _DEFAULT_POWER:g}" if self.delta_schedule == "polynomial" else ""
+        )
+        over = f"{self.delta_steps:,} steps" if self.delta_steps else "the run"
+        return f"δ = {self.delta:g} → {self.delta_end:g} ({self.delta_schedule}{power} over {over})"
+
+    def slug(self) -> str:
+        """Return the method's component of a run's name: method, divergence, radius."""
+        divergence = self.divergence.replace(":", "-").replace(".", "-")
+        end = "" if self.delta_end is None else f"-to-{self.delta_end:g}"
+        return f"{self.method}-{divergence}-{self.delta:g}{end}"
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.delta_schedule == "constant":
+            unused = [name for name in _SCHEDULE_FIELDS[1:] if getattr(self, name) is not None]
+            if unused:
+                raise ValueError(
+                    f"{unused[0]} = {getattr(self, unused[0]):g} needs a schedule; set delta_schedule to one of "
+                    f"{', '.join(DELTA_SCHEDULES)}"
+                )
+        elif self.delta_end is None:
+            raise ValueError(
+                f"delta_schedule = {self.delta_schedule!r} needs delta_end, the radius at its end"
+            )
+        if self.delta_power is not None and self.delta_schedule != "polynomial":
+            raise ValueError(
+                f"delta_power = {self.delta_power:g} applies to delta_schedule = 'polynomial' alone, "
+                f"not to {self.delta_schedule!r}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused_schedule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the keys of the schedule where there is none, so that config.yaml names only what is in effect."""
+        dumped: dict[str, Any] = handler(self)
+        if self.delta_end is None:
+            dumped = {name: value for name, value in dumped.items() if name not in _SCHEDULE_FIELDS}
+        return dumped
+
 
 class Relax(Section):
     """Never tighter than a fixed interval: min(lower, 1−eps_low), max(upper, 1+eps_high) (BandPO's ablation)."""
@@ -36,14 +141,10 @@ class Relax(Section):
     eps_high: float = Field(0.28, gt=0)
 
 
-class BandSettings(MethodSettings):
+class BandSettings(TrustRegionSettings):
     """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
 
     method: Literal["band"] = "band"
-    divergence: DivergenceName = "kl"
-    delta: float = Field(
-        0.05, gt=0, allow_inf_nan=False, description="radius of the trust region, in nats for kl"
-    )
     max_ratio: float | None = Field(10.0, gt=1, description="cap on the upper bound; null for none")
     relax: Relax | None = None
 
@@ -52,11 +153,7 @@ class BandSettings(MethodSettings):
         relaxed = (
             f", never tighter than −{self.relax.eps_low:g}/+{self.relax.eps_high:g}" if self.relax else ""
         )
-        return f"Band of the {self.divergence} trust region, δ = {self.delta:g}{cap}{relaxed}"
-
-    def slug(self) -> str:
-        divergence = self.divergence.replace(":", "-").replace(".", "-")
-        return f"band-{divergence}-{self.delta:g}"
+        return f"Band of the {self.divergence} trust region, {self.describe_radius()}{cap}{relaxed}"
 
 
 class ClipSettings(MethodSettings):

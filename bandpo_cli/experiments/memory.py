@@ -52,9 +52,6 @@ def memory_report(config: RunConfig) -> MemoryReport:
     """
     import torch
 
-    from bandpo_cli.config.sampling import resolve_engine
-    from bandpo_cli.models.memory import estimate_memory
-
     name = config.model.device
     on_gpu = torch.cuda.is_available() and name.partition(":")[0] in ("auto", "cuda")
     if on_gpu:
@@ -67,6 +64,18 @@ def memory_report(config: RunConfig) -> MemoryReport:
         device, available = gpu.name, gpu.total_memory
     else:
         device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_report_on(config, device, available, on_gpu)
+
+
+def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: bool) -> MemoryReport:
+    """Estimate the memory of a run on a device with `available` bytes, which need not be at hand. Imports torch.
+
+    Raises:
+        UserError: the model's architecture cannot be read.
+    """
+    from bandpo_cli.config.sampling import resolve_engine
+    from bandpo_cli.models.memory import estimate_memory
+
     shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
     estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
     engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)

@@ -143,8 +143,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if done >= config.steps and is_finished(folder.path):
         further = (
             f"; to train further: {resume_command('train', folder.path, runs_dir)} --steps {2 * config.steps}"
-            if config.optim.schedule == "constant"
-            else f" (its {config.optim.schedule} schedule has ended)"
+            if not (schedules := _schedules_over_run(config))
+            else f" (its {next(iter(schedules.values()))} schedule has ended)"
         )
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
 
@@ -207,6 +207,12 @@ def _roll_back(plan: ResumePlan) -> None:
     folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
 
 
+def _schedules_over_run(config: RunConfig) -> dict[str, str]:
+    """Return the schedules, by key, that end with the run; a run with one cannot be extended."""
+    schedules = {"optim.schedule": config.optim.schedule, **config.bounds.schedules_over_run()}
+    return {key: schedule for key, schedule in schedules.items() if schedule != "constant"}
+
+
 def _last_step(folder: RunFolder, config: RunConfig) -> int:
     """Return the last step of the record, which has each step once.
 
@@ -237,9 +243,10 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
             f"--resume {name}: a run is resumed with its own settings; leave out {what}. "
             f"What may change: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
         )
-    if "steps" in changed and own.optim.schedule != "constant":
+    if "steps" in changed and (schedules := _schedules_over_run(own)):
+        key, schedule = next(iter(schedules.items()))
         raise ConfigError(
-            f"--resume {name}: steps = {config.steps}: optim.schedule = '{own.optim.schedule}' runs to its end over "
+            f"--resume {name}: steps = {config.steps}: {key} = '{schedule}' runs to its end over "
             f"the run's {own.steps} steps, so their number is part of every step; only a constant one can be extended"
         )
     if "steps" in changed and config.steps <= done:

@@ -26,7 +26,13 @@ Series = tuple[list[int], list[float]]
 
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
 
-_SETTING_SYMBOLS = {"divergence": "", "delta": "δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ "}
+_SETTING_SYMBOLS = {
+    "divergence": "",
+    "delta": "δ ",
+    "delta_end": "to δ ",
+    "eps_low": "ε₋ ",
+    "eps_high": "ε₊ ",
+}
 
 _PASS_MARKERS = ("s", "^", "D", "v", "P")
 """One marker per k, since the pass@k lines of a task share its colour."""

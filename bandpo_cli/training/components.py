@@ -19,8 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.grading.pool import GraderPool
@@ -67,7 +65,6 @@ class Components:
         grader: the worker processes that grade completions.
         sampler: the sampling engine, with the policy's weights.
         optimizer: the optimizer of the policy's weights.
-        bounds_of: from old log-probs [N] to ratio bounds.
         params: sampling parameters of training.
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
@@ -81,7 +78,6 @@ class Components:
     grader: GraderPool
     sampler: Sampler
     optimizer: Optimizer
-    bounds_of: BoundsFunction
     params: SamplingParams
     problems_digest: str
     notes: list[str]
@@ -144,7 +140,6 @@ def build_components(config: RunConfig, task: Task) -> Components:
         grader=GraderPool(config.grading),
         sampler=build_sampler(config, policy),
         optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        bounds_of=ratio_bounds(config.bounds),
         params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
         problems_digest=_problems_digest(train, heldout),
         notes=notes,

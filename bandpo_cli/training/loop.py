@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bandpo_cli.bounds import ratio_bounds
+from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
@@ -25,7 +27,13 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, sample_rows
 from bandpo_cli.training.components import Components, save_checkpoint
 from bandpo_cli.training.experience import Experience, prepare_experience
-from bandpo_cli.training.metrics import StepTimer, clip_map_columns, rollout_metrics, token_metrics
+from bandpo_cli.training.metrics import (
+    StepTimer,
+    clip_map_columns,
+    rollout_metrics,
+    schedule_metrics,
+    token_metrics,
+)
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
@@ -88,7 +96,8 @@ def train(
             # → advantages
             advantages_PG = _advantages(config, rollouts.groups)
             # → token batches → old log-probs → bounds
-            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG)
+            bounds_of = ratio_bounds(config.bounds.at_step(step, config.steps))
+            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG, bounds_of)
         with timer.phase("update"):
             # → loss → optimizer step, once per experience
             handler = BadUpdateHandler(config, components.optimizer, folder.path, step)
@@ -100,6 +109,7 @@ def train(
             # → metrics
             trained = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
+            record |= schedule_metrics(config, step)
             folder.write_samples(step, sample_rows(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))
@@ -157,7 +167,11 @@ def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
 
 
 def _prepare_updates(
-    config: RunConfig, components: Components, groups: Sequence[Group], advantages_PG: torch.Tensor
+    config: RunConfig,
+    components: Components,
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    bounds_of: BoundsFunction,
 ) -> list[Experience]:
     """Return one experience per update of the step, each from P/`optim.updates` groups.
 
@@ -170,7 +184,7 @@ def _prepare_updates(
             components.reference,
             groups[start : start + size],
             advantages_PG[start : start + size],
-            components.bounds_of,
+            bounds_of,
             config,
             sampler_shares_weights=components.sampler.shares_weights,
         )

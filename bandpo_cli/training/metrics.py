@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateMetrics
@@ -78,6 +79,12 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         metrics["sampler/importance_mean"] = weights.mean().item()
         metrics["sampler/importance_max"] = weights.max().item()
     return metrics
+
+
+def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
+    """Return the scheduled settings of the method at a step, `bounds/delta`; empty where nothing is scheduled."""
+    scheduled = config.bounds.scheduled(step, config.steps)
+    return {f"bounds/{name}": value for name, value in scheduled.items()}
 
 
 def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:

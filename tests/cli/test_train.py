@@ -156,6 +156,16 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_prints_the_schedule_of_the_radius(tmp_path: Path) -> None:
+    schedule = ["delta_schedule=cosine", "delta_end=0.02", "delta_steps=1500"]
+    settings = [word for each in schedule for word in ("--set", f"bounds.{each}")]
+    done = bandpo("train", "--delta", "0.2", *settings, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "δ = 0.2 → 0.02 (cosine over 1,500 steps)" in " ".join(done.stdout.split())
+    for line in ("delta: 0.2", *(each.replace("=", ": ") for each in schedule)):
+        assert f"  {line}\n" in done.stdout
+
+
 def test_one_update_per_batch_gives_a_warning(tmp_path: Path) -> None:
     done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
     assert "clipping can never bind" in done.stdout

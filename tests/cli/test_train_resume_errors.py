@@ -107,6 +107,18 @@ def test_a_finite_schedule_cannot_be_extended(placeholder_run: Path, tmp_path: P
     assert "(its cosine schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
 
 
+def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
+    """With `delta_steps` the schedule does not depend on the length of the run, which may then grow."""
+    scheduled = "  delta: 0.05\n  delta_schedule: linear\n  delta_end: 0.01\n"
+    config = (placeholder_run / "config.yaml").read_text().replace("  delta: 0.05\n", scheduled)
+    (placeholder_run / "config.yaml").write_text(config)
+    refused = usage_error("train", "--resume", "a", "--steps", "12", cwd=tmp_path)
+    assert "bounds.delta_schedule = 'linear' runs to its end over the run's 6 steps" in refused
+    assert "(its linear schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
+    (placeholder_run / "config.yaml").write_text(config.replace(scheduled, f"{scheduled}  delta_steps: 6\n"))
+    succeed("train", "--resume", "a", "--steps", "12", "--dry-run", cwd=tmp_path)
+
+
 def _no_config(folder: Path) -> None:
     (folder / "config.yaml").unlink()
 

@@ -90,7 +90,7 @@ def test_all_models_and_methods_of_the_paper_are_shipped() -> None:
 
 PAPER_SETTINGS: dict[str, Any] = {
     "steps": 1020,
-    "task.train": [("dapo-math-17k", None), ("math", (3, 4, 5))],
+    "task.train": [("dapo-math-17k", None), ("nlile/hendrycks-MATH-benchmark", (3, 4, 5))],
     "task.heldout": ["aime24", "aime25", "amc23"],
     "task.template": "answer-line",
     "sampling.prompts": 256,
@@ -111,6 +111,8 @@ PAPER_SETTINGS: dict[str, Any] = {
     "objective.reference_kl": 1e-3,
     "optim.lr": 1e-6,
     "optim.updates": 4,
+    "optim.weight_decay": 0.01,
+    "optim.warmup_steps": 0,
     "evaluation.every": 5,
     "evaluation.problems": None,
     "evaluation.samples": 32,
@@ -125,7 +127,7 @@ def test_settings_of_the_paper(key: str) -> None:
     for part in key.split("."):
         value = getattr(value, part)
     if key == "task.train":
-        value = [(source.name, source.levels) for source in value]
+        value = [(source.name or source.path, source.levels) for source in value]
     elif key == "task.heldout":
         value = [source.name for source in value]
     assert value == PAPER_SETTINGS[key]

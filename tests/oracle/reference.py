@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tests.oracle.reference_bounds import Settings, ratio_bounds
+from tests.oracle.reference_bounds import Settings, radius, ratio_bounds
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class ReferenceTrainer:
         self.first_moments = [torch.zeros_like(master) for master in self.masters]
         self.second_moments = [torch.zeros_like(master) for master in self.masters]
         self.updates_done = 0
+        self.steps_done = 0
 
     def step(
         self,
@@ -111,6 +112,7 @@ class ReferenceTrainer:
             take_gradient: returns the gradient (before clipping) of the update with this index, which AdamW uses
                 instead of the one computed here.
         """
+        self.steps_done += 1
         sampled, trained = self._select(batches)
         size = len(trained) // self.settings["optim"]["updates"]
         parts = [trained[i : i + size] for i in range(0, len(trained), size)]
@@ -121,6 +123,8 @@ class ReferenceTrainer:
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
+        if self._is_scheduled():
+            record["bounds/delta"] = self._bounds()["delta"]
         return StepResult(record, trained, [self._reward(r) for group in trained for r in group], updates)
 
     # -- rewards, groups, advantages --------------------------------------------------------------------------------
@@ -164,6 +168,7 @@ class ReferenceTrainer:
 
     def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
         objective = self.settings["objective"]
+        bounds = self._bounds()
         tokens = []
         for group in groups:
             for rollout, advantage in zip(group, self._advantages(group), strict=True):
@@ -176,7 +181,7 @@ class ReferenceTrainer:
                     entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
                 for i, sampler in enumerate(rollout.sampler_logprobs):
                     old = own[i] if objective["old_logprobs"] == "trainer" else sampler
-                    lower, upper = ratio_bounds(self.settings["bounds"], old)
+                    lower, upper = ratio_bounds(bounds, old)
                     importance = 1.0
                     if self._corrects():
                         importance = min(math.exp(own[i] - sampler), objective["importance_cap"])
@@ -184,6 +189,16 @@ class ReferenceTrainer:
                         Token(old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance)
                     )
         return tokens
+
+    def _is_scheduled(self) -> bool:
+        return self.settings["bounds"].get("delta_schedule", "constant") != "constant"
+
+    def _bounds(self) -> Settings:
+        """Return the settings of the bounds at this step."""
+        bounds = self.settings["bounds"]
+        if not self._is_scheduled():
+            return bounds
+        return {**bounds, "delta": radius(bounds, self.steps_done, self.settings["steps"])}
 
     def _corrects(self) -> bool:
         objective = self.settings["objective"]

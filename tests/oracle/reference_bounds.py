@@ -42,6 +42,20 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     return lower, upper
 
 
+def radius(bounds: Settings, step: int, steps: int) -> float:
+    """Return the radius at a step of a run, as BandPO's code defines it (decaying_clipbound.py)."""
+    start, end = bounds["delta"], bounds["delta_end"]
+    last = steps if bounds["delta_steps"] is None else bounds["delta_steps"]
+    done = step / last if step < last else 1.0
+    power = 2.0 if bounds["delta_power"] is None else bounds["delta_power"]
+    value: float = {
+        "linear": start + (end - start) * done,
+        "cosine": end + (start - end) * (1 + math.cos(done * math.pi)) / 2,
+        "polynomial": end + (start - end) * (1 - done) ** power,
+    }[bounds["delta_schedule"]]
+    return value
+
+
 def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple[float, float]:
     """Return the roots of p·f(r) + (1−p)·f((1−rp)/(1−p)) = δ in [0, 1] and [1, 1/p]; an end within δ instead of one."""
     p, rest = math.exp(old_logprob), -math.expm1(old_logprob)

@@ -55,6 +55,10 @@ def band(divergence: str, delta: float, **more: Any) -> dict[str, Any]:
     return {"bounds": {"method": "band", "divergence": divergence, "delta": delta, **more}}
 
 
+def scheduled(schedule: str, **more: Any) -> dict[str, Any]:
+    return {"bounds": {"delta": 0.02, "delta_end": 0.001, "delta_schedule": schedule, **more}}
+
+
 def holds_dual_clip(limit: float) -> Callable[[Case], bool]:
     return lambda case: any(t.advantage < 0 and t.ratio > limit for t in tokens_of(case))
 
@@ -115,6 +119,11 @@ VARIANTS = [
     Variant("band with a cap", band("kl", 0.01, max_ratio=1.1), clips_both_ways),
     Variant("band without a cap", band("kl", 0.02, max_ratio=None), learns),
     Variant("band relaxed", band("kl", 0.002, relax={"eps_low": 0.1, "eps_high": 0.15}), clips_both_ways),
+    # Two steps of five, or the first two of three: the radius differs between the steps and from `delta`.
+    Variant("linear radius", scheduled("linear", delta_steps=3), clips_both_ways),
+    Variant("cosine radius", scheduled("cosine"), clips_both_ways),
+    Variant("polynomial radius", scheduled("polynomial", delta_power=3.0), clips_both_ways),
+    Variant("radius that grows", scheduled("polynomial", delta=0.002, delta_end=0.02), clips_both_ways),
     Variant("clip", CLIP, clips_both_ways),
     Variant("clip-higher", {"bounds": {"method": "clip-higher"}}, clips_both_ways),
     Variant("dcpo", {"bounds": {"method": "dcpo"}, "optim": {"lr": 8e-3}}, clips_both_ways),

@@ -164,6 +164,8 @@ def test_probability_bins_are_sorted_by_probability():
 
 def test_subtitle_of_a_run_has_its_method(run):
     assert run_subtitle(run.path) == "a · band, kl, δ 0.05"
+    run.write_config("bounds: {method: band, divergence: kl, delta: 0.2, delta_end: 0.02}\n")
+    assert run_subtitle(run.path) == "a · band, kl, δ 0.2, to δ 0.02"
     run.write_config("bounds: {method: clip-higher, eps_low: 0.2, eps_high: 0.28}\n")
     assert run_subtitle(run.path) == "a · clip-higher, ε₋ 0.2, ε₊ 0.28"
     for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n", "just text\n"):

@@ -1,0 +1,131 @@
+"""Scheduled radius: its values per step, the settings that are refused, and what a run without one writes."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.config.methods import (
+    DELTA_SCHEDULES,
+    BandSettings,
+    TrustRegionSettings,
+    method_classes,
+)
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import METHODS
+
+
+def radii(steps: int, **bounds: Any) -> list[float]:
+    """Return the radius of each step of a run, as the training loop asks for it."""
+    settings = resolve([{"bounds": bounds, "steps": steps}]).bounds
+    found = [settings.at_step(step, steps) for step in range(1, steps + 1)]
+    return [each.delta for each in found if isinstance(each, TrustRegionSettings)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        # 0.2 less a quarter of 0.2 − 0.04 per step
+        ({"delta_schedule": "linear"}, [0.16, 0.12, 0.08, 0.04]),
+        # 0.04 + 0.16·(1 + cos(π·s))/2 at s = ¼, ½, ¾, 1; cos(π/4) = √½
+        ({"delta_schedule": "cosine"}, [0.12 + 0.08 * math.sqrt(0.5), 0.12, 0.12 - 0.08 * math.sqrt(0.5), 0.04]),
+        # 0.04 + 0.16·(9/16, 4/16, 1/16, 0)
+        ({"delta_schedule": "polynomial"}, [0.13, 0.08, 0.05, 0.04]),
+        # 0.04 + 0.16·(27/64, 8/64, 1/64, 0)
+        ({"delta_schedule": "polynomial", "delta_power": 3}, [0.1075, 0.06, 0.0425, 0.04]),
+        # at its end after two steps
+        ({"delta_schedule": "linear", "delta_steps": 2}, [0.12, 0.04, 0.04, 0.04]),
+        # half of the way
+        ({"delta_schedule": "linear", "delta_steps": 8}, [0.18, 0.16, 0.14, 0.12]),
+    ],
+)  # fmt: skip
+def test_radius_per_step_in_closed_form(bounds: dict[str, Any], expected: list[float]) -> None:
+    assert radii(4, delta=0.2, delta_end=0.04, **bounds) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_radius_can_grow() -> None:
+    assert radii(4, delta=0.01, delta_end=0.05, delta_schedule="linear") == pytest.approx(
+        [0.02, 0.03, 0.04, 0.05]
+    )
+
+
+@given(
+    schedule=st.sampled_from(list(DELTA_SCHEDULES)),
+    start=st.floats(1e-4, 2),
+    end=st.floats(1e-4, 2),
+    steps=st.integers(2, 60),
+)
+def test_radius_is_monotonic_and_ends_at_delta_end(
+    schedule: str, start: float, end: float, steps: int
+) -> None:
+    found = [start, *radii(steps, delta=start, delta_end=end, delta_schedule=schedule)]
+    assert found[-1] == end
+    towards_end = math.copysign(1, end - start)
+    assert all((b - a) * towards_end >= -1e-12 for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["delta_schedule=linear"], ["delta_schedule = 'linear'", "needs delta_end"]),
+        (["delta_end=0.01"], ["delta_end = 0.01", "needs a schedule", "linear, cosine, polynomial"]),
+        (["delta_steps=9"], ["delta_steps = 9", "needs a schedule"]),
+        (["delta_power=2"], ["delta_power = 2", "needs a schedule"]),
+        (["delta_schedule=cosine", "delta_end=0.1", "delta_power=3"], ["delta_power = 3", "'polynomial' alone"]),
+        (["delta_schedule=lineer", "delta_end=0.1"], ["bounds.delta_schedule = 'lineer'", "did you mean 'linear'"]),
+        (["delta_schedule=linear", "delta_end=0"], ["bounds.delta_end = 0", "greater than 0"]),
+        (["delta_schedule=linear", "delta_end=.inf"], ["bounds.delta_end = inf", "finite"]),
+        (["delta_schedule=linear", "delta_end=0.1", "delta_steps=0"], ["bounds.delta_steps = 0", "greater than 0"]),
+        (["delta_schedule=polynomial", "delta_end=0.1", "delta_power=0"], ["bounds.delta_power = 0", "greater"]),
+        (["method=clip", "delta_schedule=linear"], ["bounds.delta_schedule", "no such setting of 'clip'"]),
+    ],
+)  # fmt: skip
+def test_invalid_schedules_are_one_line_that_names_the_key(settings: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve([read_assignments(f"bounds.{each}" for each in settings)])
+    assert "\n" not in str(raised.value)
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
+    classes = method_classes()
+    regions = [name for name, entry in METHODS.items() if entry.trust_region]
+    assert "band" in regions
+    for name, cls in classes.items():
+        assert issubclass(cls, TrustRegionSettings) == ("delta" in cls.model_fields) == (name in regions)
+    for name in regions:
+        assert radii(2, method=name, delta=0.2, delta_end=0.1, delta_schedule="linear") == pytest.approx(
+            [0.15, 0.1]
+        )
+
+
+@pytest.mark.parametrize("settings", [cls() for cls in method_classes().values()])  # type: ignore[call-arg]
+def test_nothing_is_scheduled_by_default(settings: Any) -> None:
+    assert settings.scheduled(1, 10) == {}
+    assert settings.at_step(1, 10) == settings
+
+
+def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None:
+    """The config.yaml of a run without a schedule is the one that versions without schedules wrote."""
+    stated = resolve([{"bounds": {"delta_schedule": "constant", "delta_end": None}}])
+    assert list(stated.bounds.model_dump()) == ["method", "divergence", "delta", "max_ratio", "relax"]
+    assert to_yaml(stated) == to_yaml(resolve([]))
+    assert "  divergence: kl\n  delta: 0.05\n  max_ratio: 10.0\n  relax: null\nobjective:\n" in to_yaml(
+        stated
+    )
+
+
+def test_a_schedule_is_in_the_resolved_settings_and_their_description() -> None:
+    bounds = {"delta": 0.2, "delta_end": 0.02, "delta_schedule": "polynomial", "delta_steps": 1500}
+    config = resolve([{"bounds": bounds}])
+    assert resolve([{"bounds": config.model_dump()["bounds"]}]).bounds == config.bounds
+    assert "δ = 0.2 → 0.02 (polynomial of power 2 over 1,500 steps)" in config.bounds.describe()
+    assert config.bounds.slug() == "band-kl-0.2-to-0.02"
+    over_run = BandSettings(delta=0.2, delta_end=0.02, delta_schedule="cosine")
+    assert "δ = 0.2 → 0.02 (cosine over the run), ratio ≤ 10" in over_run.describe()
