@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, one_line
 from bandpo_cli.grading.workers import GraderArguments, WorkerPool
 from bandpo_cli.registries import GRADERS, is_function_path, load_attribute
 from bandpo_cli.storage.environment import usable_cores
@@ -92,7 +92,7 @@ class GraderPool:
         try:
             return _find_first_stage(problem.grader)(problem, text)
         except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
-            self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
+            self._errors.setdefault(problem.grader, one_line(f"problem {problem.id}: {error}"))
             return GRADER_ERROR
 
     def _worker_pool(self, name: str) -> WorkerPool:
