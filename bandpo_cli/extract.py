@@ -19,6 +19,8 @@ _MARKER = re.compile(f"(?P<box>{_BOX})|(?i:{_LABEL})|{_HASHES}", re.MULTILINE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the content
 _BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_LEADING = " \t\r\n*`"
+_TRAILING = ".*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 
 
 def final_answer(text: str) -> str | None:
@@ -44,17 +46,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, a full stop at the end."""
-    while True:
-        stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
-        for left, right in _WRAPPERS:
-            inner = stripped[len(left) : -len(right)]
-            if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:
-                stripped = inner
-                break
-        if stripped == answer:
-            return answer
-        answer = stripped
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops at the end."""
+    inner: str | None = answer
+    while inner is not None:  # at most five rounds: a wrapper is removed only if none of its kind is inside
+        answer = inner.rstrip(_TRAILING).lstrip(_LEADING)
+        inner = _inside_wrapper(answer)
+    return answer
+
+
+def _inside_wrapper(answer: str) -> str | None:
+    for left, right in _WRAPPERS:
+        inner = answer[len(left) : -len(right)]
+        if answer.startswith(left) and answer.endswith(right) and inner and left not in inner:
+            return inner
+    return None
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

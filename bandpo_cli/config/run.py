@@ -33,7 +33,7 @@ class TrackingConfig(Section):
     @classmethod
     def _check_no_password(cls, uri: str | None) -> str | None:
         """Raise ValueError for a password: the config.yaml of a run is copied, shared and uploaded."""
-        if uri is not None and re.search(r"://[^/@]*:[^/@]*@", uri):
+        if uri is not None and re.search(r"://[^/@:]*:[^/@]*@", uri):
             raise ValueError(
                 "it contains a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
             )

@@ -29,7 +29,7 @@ _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
-_FREE_SPACES = re.compile(r"(?<![0-9 ]) +| +(?![0-9 ])")  # the space in "1 2" stays: it is not 12
+_FREE_SPACES = re.compile(r"(?<![0-9 ]) ++|(?<! ) ++(?![0-9])")  # the space in "1 2" stays: it is not 12
 
 
 def grade_number(problem: Problem, text: str) -> Grade:

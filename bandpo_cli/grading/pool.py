@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, one_line
 from bandpo_cli.grading.workers import GraderArguments, WorkerPool
 from bandpo_cli.registries import GRADERS, is_function_path, load_attribute
 from bandpo_cli.storage.environment import usable_cores
@@ -15,6 +19,11 @@ from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 MAX_DEFAULT_WORKERS = 8
 """Maximal number of workers per grader if `grading.workers` is null."""
+
+DELAY_NOTICE_S = 30.0
+"""Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
+
+log = logging.getLogger("bandpo_cli")
 
 FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 """Returns a grade, or the arguments to call the function of the worker with."""
@@ -69,36 +78,103 @@ class GraderPool:
         """
         grades: dict[int, Grade] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
-        for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-            first = self._first_stage(problem, text)
-            if isinstance(first, Grade):
-                grades[index] = first
-            else:
-                pending_answers[problem.grader][index] = first
-        for name, answers in pending_answers.items():
-            grades |= zip(answers, self._grade_in_workers(name, [*answers.values()]), strict=True)
+        progress = _Progress(len(texts))
+        with delay_warnings(progress.describe):
+            for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
+                progress.update(len(grades), problem.grader, problem.id)
+                first = self._first_stage(problem, text)
+                if isinstance(first, Grade):
+                    grades[index] = first
+                else:
+                    pending_answers[problem.grader][index] = first
+            for name, answers in pending_answers.items():
+                progress.update(len(grades), name)
+                grades |= self._grade_in_workers(name, answers, problems, progress)
         return [grades[index] for index in range(len(texts))]
 
-    def _grade_in_workers(self, name: str, arguments: Sequence[GraderArguments]) -> list[Grade]:
+    def _grade_in_workers(
+        self,
+        name: str,
+        answers: Mapping[int, GraderArguments],
+        problems: Sequence[Problem],
+        progress: _Progress,
+    ) -> dict[int, Grade]:
         """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
-        pool = self._worker_pool(name)
-        if name not in GRADERS:  # a custom function may depend on the complete text, or on a clock
-            return pool.run(arguments)
-        distinct = list(dict.fromkeys(map(tuple, arguments)))
-        grades = dict(zip(distinct, pool.run(distinct), strict=True))
-        return [grades[tuple(each)] for each in arguments]
+        # A custom function may depend on the complete text, or on a clock.
+        keys = {index: tuple(answer) if name in GRADERS else index for index, answer in answers.items()}
+        first_index: dict[object, int] = {}
+        for index, key in keys.items():
+            first_index.setdefault(key, index)
+        distinct = [*first_index.values()]
+        graded_before = progress.graded
+
+        def on_wait(graded: int, position: int | None) -> None:
+            waiting_for = None if position is None else problems[distinct[position]].id
+            progress.update(graded_before + graded, name, waiting_for)
+
+        found = self._worker_pool(name).run([answers[index] for index in distinct], on_wait)
+        grades = dict(zip(first_index, found, strict=True))
+        return {index: grades[key] for index, key in keys.items()}
 
     def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
         try:
             return _find_first_stage(problem.grader)(problem, text)
         except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
-            self._errors.setdefault(problem.grader, f"problem {problem.id}: {error}")
+            self._errors.setdefault(problem.grader, one_line(f"problem {problem.id}: {error}"))
             return GRADER_ERROR
 
     def _worker_pool(self, name: str) -> WorkerPool:
         if name not in self._worker_pools:
             self._worker_pools[name] = WorkerPool(name, _function(name), self._config, self._size)
         return self._worker_pools[name]
+
+
+@dataclass
+class _Progress:
+    """Progress of a batch: what a delay warning describes. One thread updates it, another one reads it."""
+
+    answers: int
+    graded: int = 0
+    grader: str = ""
+    problem_id: str | None = None
+    """The problem of the answer that has been in work for the longest time; None while a worker imports the grader."""
+
+    def update(self, graded: int, grader: str, problem_id: str | None = None) -> None:
+        self.graded, self.grader, self.problem_id = graded, grader, problem_id
+
+    def describe(self) -> str:
+        problem_id = self.problem_id
+        target = "the import of " if problem_id is None else ""
+        place = "" if problem_id is None else f" on problem {problem_id:.80}"
+        return (
+            f"grading: {self.graded:,} of {self.answers:,} answers are graded, waiting for {target}grader "
+            f"'{self.grader}'{place}"
+        )
+
+
+@contextmanager
+def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
+    """Log `describe()` while the body runs: after `DELAY_NOTICE_S` seconds, and each time this duration doubles.
+
+    The warning comes from a thread, so the body may wait for worker processes or run Python code. C code that keeps
+    the interpreter lock (a regular expression, a product of huge numbers) delays it until this code returns; such code
+    of this package has bounded input, and custom graders run in worker processes.
+    """
+    done = threading.Event()
+
+    def warn() -> None:
+        waited, notice_at = 0.0, DELAY_NOTICE_S
+        while not done.wait(notice_at - waited):
+            log.warning("%s", one_line(f"{describe()}, for {notice_at:g} s so far"))
+            waited, notice_at = notice_at, 2 * notice_at
+
+    thread = threading.Thread(target=warn, name="grading-delays", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def check_grader(name: str) -> None:
@@ -111,7 +187,8 @@ def check_grader(name: str) -> None:
         return
     pool = WorkerPool(name, _function(name), GradingConfig(), size=1)
     try:
-        pool.start()
+        with delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
+            pool.start()
     finally:
         pool.close()
 

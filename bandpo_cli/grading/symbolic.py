@@ -33,7 +33,7 @@ _TEXT_UNIT = re.compile(
 # Energies E_1 and the solar mass M_⊙: the grammar reads E as the number e, and \odot as an operator.
 _NAMES = (
     (re.compile(r"(?<![A-Za-z\\])E\s*_"), r"\\mathrm{E}_"),
-    (re.compile(r"_\s*\{?\s*\\odot\s*\}?"), "_{sun}"),
+    (re.compile(r"_\s*+(?:\{\s*+)?\\odot\s*\}?"), "_{sun}"),
 )
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
 _TOLERANCE = 1e-5

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ _WORKER_SOURCE = (
 GraderArguments = Sequence[Any]
 """The arguments of a grader function; values that JSON has no form for are sent as text."""
 
+OnWait = Callable[[int, int | None], None]
+"""Receives the number of graded answers, and the index of the answer that has been in work for the longest time, or
+None while no worker is ready."""
+
+
+def _ignore(graded: int, index: int | None) -> None:
+    """Do nothing; the default of `on_wait`."""
+
 
 class WorkerPool:
     """A pool of up to `size` processes that call one function (`module:function`) and live until `close`."""
@@ -60,9 +68,14 @@ class WorkerPool:
         self._arguments: Sequence[GraderArguments] = ()
         self._pending: deque[int] = deque()
         self._grades: dict[int, Grade] = {}
+        self._on_wait: OnWait = _ignore
 
-    def run(self, arguments: Sequence[GraderArguments]) -> list[Grade]:
+    def run(self, arguments: Sequence[GraderArguments], on_wait: OnWait = _ignore) -> list[Grade]:
         """Call the function once per list of arguments.
+
+        Args:
+            arguments: The arguments [N].
+            on_wait: Called before each wait for the workers, many times per second.
 
         Returns:
             The grades [N], in the order of `arguments` [N].
@@ -72,6 +85,7 @@ class WorkerPool:
             RunError: If the system refuses to start a process.
         """
         self._arguments, self._pending, self._grades = arguments, deque(range(len(arguments))), {}
+        self._on_wait = on_wait
         try:
             self._remove_exited_idle()
             while len(self._grades) < len(arguments):
@@ -112,6 +126,7 @@ class WorkerPool:
         for worker in self._workers:
             while worker.ready and self._pending and len(worker.jobs) < _JOBS_PER_WORKER:
                 self._assign(worker, self._pending.popleft())
+        self._on_wait(len(self._grades), self._oldest_job())
         events = self._wait()
         for worker in [*self._workers]:
             if events.get(worker.process.stdin.fileno()):
@@ -129,6 +144,11 @@ class WorkerPool:
         worker.jobs.append(job)
         # Values that JSON has no form for (dates in a row of a data set) are sent as text.
         worker.process.send(json.dumps(self._arguments[job], default=str).encode())
+
+    def _oldest_job(self) -> int | None:
+        """Return the index of the answer that has been in work for the longest time; None if there is none."""
+        working = [worker for worker in self._workers if worker.ready and worker.jobs]
+        return min(working, key=lambda worker: worker.started_at).jobs[0] if working else None
 
     def _wait(self) -> dict[int, int]:
         """Wait until a pipe is readable or writable, or a deadline passes; return the events by descriptor."""

@@ -99,9 +99,9 @@ def test_repeated_answers_are_graded_once(pool: GraderPool, monkeypatch: pytest.
     calls: list[int] = []
     run = pool_module.WorkerPool.run
 
-    def counting(worker_pool: pool_module.WorkerPool, arguments: Any) -> list[Grade]:
+    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> list[Grade]:
         calls.append(len(arguments))
-        return run(worker_pool, arguments)
+        return run(worker_pool, arguments, *rest)
 
     monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
     formula = Problem("f", "", "x+1", "t", "math")

@@ -7,7 +7,6 @@ configs differ only in `seed` and `tracking` are one arm, named by its method an
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -206,9 +205,11 @@ def format_setting(value: Any) -> str:
     if isinstance(value, float):
         short = f"{value:g}"
         short = short if float(short) == value else repr(value)
-        scientific = re.sub(r"\.?0*e([+-])0*", r"e\1", f"{value:e}").replace("e+", "e")
-        shorter = abs(value) < 0.01 and len(scientific) < len(short) and float(scientific) == value
-        return scientific if shorter else short
+        if not abs(value) < 0.01:
+            return short
+        digits, _, exponent = f"{value:e}".partition("e")
+        scientific = f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return scientific if len(scientific) < len(short) and float(scientific) == value else short
     return str(value)
 
 

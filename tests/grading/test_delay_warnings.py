@@ -1,0 +1,150 @@
+"""Delay warnings: a batch that takes long says which grader and problem it waits for, at doubling intervals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.grading import GraderPool, check_grader
+from bandpo_cli.grading import pool as pool_module
+from bandpo_cli.types import CORRECT, Grade, Problem
+from tests.cli.eval_command import succeed
+
+NOTICE_S = 0.4
+SLOW_GRADER = "import time\ndef judge(text, answer, extra):\n    time.sleep(float(text))\n    return True\n"
+
+
+@pytest.fixture(autouse=True)
+def _short_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "DELAY_NOTICE_S", NOTICE_S)
+    (tmp_path / "slow_grader.py").write_text(SLOW_GRADER)
+    (tmp_path / "slow_import.py").write_text(f"import time\ntime.sleep({4 * NOTICE_S})\n{SLOW_GRADER}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        logging.getLogger("bandpo_cli"), "propagate", True
+    )  # a command of another test sets it
+
+
+def problem(id_: str, grader: str = "slow_grader:judge") -> Problem:
+    return Problem(id_, "", "5", "t", grader)
+
+
+def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
+        pool.grade([problem("warm")], ["0"])  # the import is not part of the measured batch
+        caplog.clear()
+        problems = [problem("number", "number"), problem("set/17"), problem("after")]
+        pool.grade(problems, ["Answer: 5", str(6 * NOTICE_S), "0"])
+        lines = list(caplog.messages)
+        time.sleep(2 * NOTICE_S)
+    expected = [
+        "grading: 1 of 3 answers are graded, waiting for grader 'slow_grader:judge' on problem set/17, "
+        f"for {seconds:g} s so far"
+        for seconds in (NOTICE_S, 2 * NOTICE_S, 4 * NOTICE_S, 8 * NOTICE_S)
+    ]
+    assert lines == expected[: len(lines)]
+    assert len(lines) >= 2
+    assert caplog.messages == lines, "a warning came after the end of the batch"
+
+
+def test_slow_import_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with GraderPool(GradingConfig(workers=1)) as pool:
+        pool.grade([problem("p", "slow_import:judge")], ["0"])
+    assert (
+        caplog.messages[0]
+        == "grading: 0 of 1 answers are graded, waiting for the import of grader 'slow_import:judge', "
+        f"for {NOTICE_S:g} s so far"
+    )
+
+
+def test_slow_import_before_a_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    check_grader("slow_import:judge")
+    assert (
+        caplog.messages[0]
+        == f"waiting for the import of grader 'slow_import:judge', for {NOTICE_S:g} s so far"
+    )
+
+
+def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(problem: Problem, text: str) -> Grade:
+        end = time.monotonic() + (4 * NOTICE_S if text == "slow" else 0)
+        while time.monotonic() < end:
+            pass
+        return CORRECT
+
+    monkeypatch.setattr(pool_module, "_find_first_stage", lambda name: busy)
+    with GraderPool(GradingConfig()) as pool:
+        pool.grade([problem("a", "math"), problem("b\n\x1b" + "c" * 500, "math")], ["quick", "slow"])
+    assert caplog.messages[0].startswith(
+        "grading: 1 of 2 answers are graded, waiting for grader 'math' on problem b"
+    )
+    assert caplog.messages[0].isprintable()
+    assert len(caplog.messages[0]) < 300
+
+
+def test_quick_batches_give_no_warning_and_leave_no_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "DELAY_NOTICE_S", 10)
+    threads = threading.active_count()
+    with GraderPool(GradingConfig()) as pool:
+        for _ in range(100):
+            pool.grade([problem("p", "number")] * 50, ["Answer: 5"] * 50)
+    assert not caplog.messages
+    assert threading.active_count() == threads
+
+
+def test_repeated_answers_are_named_by_their_first_problem(caplog: pytest.LogCaptureFixture) -> None:
+    formulas = [Problem(f"f{index % 3}", "", "x+1", "t", "math") for index in range(9)]
+    waits: list[tuple[int, str | None]] = []
+    progress = pool_module._Progress(9)
+    progress.update = lambda graded, grader, id_=None: waits.append((graded, id_))  # type: ignore[method-assign]
+    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
+        answers = {index: ("x+1", f"x+1+{index % 3}-{index % 3}") for index in range(9)}
+        grades = pool._grade_in_workers("math", answers, formulas, progress)
+    assert list(grades) == list(range(9))
+    assert {grade.verdict for grade in grades.values()} == {"correct"}
+    assert waits[0] == (0, None)
+    assert {id_ for _, id_ in waits} <= {None, "f0", "f1", "f2"}
+    assert [graded for graded, _ in waits] == sorted(graded for graded, _ in waits)
+
+
+@pytest.fixture
+def _one_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays = iter([4 * NOTICE_S])
+
+    def slow_once(problem: Problem, text: str) -> Grade:
+        time.sleep(next(delays, 0))
+        return CORRECT
+
+    monkeypatch.setattr(pool_module, "_find_first_stage", lambda name: slow_once)
+
+
+@pytest.mark.usefixtures("_one_slow_answer")
+def test_eval_prints_the_warning(tmp_path: Path) -> None:
+    row = {"question": "q", "answer": "5", "completions": ["a", "b"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    done = succeed("eval", "--samples", "rows.jsonl", "--no-mlflow", "--name", "a", cwd=tmp_path)
+    assert "warning: grading: 0 of 2 answers are graded, waiting for grader 'math' on problem" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_slow_answer")
+def test_train_prints_the_warning(tmp_path: Path) -> None:
+    done = succeed(
+        "train", "--steps", "1", "--no-mlflow", "--name", "a", "--set", "sampling.prompts=4", "--set",
+        "sampling.samples=4", "--set", "optim.updates=2", "--set", "evaluation.every=0", cwd=tmp_path,
+    )  # fmt: skip
+    assert (
+        "warning: grading: 0 of 16 answers are graded, waiting for grader 'countdown' on problem" in done.out
+    )

@@ -1,0 +1,200 @@
+"""Time and outcome for long and unusual texts: linear time everywhere, a verdict for every completion."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.extract import final_answer, unwrap
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.answers import (
+    MAX_ANSWER_CHARS,
+    canonical_text,
+    grade_math,
+    vote_countdown,
+    vote_expression,
+    vote_number,
+)
+from bandpo_cli.tasks.completions import read_completions
+from bandpo_cli.tasks.fields import as_answer
+from bandpo_cli.tasks.questions import compatibility_form
+from bandpo_cli.types import Grade, Problem
+from tests.long_texts import PIECES
+
+ROOT = Path(__file__).parents[1]
+GARBLED = ROOT.parent / "shared" / "data" / "garbled_completions.jsonl"
+LONG_TEXTS = st.builds(
+    lambda pieces, length, end: "".join(pieces) * (length // len("".join(pieces))) + end,
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
+    st.integers(1, 40_000),
+    st.sampled_from(["", "Answer: 5", "\\boxed{5}", "}", "\n#### 5"]),
+)
+long_text_settings = settings(deadline=None, max_examples=40)
+
+
+def slow_calls(step: int) -> list[str]:
+    """Return the calls of `tests.long_texts` that take more than linear time."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.long_texts", str(step)], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == ["END"], f"used up its CPU time or failed after: {lines[-1:]} {done.stderr[-500:]}"
+    return [line for line in lines if line.startswith("SLOW")]
+
+
+def test_texts_of_known_shapes_take_linear_time() -> None:
+    assert slow_calls(step=12) == []
+
+
+@pytest.mark.slow
+def test_texts_of_all_shapes_take_linear_time() -> None:
+    assert slow_calls(step=1) == []
+
+
+@long_text_settings
+@given(LONG_TEXTS)
+def test_every_long_completion_gets_a_verdict_and_a_short_vote(text: str) -> None:
+    grade_or_pair = grade_math(Problem("p", "", "5", "t", "math"), text)
+    if not isinstance(grade_or_pair, Grade):
+        assert max(map(len, grade_or_pair)) <= MAX_ANSWER_CHARS
+    problems = [Problem("p", "", "5", "t", grader, {"numbers": "2 3"}) for grader in ("number", "countdown")]
+    with GraderPool(GradingConfig()) as pool:
+        grades = pool.grade(problems, [text, text])
+        assert not pool.errors
+    assert {grade.verdict for grade in grades} <= {
+        "correct",
+        "wrong",
+        "malformed",
+        "wrong-numbers",
+        "wrong-value",
+    }
+    for vote in (vote_expression, vote_number, vote_countdown):
+        assert len(vote(text) or "") <= 6 * MAX_ANSWER_CHARS
+
+
+@long_text_settings
+@given(LONG_TEXTS)
+def test_any_long_reference_is_an_answer_or_none(text: str) -> None:
+    answer = as_answer(text)
+    assert answer is None or answer
+    problem = Problem("p", "", text, "t", "math")
+    assert isinstance(grade_math(problem, "Answer: 5"), Grade | tuple)
+
+
+def unwrap_step_by_step(answer: str) -> str:
+    """Remove one layer of formatting after another, as `unwrap` did in quadratic time."""
+    while True:
+        stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
+        for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            inner = stripped[len(left) : -len(right)]
+            if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:
+                stripped = inner
+                break
+        if stripped == answer:
+            return answer
+        answer = stripped
+
+
+@given(
+    st.lists(st.sampled_from([*"$*.` \n\\()[]x\u00a0\u2003\x0b", "$$", r"\(", r"\)", r"\[", r"\]"])).map(
+        "".join
+    )
+)
+def test_unwrap_equals_its_definition_layer_by_layer(answer: str) -> None:
+    assert unwrap(answer) == unwrap_step_by_step(answer)
+
+
+@given(st.text(alphabet=" 1a+", max_size=14))
+def test_votes_of_countdown_keep_only_spaces_between_digits(text: str) -> None:
+    assert (vote_countdown(text) or "") == re.sub(r"(?<![0-9 ]) +| +(?![0-9 ])", "", text.strip())
+
+
+@given(st.text(alphabet=st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=30))
+def test_compatibility_form_is_nfkc(text: str) -> None:
+    assert compatibility_form(text) == unicodedata.normalize("NFKC", text)
+
+
+def test_compatibility_form_of_up_to_thirty_marks_is_nfkc() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        marks = "".join(rng.choices("\u0300\u0327\u0345\u05b0\u3099", k=rng.randrange(25, 31)))
+        text = f"a{marks}e{marks} {marks}"
+        assert compatibility_form(text) == unicodedata.normalize("NFKC", text)
+    assert unicodedata.normalize("NFKC", "a" + "\u0327" * 31) != compatibility_form("a" + "\u0327" * 31)
+
+
+def test_long_numbers_of_a_problem_give_one_short_error_line() -> None:
+    problem = Problem("p", "", "5", "t", "countdown", {"numbers": "x" * 100_000 + "\n\x1b"})
+    with GraderPool(GradingConfig()) as pool:
+        assert [grade.verdict for grade in pool.grade([problem], ["2+3"])] == ["grader-error"]
+        assert len(pool.errors["countdown"]) <= 1000
+        assert pool.errors["countdown"].isprintable()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        '{"question": ' + "9" * 200_000 + "}",
+        '"' + "\\u0000" * 50_000,
+        "{" + '"' * 200_001,
+    ],
+)
+def test_completions_file_with_nested_or_huge_values_is_refused_in_one_line(
+    tmp_path: Path, line: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"question": "q", "answer": "5", "completions": ["Answer: 5"]})
+    path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2: not readable as JSON"):
+        read_completions(path)
+
+
+def test_completion_of_megabytes_in_one_line_is_read_and_graded(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    text = "word " * 1_000_000 + "Answer: 5"
+    path.write_text(json.dumps({"question": "q", "answer": "5", "completions": [text]}) + "\n")
+    [stored] = read_completions(path)["rows"]
+    assert final_answer(stored.completions_G[0].text) == "5"
+
+
+def test_canonical_text_of_a_long_text_is_not_longer() -> None:
+    for piece in PIECES:
+        text = piece * (20_000 // len(piece))
+        assert len(canonical_text(text)) <= 3 * len(text)
+
+
+def test_garbled_completions_are_graded_within_seconds_of_cpu_time() -> None:
+    """32 bad completions of a half-trained model, which took minutes when one pattern was exponential."""
+    if not GARBLED.is_file():
+        pytest.skip("no garbled_completions.jsonl here")
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
+        "from pathlib import Path\n"
+        "from bandpo_cli.config.run import GradingConfig\n"
+        "from bandpo_cli.grading import GraderPool\n"
+        "from bandpo_cli.tasks.completions import read_completions\n"
+        "[stored] = read_completions(Path(sys.argv[1])).values()\n"
+        "pairs = [(each.problem, one.text) for each in stored for one in each.completions_G]\n"
+        "with GraderPool(GradingConfig(deadline=60)) as pool:\n"
+        "    print(*(grade.verdict for grade in pool.grade(*zip(*pairs))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, GARBLED], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 32
+    assert set(done.stdout.split()) == {"wrong", "malformed"}
