@@ -44,9 +44,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, a full stop at the end."""
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, a full stop (. or 。) at the end."""
     while True:
-        stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
+        stripped = answer.strip(" \t\r\n*`").removesuffix(".").removesuffix("。").rstrip()
         for left, right in _WRAPPERS:
             inner = stripped[len(left) : -len(right)]
             if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:

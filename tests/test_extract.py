@@ -26,6 +26,7 @@ DATA = Path(__file__).parents[1].parent / "shared" / "data"
         ("### Final Answer: \\(x^2\\)", "x^2"),
         ("Answer: **18**", "18"),
         ("ANSWER:18", "18"),
+        ("Answer：18。", "18"),
         ("Answer: $5", "$5"),
         ("Answer: $3$ and $4$", "$3$ and $4$"),
         ("Answer: 1\nAnswer: 2", "2"),
