@@ -33,6 +33,8 @@ def final_answer(text: str) -> str | None:
     if marker["box"]:
         return _box_content(tail, marker.end())
     line = tail[marker.end() :].partition("\n")[0]
+    if tail[tail.rfind("\n", 0, marker.start()) + 1 : marker.start()].lstrip().startswith("|"):
+        line = line.strip("| \t\r")  # a row of a Markdown table; elsewhere |-18| is an absolute value
     return unwrap(line) or None
 
 
@@ -44,7 +46,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, a full stop (. or 。) at the end."""
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, a final full stop (. or 。)."""
     while True:
         stripped = answer.strip(" \t\r\n*`").removesuffix(".").removesuffix("。").rstrip()
         for left, right in _WRAPPERS:

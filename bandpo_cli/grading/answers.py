@@ -105,9 +105,9 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def canonical_text(answer: str) -> str:
-    r"""Remove what does not change the meaning: fonts, spacing, `\left`, the size of fractions, the case of words, `(C)` for C.
+    r"""Remove what does not change the meaning: fonts, spacing, `\left`, the size of fractions, the case of words.
 
-    A space between two letters or digits stays, so that "5 5" is not 55.
+    The choices `(C)`, `C)` and `Option C` become C. A space between two letters or digits stays: "5 5" is not 55.
     """
     text = _FONTS.sub(
         r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer)))
