@@ -30,7 +30,7 @@ from bandpo_cli.extract import final_answer
 from scripts.answer_corpus.lines import LINES, fill_any, wrong_value
 from scripts.answer_corpus.model import Shape, SolutionModel
 
-SETTINGS = tuple(product((0.3, 0.7, 1.0, 1.5), (16, 64, 192)))
+SETTINGS = tuple(product((0.3, 0.7, 1.0, 1.5), (16, 48, 128)))
 """Temperatures and maximal numbers of tokens; the shorter ones truncate nearly all completions."""
 SAMPLED_PER_PROBLEM = 4
 """Completions per problem that are kept as sampled; as many again end in an answer line."""

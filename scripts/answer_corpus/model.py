@@ -25,17 +25,18 @@ from scripts.embedded_model.train import imitate
 
 PAD, END = "<pad>", "<end>"
 LEARNING_RATE = 2e-3
-MAX_TOKENS = 384
-"""Questions and solutions of more tokens are cut there in training."""
+PROMPT_TOKENS, SOLUTION_TOKENS = 48, 256
+"""The model sees the last 48 tokens of a question, since a small model makes no use of more, and the last 256 of a
+solution, which end in the answer line."""
 TIMED_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model and of its training batches; the default has 2.3M parameters."""
+    """Sizes of the model and of its training batches; the default has 1.1M parameters."""
 
     vocabulary: int = 2048
-    hidden: int = 192
+    hidden: int = 128
     layers: int = 4
     batch: int = 16
 
@@ -56,6 +57,7 @@ class SolutionModel:
 
     def steps_within(self, minutes: float) -> int:
         """Return how many steps take this long, measured with a second network, so that training is not affected."""
+        print("the time of a step is measured", flush=True)
         network = self._build()
         imitate(network, self._batches(), 1, LEARNING_RATE)  # the first step allocates memory
         start = time.perf_counter()
@@ -66,16 +68,17 @@ class SolutionModel:
         """Return one completion [P] per prompt, truncated at `max_tokens`."""
         sampler = TransformersSampler(self.model, self.tokenizer.pad_token_id, max_sequences=128)
         params = SamplingParams(1, temperature, max_tokens, (self.tokenizer.eos_token_id,))
-        ids_P = [self._ids(prompt) for prompt in prompts_P]
+        ids_P = [self._ids(prompt)[-PROMPT_TOKENS:] for prompt in prompts_P]
         groups = sampler.sample(ids_P, params, seed)
         return [self.tokenizer.decode(group[0].token_ids, skip_special_tokens=True) for group in groups]
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text)["input_ids"][:MAX_TOKENS]
+        ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def _row(self, prompt: str, solution: str) -> Row:
-        return Row(self._ids(prompt), [[*self._ids(solution), self.tokenizer.eos_token_id]])
+        ended = [*self._ids(solution)[-SOLUTION_TOKENS:], self.tokenizer.eos_token_id]
+        return Row(self._ids(prompt)[-PROMPT_TOKENS:], [ended])
 
     def _batches(self) -> Iterator[list[Row]]:
         rng = random.Random(self._seed)
@@ -92,7 +95,7 @@ class SolutionModel:
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.hidden // 32,
             num_key_value_heads=shape.hidden // 32,
-            max_position_embeddings=4 * MAX_TOKENS,
+            max_position_embeddings=2 * (PROMPT_TOKENS + SOLUTION_TOKENS),
             tie_word_embeddings=True,
             dtype="float32",
             pad_token_id=self.tokenizer.pad_token_id,

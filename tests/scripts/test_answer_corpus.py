@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from scripts.answer_corpus import __main__ as script
 from scripts.answer_corpus import verdicts
 from scripts.answer_corpus.__main__ import main, read_problems, training_texts
 from scripts.answer_corpus.lines import LINES, AnswerLine, wrong_value
+from scripts.answer_corpus.score import Score, by_origin, score
 
 PROBLEMS = [
     {
@@ -180,23 +179,54 @@ def test_generated_completions_are_scored_without_errors(tmp_path: Path, grader:
     stored = tmp_path / "stored.jsonl"
     main(["--problems", str(problems), "--out", str(stored), "--steps", "100", "--hidden", "64", "--layers", "2",
           "--completions", "600"])  # fmt: skip
-    command = [sys.executable, "-m", "bandpo_cli", "eval", "--samples", stored, "--grader", grader]
-    done = subprocess.run(
-        [*command, "--name", "a", "--no-mlflow"], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    assert "Traceback" not in done.stdout + done.stderr
-    table = pandas.read_parquet(tmp_path / "runs" / "a" / "samples.parquet")
-    assert len(table) == 600
+    result = score(stored, grader)
+    assert result.passed, result.false_positives
+    assert "completions in" in result.summary
+    assert sum(result.verdicts.values()) == 600
     allowed = {"correct", "wrong", "malformed"} | ({"timeout"} if grader == "math" else set())
-    assert set(table["verdict"]) <= allowed
-    origins = {
-        (row["question"], text, origin)
-        for row in map(json.loads, stored.read_text(encoding="utf-8").splitlines())
-        for text, origin in zip(row["completions"], row["origins"], strict=True)
+    assert {verdict for _, verdict in result.verdicts} <= allowed
+    counts = Counter(origin for origin, _ in result.verdicts.elements())
+    assert counts["wrong"] > 50
+    assert result.verdicts["right", "correct"] > 0.5 * counts["right"]
+
+
+def test_verdicts_are_counted_by_origin(tmp_path: Path) -> None:
+    """Three completions are labelled by hand, one of them falsely."""
+    row = {
+        "question": "q",
+        "answer": "18",
+        "completions": ["Answer: 18", "Answer: 18.0", "Answer: 17"],
+        "origins": ["right line=0", "wrong line=0", "wrong line=0"],
     }
-    correct = {(row.prompt, row.text) for row in table.itertuples() if row.verdict == "correct"}
-    wrong = {(prompt, text) for prompt, text, origin in origins if origin.startswith("wrong")}
-    right = {(prompt, text) for prompt, text, origin in origins if origin.startswith("right")}
-    assert len(wrong) > 50
-    assert not wrong & correct
-    assert len(right & correct) > 0.5 * len(right)
+    stored = tmp_path / "a.jsonl"
+    stored.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    table = pandas.DataFrame({"prompt": "q", "reference": "18", "text": row["completions"]})
+    table["verdict"] = ["correct", "correct", "wrong"]
+    result = Score(*by_origin(stored, table.iloc[::-1]), summary="", tracebacks=0)
+    assert not result.passed
+    assert result.false_positives == ("reference '18', wrong line=0: 'Answer: 18.0'",)
+    assert dict(result.verdicts) == {
+        ("right", "correct"): 1,
+        ("wrong", "correct"): 1,
+        ("wrong", "wrong"): 1,
+    }
+    assert [line.split() for line in result.table().splitlines()] == [
+        ["origin", "correct", "wrong", "all"],
+        ["right", "1", "0", "1"],
+        ["wrong", "1", "1", "2"],
+        ["all", "2", "1", "3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "tracebacks", "passed"),
+    [
+        ({("right", "correct"): 2, ("sampled", "timeout"): 1}, 0, True),
+        ({("right", "correct"): 2}, 1, False),
+        ({("sampled", "grader-error"): 1}, 0, False),
+    ],
+)
+def test_score_fails_with_a_traceback_or_a_grader_error(
+    verdicts: dict[tuple[str, str], int], tracebacks: int, passed: bool
+) -> None:
+    assert Score(Counter(verdicts), (), "", tracebacks).passed is passed
