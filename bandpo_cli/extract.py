@@ -20,7 +20,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the c
 _BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _LEADING = " \t\r\n*`"
-_TRAILING = ".*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
+_TRAILING = ".。*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 
 
 def final_answer(text: str) -> str | None:
@@ -35,6 +35,8 @@ def final_answer(text: str) -> str | None:
     if marker["box"]:
         return _box_content(tail, marker.end())
     line = tail[marker.end() :].partition("\n")[0]
+    if tail[tail.rfind("\n", 0, marker.start()) + 1 : marker.start()].lstrip().startswith("|"):
+        line = line.strip("| \t\r")  # a row of a Markdown table; elsewhere |-18| is an absolute value
     return unwrap(line) or None
 
 
@@ -46,7 +48,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops at the end."""
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops (. or 。) at the end."""
     inner: str | None = answer
     while inner is not None:  # at most five rounds: a wrapper is removed only if none of its kind is inside
         answer = inner.rstrip(_TRAILING).lstrip(_LEADING)

@@ -26,6 +26,7 @@ DATA = Path(__file__).parents[1].parent / "shared" / "data"
         ("### Final Answer: \\(x^2\\)", "x^2"),
         ("Answer: **18**", "18"),
         ("ANSWER:18", "18"),
+        ("Answer：18。", "18"),
         ("Answer: $5", "$5"),
         ("Answer: $3$ and $4$", "$3$ and $4$"),
         ("Answer: 1\nAnswer: 2", "2"),
@@ -42,6 +43,9 @@ DATA = Path(__file__).parents[1].parent / "shared" / "data"
         ("#### 1,000\n", "1,000"),
         ("Answer: 2\n#### 3", "3"),
         ("#### Answer: 3", "3"),
+        ("| Answer: | -18 |\n", "-18"),
+        ("| x | 5 |\n | **Answer:** 18 dollars |", "18 dollars"),
+        ("|x| = 2\nAnswer: |-2|", "|-2|"),
     ],
 )
 def test_final_answers_in_known_forms(text: str, answer: str) -> None:

@@ -26,10 +26,18 @@ _FONTS = re.compile(
     r"\\(?:text(?:bf|rm|it|normal|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
-_CHOICE = re.compile(r"\(([A-Za-z])\)")
+_EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{ *\\\}")
+_CHOICE = re.compile(r"(?:(?i:option|choice) ?)?\(?([A-Za-z])\)|(?i:option|choice) ([A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
 _FREE_SPACES = re.compile(r"(?<![0-9 ]) ++|(?<! ) ++(?![0-9])")  # the space in "1 2" stays: it is not 12
+_REMARK = re.compile(r"[,;.]? (?i:because|since)(?![A-Za-z])| \((?P<text>[^()]*)\)$")
+_PROSE = re.compile(r"[A-Za-z]{3,} [A-Za-z]{2,}")
+_NOT_A_REMARK = re.compile(
+    r"(?i)[\\^]|(?<![A-Za-z])(?:and|base|but|cosh?|else|exp|if|ln|log|minus|mod|modulo|nor|not|or|otherwise|over|pi"
+    r"|plus|sinh?|sqrt|tanh?|times|unless)(?![A-Za-z])"
+)
+"""Words in parentheses that may change the number before them, or the statement about it: "(mod 7)", "(or 19)"."""
 
 
 def grade_number(problem: Problem, text: str) -> Grade:
@@ -41,11 +49,11 @@ def grade_number(problem: Problem, text: str) -> Grade:
     Raises:
         ValueError: If the reference is not a plain number.
     """
-    gold = read_number(unwrap(problem.answer))
+    gold = read_plain_number(_reference(problem))
     if gold is None:
         raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
     answer = _final_answer(text)
-    number = None if answer is None else read_number(right_hand_side(answer))
+    number = None if answer is None else read_plain_number(right_hand_side(answer))
     if number is None:
         return MALFORMED
     return CORRECT if equal(gold, number) else WRONG
@@ -60,12 +68,34 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     answer = _final_answer(text)
     if answer is None:
         return MALFORMED
-    reference = unwrap(problem.answer)
-    gold, number = read_number(reference), read_number(answer)
+    reference = _reference(problem)
+    gold, number = read_plain_number(reference), read_plain_number(answer)
     if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
         right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
+
+
+def read_plain_number(answer: str) -> Number | None:
+    r"""Read a number as `read_number` does, also one in math delimiters or fonts: `$18$ dollars`, `\mathbf{18}`."""
+    return read_number(answer) or read_number(_FONTS.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
+
+
+def without_remark(answer: str) -> str:
+    """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
+
+    A remark begins with "because" or "since", or is a phrase in parentheses at the end. The value that counts is the
+    one before it, so that an equation in a remark is not taken for the answer.
+    """
+    remark = _REMARK.search(answer)
+    if remark is None:
+        return answer
+    if remark["text"] is not None and (
+        not _PROSE.search(remark["text"]) or _NOT_A_REMARK.search(remark["text"])
+    ):
+        return answer
+    stated = unwrap(answer[: remark.start()])
+    return stated if read_plain_number(right_hand_side(stated)) else answer
 
 
 def same_text(gold: str, answer: str) -> bool:
@@ -77,15 +107,16 @@ def same_text(gold: str, answer: str) -> bool:
 def canonical_text(answer: str) -> str:
     r"""Remove what does not change the meaning: fonts, spacing, `\left`, the size of fractions, the case of words.
 
-    A space between two letters or digits stays, so that "5 5" is not 55.
+    The choices `(C)`, `C)` and `Option C` become C. A space between two letters or digits stays: "5 5" is not 55.
     """
     text = _FONTS.sub(
         r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer)))
     )
-    text = _FREE_SPACE.sub("", " ".join(text.replace(r"\%", "%").split())).removesuffix(".")
+    text = _EMPTY_SET.sub(r"\\emptyset", text.replace(r"\%", "%"))
+    text = _FREE_SPACE.sub("", " ".join(text.split())).removesuffix(".")
     choice = _CHOICE.fullmatch(text)
     if choice:
-        return choice[1]
+        return choice[1] or choice[2]
     return text.casefold() if _WORDS.fullmatch(text) else text
 
 
@@ -120,12 +151,12 @@ def voted_answer(text: str, grader: str) -> str | None:
 
 def vote_expression(text: str) -> str | None:
     """Return the vote of a completion for the grader `math` and for custom graders."""
-    return _canonical_vote(final_answer(text), _canonical_expression)
+    return _canonical_vote(_final_answer(text), _canonical_expression)
 
 
 def vote_number(text: str) -> str | None:
     """Return the vote of a completion for the grader `number`."""
-    return _canonical_vote(final_answer(text), _canonical_number)
+    return _canonical_vote(_final_answer(text), _canonical_number)
 
 
 def vote_countdown(text: str) -> str | None:
@@ -139,17 +170,21 @@ def _canonical_vote(answer: str | None, canonicalize: Callable[[str], str | None
 
 def _final_answer(text: str) -> str | None:
     answer = final_answer(text)
-    return None if answer is None or len(answer) > MAX_ANSWER_CHARS else answer
+    return None if answer is None or len(answer) > MAX_ANSWER_CHARS else without_remark(answer)
+
+
+def _reference(problem: Problem) -> str:
+    return without_remark(unwrap(problem.answer))
 
 
 def _canonical_number(answer: str) -> str | None:
-    number = read_number(right_hand_side(answer))
+    number = read_plain_number(right_hand_side(answer))
     return None if number is None else _number_text(number)
 
 
 def _canonical_expression(answer: str) -> str:
     bare = canonical_text(answer)
-    number = read_number(answer) or read_number(bare)  # \textbf{0.50} is a number only without its font
+    number = read_plain_number(answer)
     return bare if number is None or number.has_letter else _number_text(number)  # "3 m" may be three masses
 
 

@@ -26,11 +26,11 @@ _NUMBER = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9])"
     rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<times>{_POWER}))?)"
 )
-_UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
+_UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'"})
 _GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
 _LATEX_SPACING = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
-_APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|≈|=) ?")
-_CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|€|£|¥) ?(?=[-+.0-9])")
+_APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
+_CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|USD|EUR|GBP|Rs\.?|€|£|¥|₹) ?(?=[-+.0-9])")
 
 _SCALES = {
     "percent": Fraction(1, 100),
@@ -50,6 +50,8 @@ _SHORT_UNIT = re.compile(
     r"[msghlLAVWJNKCF]|[cmkn]m|k?g|mg|in|ft|yd|mi|m[lL]|lb|oz|hr|Hz|k[WJ]|eV|[ap]m|AM|PM|a|an|of|to|US"
 )
 """Units of one or two letters, and words between units; any others are variables, as in 5ab."""
+_PREPOSITION = re.compile(r"at|by|on")
+"""Accepted after a unit, as in "18 dollars at the market"; directly after a number they may be variables."""
 _FONT = re.compile(r"\\(?:text(?:bf|rm|it|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
 # One letter per repetition: with "[A-Za-z]+" here, a text that does not match takes time exponential in its letters.
@@ -147,11 +149,15 @@ def read_unit(text: str) -> Unit | None:
     text = _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent ")
     text = _FONT.sub(r" \1 ", text)
     words = re.findall(r"[A-Za-z]+", text)
-    if not words or not _UNIT.fullmatch(text) or not all(map(_is_unit, words)):
+    if not words or not _UNIT.fullmatch(text) or not _are_units(words):
         return None
     if is_attached and not _SHORT_UNIT.fullmatch(words[0]):
         return None
     return Unit(_SCALES.get(words[0].lower(), Fraction(1)), is_letter)
+
+
+def _are_units(words: list[str]) -> bool:
+    return _is_unit(words[0]) and all(_is_unit(word) or _PREPOSITION.fullmatch(word) for word in words[1:])
 
 
 def _is_unit(word: str) -> bool:

@@ -36,6 +36,8 @@ _NAMES = (
     (re.compile(r"_\s*+(?:\{\s*+)?\\odot\s*\}?"), "_{sun}"),
 )
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}")
+_BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")
 _TOLERANCE = 1e-5
 """Relative difference from which two values count as different."""
 _TEST_POINTS = (0.5, 1.3)
@@ -51,12 +53,25 @@ def is_equal(gold: str, answer: str) -> bool:
     """
     if _JUXTAPOSED_NUMBERS.search(answer):  # "5 5" would be read as 10
         return False
+    if _DATE.fullmatch(gold):  # would be read as a difference
+        return False
+    if gold.count(":") > 1:  # the ratio 2:3:4 would be read as (2/3)/4
+        terms = gold.split(":"), answer.split(":")
+        return len(terms[0]) == len(terms[1]) and all(map(is_equal, *terms))
+    if _different_bases(gold, answer):
+        return False
     golds, answers = _parse(gold), _parse(answer)
     if not golds or not answers or _differ_at_test_points(golds[0], answers[0]):
         return False
     if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
         return False
     return not _numbers_differ(golds[0], answers[0])
+
+
+def _different_bases(gold: str, answer: str) -> bool:
+    r"""Return True if both name bases, as 1001_2 and 1001_{3} do, and not the same ones; the parser ignores them."""
+    bases, others = _BASE.findall(gold), _BASE.findall(answer)
+    return bool(bases and others) and bases != others
 
 
 @lru_cache(maxsize=256)

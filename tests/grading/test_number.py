@@ -49,6 +49,8 @@ from bandpo_cli.grading.numbers import MAX_CHARS, equal, read_number, rounds_to
             ("3 miles/hour", 3),
         ),
         *(("5 min", 5), ("5 in the morning", 5), ("5 m", 5)),
+        *(("5 dollars at the farmers’ market", 5), ("5 hours on average", 5), ("5 km by bus", 5)),
+        *(("approximately 5 km", 5), ("About $5", 5), ("USD 5", 5), ("-₹5", -5), ("Rs. 5", 5)),
     ],
 )
 def test_read_plain_numbers(text: str, value: int | str) -> None:
@@ -106,6 +108,10 @@ def test_read_plain_numbers(text: str, value: int | str) -> None:
             "--5",
             "5 minus",
             "5 eggs 3",
+            "5 at",
+            "5 by the hour",
+            "about",
+            "aboutx 5",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from bandpo_cli.types import Grade, Problem
 
 NESTED = re.compile(r"(?:[A-Za-z]+|[ ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
 """An ambiguous pattern for the same language, exponential in the letters of rejected texts: for short texts only."""
-SENTENCE = " apples because the total number, "
+SENTENCE = " apples whereas the total number, "
 
 
 def test_accepts_the_same_texts_as_the_nested_pattern_up_to_six_characters() -> None:

@@ -36,6 +36,8 @@ def vote(answer: str, grader: str = "math") -> str | None:
         (r"\left[0, 1\right)", "[0,1)", r"[0,\, 1)"),
         (r"\text{(C)}", "C", "(C)"),
         (r"\frac{x}{2}", r"\dfrac{x}{2}", r"\tfrac{x} {2}"),
+        ("18", "$18$ dollars", "18 because 9 * 2 = 18", "18 (nine eggs at $2 each)"),
+        (r"\emptyset", r"\varnothing", r"\{ \}"),
         ("1.5 million", "1.5 Million", "3/2 million"),
     ],
 )
@@ -50,6 +52,7 @@ def test_equal_votes(forms: tuple[str, ...]) -> None:
 def test_different_votes() -> None:
     """A percent sign has two readings, a letter may be a variable, and there is no algebra."""
     forms = ("0.5", "50%", "50", "0.5%", "5 m", "5", r"2\sqrt{2}", r"\sqrt{8}", "x=5", "55", "5 5", "m", "M")
+    forms += ("1,234", "1, 234")
     assert len({vote(form) for form in forms}) == len(forms)
 
 
