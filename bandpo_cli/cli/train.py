@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    GraderName,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TrackingUri,
+)
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, tasks_text
 
@@ -49,6 +58,7 @@ def train(
             show_default="countdown",
         ),
     ] = None,
+    grader: GraderName = None,
     sampler: SamplerName = None,
     steps: Annotated[int | None, typer.Option(help="Batches of rollouts.", show_default="100")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random choice.", show_default="0")] = None,
@@ -95,6 +105,7 @@ def train(
         ("bounds", "divergence"): divergence,
         ("bounds", "delta"): delta,
         ("model", "path"): model,
+        ("task", "grader"): grader,
         ("sampling", "engine"): sampler,
         ("steps",): steps,
         ("seed",): seed,
