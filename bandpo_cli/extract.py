@@ -48,7 +48,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops (. or 。) at the end."""
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops (. or 。)."""
     inner: str | None = answer
     while inner is not None:  # at most five rounds: a wrapper is removed only if none of its kind is inside
         answer = inner.rstrip(_TRAILING).lstrip(_LEADING)

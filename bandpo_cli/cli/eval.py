@@ -12,6 +12,7 @@ from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
     ConfigFiles,
+    GraderName,
     Mlflow,
     RunsDir,
     SamplerName,
@@ -20,7 +21,7 @@ from bandpo_cli.cli.options import (
     check_choice,
     refuse_with,
 )
-from bandpo_cli.registries import GRADERS, tasks_text
+from bandpo_cli.registries import tasks_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,14 +117,7 @@ def evaluate(
         int | None,
         typer.Option(metavar="SEED", help="Seed of the sampling.", show_default="the run's, else 0"),
     ] = None,
-    grader: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Grader: {GRADERS.names_text()}.",
-            show_default="the one of the data",
-        ),
-    ] = None,
+    grader: GraderName = None,
     legacy_best_at_k: Annotated[
         bool,
         typer.Option(

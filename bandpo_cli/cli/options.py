@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.registries import ENGINES
+from bandpo_cli.registries import ENGINES, GRADERS
 
 RUNS = Path("runs")
 
@@ -28,6 +28,10 @@ Assignments = Annotated[
 ]
 SamplerName = Annotated[
     str | None, typer.Option(metavar="ENGINE", help=f"auto, {ENGINES.names_text()}.", show_default="auto")
+]
+GraderName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help=f"Grader: {GRADERS.names_text()}.", show_default="the one of the data"),
 ]
 RunsDir = Annotated[
     Path,

@@ -13,6 +13,7 @@ from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
     ConfigFiles,
+    GraderName,
     Mlflow,
     RunsDir,
     SamplerName,
@@ -71,6 +72,7 @@ def train(
             show_default="countdown",
         ),
     ] = None,
+    grader: GraderName = None,
     lr: Annotated[
         float | None,
         typer.Option(
@@ -136,6 +138,7 @@ def train(
         ("bounds", "divergence"): divergence,
         ("bounds", "delta"): delta,
         ("model", "path"): model,
+        ("task", "grader"): grader,
         ("optim", "lr"): lr,
         ("sampling", "max_tokens"): max_tokens,
         ("sampling", "engine"): sampler,

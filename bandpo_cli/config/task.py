@@ -16,7 +16,7 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TASKS, generated_tasks, load_attribute, task_kind
 
-TEMPLATES = ("answer-line", "boxed", "plain")
+TEMPLATES = ("answer-line", "boxed", "hashes", "plain")
 """The templates of the user message that have a name; any other value is the template itself."""
 
 
@@ -75,14 +75,15 @@ class DataTask(TaskSettings):
     """Share of the training problems held out for evaluation where no evaluation set is named (chosen by a hash)."""
 
     template: Annotated[str, AfterValidator(check_template)] = "answer-line"
-    """The user message: `answer-line` (the paper's), `boxed`, `plain`, or a text of your own with {question}
-    in it. Sources with chat messages keep their messages unchanged."""
+    """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a text of
+    your own with {question} in it. Sources with chat messages keep their messages unchanged."""
 
     system: str | None = None
     """A system message before the user message."""
 
     grader: GraderName | None = None
-    """Grader of the answers: `math`, `number`, or your own as module:function. null: the grader of each source."""
+    """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
+    ..., or your own as module:function. null: the grader of each source."""
 
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {

@@ -32,7 +32,7 @@ _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
 _FREE_SPACES = re.compile(r"(?<![0-9 ]) ++|(?<! ) ++(?![0-9])")  # the space in "1 2" stays: it is not 12
 _REMARK = re.compile(r"[,;.]? (?i:because|since)(?![A-Za-z])| \((?P<text>[^()]*)\)$")
-_PROSE = re.compile(r"[A-Za-z]{3,} [A-Za-z]{2,}")
+_PROSE = re.compile(r"[A-Za-z]{3} [A-Za-z]{2}")
 _NOT_A_REMARK = re.compile(
     r"(?i)[\\^]|(?<![A-Za-z])(?:and|base|but|cosh?|else|exp|if|ln|log|minus|mod|modulo|nor|not|or|otherwise|over|pi"
     r"|plus|sinh?|sqrt|tanh?|times|unless)(?![A-Za-z])"

@@ -37,7 +37,7 @@ _NAMES = (
 )
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}")
-_BASE = re.compile(r"[0-9]\s*_\s*\{?\s*([0-9]+)")
+_BASE = re.compile(r"[0-9]\s*+_\s*+(?:\{\s*+)?([0-9]++)")
 _TOLERANCE = 1e-5
 """Relative difference from which two values count as different."""
 _TEST_POINTS = (0.5, 1.3)

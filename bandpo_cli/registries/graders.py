@@ -16,11 +16,13 @@ class GraderEntry(Entry):
             takes unbounded time to grade.
         worker: the function that a worker process runs on these arguments; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
+        templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
     """
 
     first_stage: str
     worker: str | None = None
     vote: str = "bandpo_cli.grading.answers:vote_expression"
+    templates: tuple[str, ...] = ()
 
 
 # fmt: off
@@ -33,5 +35,17 @@ GRADERS = Registry("grader", [
     GraderEntry("countdown", "value of an arithmetic expression that uses each given number once",
                 first_stage="bandpo_cli.grading.countdown:grade_countdown",
                 vote="bandpo_cli.grading.answers:vote_countdown"),
+    GraderEntry("math-dapo", "verl's and the paper's: text of the last line `Answer: ...`, normalised",
+                first_stage="bandpo_cli.grading.verl_graders:grade_math_dapo",
+                vote="bandpo_cli.grading.verl_graders:vote_math_dapo", templates=("answer-line",)),
+    GraderEntry("math-dapo-boxed", "verl's from 0.9.1 on: `math-dapo`, else the last box",
+                first_stage="bandpo_cli.grading.verl_graders:grade_math_dapo_boxed",
+                vote="bandpo_cli.grading.verl_graders:vote_math_dapo_boxed", templates=("answer-line", "boxed")),
+    GraderEntry("gsm8k", "verl's: number after the last `#### `",
+                first_stage="bandpo_cli.grading.verl_graders:grade_gsm8k",
+                vote="bandpo_cli.grading.verl_graders:vote_gsm8k", templates=("hashes",)),
+    GraderEntry("gsm8k-flexible", "verl's: last number of the text",
+                first_stage="bandpo_cli.grading.verl_graders:grade_gsm8k_flexible",
+                vote="bandpo_cli.grading.verl_graders:vote_gsm8k_flexible"),
 ], custom="your own as module:function")
 # fmt: on

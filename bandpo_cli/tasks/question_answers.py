@@ -10,8 +10,9 @@ from functools import cached_property
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import DATASETS
+from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.questions import (
+    TEMPLATES,
     LoadedQuestions,
     Question,
     build_prompt,
@@ -158,6 +159,8 @@ class QuestionAnswerTask:
             self._notes.append(
                 f"{loaded.label}: has chat messages; task.template and task.system do not apply"
             )
+        elif unread := _unread_form(self._config.template, loaded.questions[0].grader):
+            self._notes.append(f"{loaded.label}, {purpose}: {unread}")
 
 
 def _default_train(config: DataTask) -> tuple[Source, ...]:
@@ -183,6 +186,17 @@ def _default_heldout(config: DataTask) -> tuple[Source, ...]:
 
 def _count_problems(count: int, purpose: str = "") -> str:
     return f"{count:,} {purpose} problem{'' if count == 1 else 's'}".replace("  ", " ")
+
+
+def _unread_form(template: str, grader: str) -> str | None:
+    """Return a note if a known template asks for a form of the answer that a known grader does not read."""
+    readable = GRADERS[grader].templates if grader in GRADERS else ()
+    if not readable or template not in TEMPLATES or template in ("plain", *readable):
+        return None
+    return (
+        f"the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
+        f"use task.template = {' or '.join(readable)}"
+    )
 
 
 def _check_labels(part: str, sources: Iterable[Source]) -> None:

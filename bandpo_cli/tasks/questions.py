@@ -43,6 +43,8 @@ TEMPLATES = {
     "{question}\n\n"
     'Remember to put your answer on its own line after "Answer:".',
     "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # verl's prompt for GSM8K.
+    "hashes": '{question} Let\'s think step by step and output the final answer after "####".',
     "plain": "{question}",
 }
 """The known user messages by name. The slot is replaced literally, because questions contain many braces."""

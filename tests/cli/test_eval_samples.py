@@ -72,6 +72,27 @@ def test_no_model_is_loaded(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
 
 
+@pytest.mark.parametrize(
+    ("grader", "correct", "votes"),
+    [
+        ("math", 4, ["2", "2", "2", "2"]),
+        ("math-dapo", 1, ["2", "2.", None, None]),
+        ("math-dapo-boxed", 2, ["2", "2.", "2", None]),
+        ("gsm8k", 1, [None, None, None, "2"]),
+        ("gsm8k-flexible", 3, ["2", "2.", "2", "2"]),
+    ],
+)
+def test_each_grader_grades_stored_completions(
+    tmp_path: Path, grader: str, correct: int, votes: list[str | None]
+) -> None:
+    completions = ["Answer: 2", "Answer: 2.", "\\boxed{2}", "it is\n#### 2"]
+    path = write_jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": "2", "completions": completions})
+    succeed("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
+    samples = samples_of(tmp_path / "runs" / "a")
+    assert samples["accuracy"].sum() == correct
+    assert [None if pd.isna(answer) else answer for answer in samples["answer"]] == votes
+
+
 def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
     """By hand: 2 of 3 correct, 0 of 1, 1 of 1; k is at most the smallest count, and there are no token counts."""
     rows = [

@@ -145,6 +145,20 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_grader_of_all_answers(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}?", "answer": n}) + "\n" for n in range(99))
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    arguments = ["train", "--task", "a.jsonl", "--model", "model", "--dry-run"]
+    done = bandpo(*arguments, "--grader", "math-dapo", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert "  grader: math-dapo\n" in done.stdout
+    done = bandpo(*arguments, "--grader", "gsm8k-strict", cwd=tmp_path, code=WITHOUT_TORCH)
+    assert done.returncode == 2
+    assert "did you mean 'gsm8k'?" in done.stderr
+
+
 def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:
     done = bandpo("train", "--method", "clip", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

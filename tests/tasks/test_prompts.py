@@ -30,6 +30,12 @@ def test_boxed_plain_and_a_system_message() -> None:
     assert build_prompt("q", "plain") == (Message("user", "q"),)
 
 
+def test_hashes_is_the_prompt_of_verl_for_gsm8k() -> None:
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    assert build_prompt("q", "hashes") == (Message("user", f"q {instruction}"),)
+    assert build_prompt(f"q {instruction}", "boxed") == build_prompt("q", "boxed")
+
+
 def test_custom_template_is_filled_literally() -> None:
     (message,) = build_prompt("{x} \\1 {question} %s", "<{a}> {question} {0} %d")
     assert message.content == "<{a}> {x} \\1 {question} %s {0} %d"

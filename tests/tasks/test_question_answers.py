@@ -13,8 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.question_answers import QuestionAnswerTask
 from bandpo_cli.types import Message, Problem
@@ -269,3 +272,59 @@ def test_import_loads_no_heavy_package() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "transformers", "numpy", "pandas", "datasets", "pyarrow", "mlflow"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.train_split])
+def test_one_grader_for_a_known_data_set_and_its_evaluation_sets(tmp_path: Path, name: str) -> None:
+    """`task.grader` applies to every source, and the references are in the form that the paper's grader compares."""
+    sources = {}
+    for each in (name, *DATASETS[name].evaluation):
+        known = DATASETS[each]
+        row = {known.question: f"One of {each}?", known.answer: "It is 27.\n#### 27.0", "level": "Level 1"}
+        sources[each] = {"name": each, "path": jsonl(tmp_path / f"{each}.jsonl", [row])}
+    train = {
+        **sources[name],
+        "path": jsonl(tmp_path / "train.jsonl", [{**row, "problem": "?", "prompt": "?"}]),
+    }
+    if DATASETS[name].question == "question":
+        train["path"] = jsonl(tmp_path / "train.jsonl", [{**row, "question": "Another?"}])
+    heldout = [sources[each] for each in DATASETS[name].evaluation]
+    task = data_task(train, heldout, name=name, grader="math-dapo")
+    problems = [*task.train_problems(), *(each for set_ in task.heldout_sets().values() for each in set_)]
+    assert len(problems) == 1 + len(DATASETS[name].evaluation)
+    with GraderPool(GradingConfig()) as pool:
+        assert [grade.verdict for grade in pool.grade(problems, ["Answer: 27"] * len(problems))] == [
+            "correct"
+        ] * len(problems)
+
+
+@pytest.mark.parametrize(
+    ("grader", "template", "use"),
+    [
+        ("gsm8k", "answer-line", "hashes"),
+        ("math-dapo", "boxed", "answer-line"),
+        ("math-dapo-boxed", "hashes", "answer-line or boxed"),
+        ("math-dapo", "answer-line", None),
+        ("gsm8k", "plain", None),
+        ("gsm8k", "{question} ####", None),
+        ("gsm8k-flexible", "boxed", None),
+        ("math", "hashes", None),
+        ("my.module:judge", "boxed", None),
+    ],
+)
+def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(
+    tmp_path: Path, grader: str, template: str, use: str | None
+) -> None:
+    train, heldout = jsonl(tmp_path / "x.jsonl", rows(1, 2)), jsonl(tmp_path / "y.jsonl", rows(2, 3))
+    task = data_task(train, heldout, grader=grader, template=template)
+    assert task.train_problems()
+    found = [note for note in task.notes() if "does not read" in note]
+    assert found == (
+        []
+        if use is None
+        else [
+            f"{source}: the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
+            f"use task.template = {use}"
+            for source in ("y, evaluation", "x, training")
+        ]
+    )

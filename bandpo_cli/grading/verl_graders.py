@@ -1,0 +1,194 @@
+r"""Graders of verl: `math-dapo`, `math-dapo-boxed`, `gsm8k` and `gsm8k-flexible`.
+
+An answer is correct here exactly when verl gives it the full score, so that an accuracy can be compared with those
+of verl's users. The rules are those of `verl/utils/reward_score/math_dapo.py` and `gsm8k.py`; that of arXiv 2603.04918
+is `math-dapo`. They compare texts, not values: no rule here is to be improved. `tests/integrations` compares them with
+verl itself.
+
+Only the end of a completion is read, so that the work per answer is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+
+from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
+
+TAIL_CHARS = 300
+"""Number of characters at the end of a completion that are read."""
+
+BOX_TAIL_CHARS = 100
+"""Number of characters at the end of a completion in which `math-dapo-boxed` reads a box."""
+
+MAX_REFERENCE_CHARS = 1000
+"""Maximal length of a reference of `math-dapo`, which bounds the work per answer."""
+
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_BOX = r"\boxed{"
+_BRACE = re.compile(r"[{}]")
+
+# The normalisation of Minerva (arXiv 2206.14858, appendix D) as verl has it. The order counts: every replacement acts
+# on the result of those before it, also within words ("than 5" becomes "th5").
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
+_REMOVED_WORDS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
+    "pounds meters meals edges students childrentickets multiples"
+)
+_REMOVED = (
+    *_REMOVED_WORDS.split(),
+    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
+    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+_FORMULA = re.compile(r"^[^$\n]*\$([^$\n]*)\$.*", re.MULTILINE)  # the first $...$ stands for its line
+_WRAPPERS = tuple(re.compile(rf"\\{command}\{{([^}}\n]*)\}}") for command in ("text", "textbf", "overline"))
+_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_SHORT_FRACTION = re.compile(r"frac([^{])(.)")  # \frac12 is \frac{1}{2}
+_SHORT_ROOT = re.compile(r"sqrt([^{])")
+
+_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]+")
+_DIGIT = re.compile(r"[0-9]")
+
+
+def grade_math_dapo(problem: Problem, text: str) -> Grade:
+    """Compare the last `Answer: ...` line of a completion with the reference, both normalised, as texts.
+
+    Raises:
+        ValueError: If the reference has more than `MAX_REFERENCE_CHARS` characters.
+    """
+    return _compare(vote_math_dapo(text), _normalized_reference(problem))
+
+
+def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
+    r"""Grade like `grade_math_dapo`; without an `Answer: ...` line, the last `\boxed{...}` must be the reference.
+
+    The content of the box and the reference are compared unchanged.
+
+    Raises:
+        ValueError: If the reference has more than `MAX_REFERENCE_CHARS` characters.
+    """
+    if _answer_line(text) is None:
+        return _compare(_last_box(text), problem.answer)
+    return grade_math_dapo(problem, text)
+
+
+def grade_gsm8k(problem: Problem, text: str) -> Grade:
+    """Compare the number after the last `#### ` of a completion with the reference, without commas, as texts.
+
+    Raises:
+        ValueError: If the reference is not a number in decimal digits.
+    """
+    return _compare(vote_gsm8k(text), _digits_of_reference(problem))
+
+
+def grade_gsm8k_flexible(problem: Problem, text: str) -> Grade:
+    """Compare the last number of a completion with the reference as texts. Commas of the completion are compared too.
+
+    Raises:
+        ValueError: If the reference is not a number in decimal digits.
+    """
+    return _compare(vote_gsm8k_flexible(text), _digits_of_reference(problem))
+
+
+def vote_math_dapo(text: str) -> str | None:
+    """Return the normalised answer of the last `Answer: ...` line; None if there is none."""
+    answer = _answer_line(text)
+    return None if answer is None else normalize(answer)
+
+
+def vote_math_dapo_boxed(text: str) -> str | None:
+    r"""Return the vote for `math-dapo`; without an `Answer: ...` line, the content of the last `\boxed{...}`."""
+    return _last_box(text) if _answer_line(text) is None else vote_math_dapo(text)
+
+
+def vote_gsm8k(text: str) -> str | None:
+    """Return the number after the last `#### `, without commas; None if there is none."""
+    numbers = _HASHES.findall(text[-TAIL_CHARS:])
+    return _with_digit(numbers[-1].replace(",", "")) if numbers else None
+
+
+def vote_gsm8k_flexible(text: str) -> str | None:
+    """Return the last number; None if there is none. Like verl, read "18, or" as "18," and "It is 18." as "18."."""
+    numbers = [number for number in _NUMBER.findall(text[-TAIL_CHARS:]) if number != "."]
+    return _with_digit(numbers[-1]) if numbers else None
+
+
+def normalize(answer: str) -> str:
+    r"""Return verl's normal form of an answer or a reference of `math-dapo`.
+
+    Of an equation, the right-hand side stays. Some articles, units, fonts and LaTeX spaces and all dollar signs are
+    removed, `\frac12` becomes `\frac{1}{2}`, and a text of digits and commas loses its commas. The time is quadratic
+    in the length at worst.
+    """
+    text = answer.rpartition("=")[2]
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    text = _FORMULA.sub(r"$\1$", text)
+    for wrapper in _WRAPPERS:
+        text = wrapper.sub(r"\1", text)
+    text = _BOXED.sub(r"\1", text)
+    text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
+    text = _SHORT_ROOT.sub(r"sqrt{\1}", text)
+    text = text.replace("$", "")
+    digits = text.replace(",", "")
+    return (digits if digits.isdigit() else text).strip()
+
+
+def _compare(answer: str | None, reference: str) -> Grade:
+    """Return the grade of an answer: malformed if there is none, or an empty one that is not the reference."""
+    if answer is not None and answer == reference:
+        return CORRECT
+    return WRONG if answer else MALFORMED
+
+
+def _answer_line(text: str) -> str | None:
+    """Return what follows the last `Answer:` on its line, or on the next line that is not empty."""
+    lines = _ANSWER_LINE.findall(text[-TAIL_CHARS:])
+    return lines[-1] if lines else None
+
+
+def _last_box(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}`; None if there is none or it is not closed."""
+    tail = text[-BOX_TAIL_CHARS:]
+    _, box, content = tail.rpartition(_BOX)
+    depth = 1
+    for brace in _BRACE.finditer(content if box else ""):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return content[: brace.start()]
+    return None
+
+
+def _normalized_reference(problem: Problem) -> str:
+    if len(problem.answer) > MAX_REFERENCE_CHARS:
+        raise ValueError(
+            f"its answer has more than {MAX_REFERENCE_CHARS:,} characters; use the grader 'math'"
+        )
+    return normalize(problem.answer)
+
+
+def _digits_of_reference(problem: Problem) -> str:
+    """Return the reference without commas, as verl stores those of GSM8K."""
+    if not _NUMBER.fullmatch(problem.answer) or not _DIGIT.search(problem.answer):
+        raise ValueError(
+            f"its answer {problem.answer!r:.60} is not a number in digits; use the grader 'math'"
+        )
+    return problem.answer.replace(",", "")
+
+
+def _with_digit(number: str) -> str | None:
+    """Return `number`; None if it is punctuation only, which verl's patterns read as a number."""
+    return number if _DIGIT.search(number) else None

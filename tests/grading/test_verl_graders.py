@@ -1,0 +1,245 @@
+r"""Graders of verl: verdicts computed by hand from the rules of `math_dapo.py` and `gsm8k.py` in verl.
+
+`tests/integrations` compares the same graders with verl itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.task import TEMPLATES
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.grading.verl_graders import (
+    grade_gsm8k,
+    grade_gsm8k_flexible,
+    grade_math_dapo,
+    grade_math_dapo_boxed,
+    normalize,
+)
+from bandpo_cli.registries import GRADERS
+from bandpo_cli.types import Problem
+
+GRADE = {
+    "math-dapo": grade_math_dapo,
+    "math-dapo-boxed": grade_math_dapo_boxed,
+    "gsm8k": grade_gsm8k,
+    "gsm8k-flexible": grade_gsm8k_flexible,
+}
+
+
+def verdict(grader: str, text: str, reference: str = "18") -> str:
+    return GRADE[grader](Problem("p", "?", reference, "s", grader), text).verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Answer: 18", "correct"),
+        ("answer :  18", "correct"),
+        ("ANSWER:\n\n18", "correct"),  # the answer may be on a later line
+        ("Answer: 17\nAnswer: 18", "correct"),
+        ("Answer: 18\nAnswer: 17", "wrong"),
+        ("Answer: 18\n\nExplanation: 9 * 2", "correct"),
+        ("Answer: 9 * 2 = 18", "correct"),  # the right-hand side of an equation
+        ("Answer: 18 dollars", "correct"),
+        ("Answer: 18 dollars per day.", "wrong"),  # "18perday."
+        ("Answer: 18.", "wrong"),
+        ("Answer: $18.$", "correct"),
+        ("Answer: $18 because 9 * 2 = 18", "correct"),
+        ("Answer: 18 (nine eggs at $2 each)", "wrong"),
+        ("Answer: the price is $18$ in all", "correct"),  # the formula stands for its line
+        ("Answer: $18$ or $17$", "correct"),  # and the first one counts
+        ("Answer: \\$18", "correct"),
+        ("Answer: \\boxed{18}", "correct"),
+        ("**Answer:** $\\boxed{18}$ eggs", "correct"),
+        ("**Answer:** 18", "wrong"),  # "**18"
+        ("Answer: eighteen", "wrong"),
+        ("Answer: 18 Answer: 18", "wrong"),  # one line is one answer
+        ("答案:18", "malformed"),
+        ("Answer：18", "malformed"),  # a full-width colon
+        ("The answer is 18.", "malformed"),
+        ("#### 18", "malformed"),
+        ("\\boxed{18}", "malformed"),
+        ("Answer:", "malformed"),
+        ("Answer: $$", "malformed"),
+        ("", "malformed"),
+        ("Answer: 18" + " " * 290, "correct"),  # 300 characters
+        ("Answer: 18" + " " * 291, "malformed"),
+    ],
+)
+def test_math_dapo_reads_the_last_answer_line(text: str, expected: str) -> None:
+    assert verdict("math-dapo", text) == expected
+    without_fallback = expected if text != "\\boxed{18}" else "correct"
+    assert verdict("math-dapo-boxed", text) == without_fallback
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("1,234", "1234"),
+        ("1{,}234", "1234"),
+        ("\\frac12", "\\frac{1}{2}"),
+        ("\\sqrt2", "\\sqrt{2}"),
+        ("90^\\circ", "90"),
+        ("5\\text{ cm}", "5"),
+        ("\\text{Monday}", "Monday"),
+        ("\\textbf{(C)}", "(C)"),
+        ("x = 5", "5"),
+        ("3 \\text{ and } 4", "34"),  # "and" becomes a comma, which is taken for a thousands separator
+        ("an apple", "apple"),
+        ("12 \\mbox{ inches}", "12"),
+    ],
+)
+def test_answer_and_reference_have_the_same_normal_form(answer: str, reference: str) -> None:
+    assert verdict("math-dapo", f"Answer: {answer}", reference) == "correct"
+    assert verdict("math-dapo", f"Answer: {reference}", answer) == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("0.5", "\\frac{1}{2}"),
+        ("18.0", "18"),
+        ("\\dfrac{1}{2}", "\\frac{1}{2}"),
+        ("1,2", "1, 3"),
+        ("1,234.5", "1234.5"),
+        ("2^{10}", "1024"),
+        ("monday", "Monday"),
+    ],
+)
+def test_math_dapo_compares_texts_and_not_values(answer: str, reference: str) -> None:
+    assert verdict("math-dapo", f"Answer: {answer}", reference) == "wrong"
+
+
+def test_replacements_act_one_after_the_other() -> None:
+    assert normalize("than 5 degrees") == "th5"
+    assert normalize("a \\text{ m}") == ""
+    assert normalize("$1$, $2$") == "1"
+    assert normalize("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
+    assert normalize("fraction") == "frac{t}{i}on"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("So it is \\boxed{18}.", "correct"),
+        ("\\boxed{17} no, \\boxed{18}", "correct"),
+        ("\\boxed{\\frac{1}{2}}", "wrong"),
+        ("\\boxed{18 }", "wrong"),  # the content is compared unchanged
+        ("\\boxed{18", "malformed"),
+        ("\\boxed{}", "malformed"),
+        ("\\boxed 18", "malformed"),
+        ("\\boxed{18}" + "." * 90, "correct"),  # 100 characters
+        ("\\boxed{18}" + "." * 91, "malformed"),
+        ("\\boxed{18}\nAnswer: 17", "wrong"),  # an answer line has priority
+        ("Answer: 17\n\\boxed{18}", "wrong"),
+    ],
+)
+def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line(text: str, expected: str) -> None:
+    assert verdict("math-dapo-boxed", text) == expected
+
+
+def test_math_dapo_boxed_compares_the_box_with_the_unchanged_reference() -> None:
+    assert verdict("math-dapo-boxed", "\\boxed{\\frac{1}{2}}", "\\frac{1}{2}") == "correct"
+    assert verdict("math-dapo-boxed", "\\boxed{1,234}", "1,234") == "correct"
+    assert verdict("math-dapo-boxed", "\\boxed{1234}", "1,234") == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("#### 18", "correct", "correct"),
+        ("#### 18 dollars at the farmers' market", "correct", "correct"),
+        ("#### 17\n#### 18", "correct", "correct"),
+        ("#### 18\nThat is 2 per egg", "correct", "wrong"),
+        ("#### 18.", "wrong", "wrong"),  # "18."
+        ("#### 18.0", "wrong", "wrong"),
+        ("#### -18", "wrong", "wrong"),
+        ("#### $18", "malformed", "correct"),
+        ("####18", "malformed", "correct"),
+        ("#### eighteen", "malformed", "malformed"),
+        ("#### ...", "malformed", "malformed"),
+        ("It costs 18 dollars.", "malformed", "correct"),  # the full stop alone is no number
+        ("It costs 18.", "malformed", "wrong"),
+        ("18, I think", "malformed", "wrong"),  # "18,"
+        ("18 or so, I think", "malformed", "malformed"),  # the last match is the comma
+        ("I do not know.", "malformed", "malformed"),
+        ("", "malformed", "malformed"),
+        ("#### 18" + " " * 293, "correct", "correct"),  # 300 characters
+        ("#### 18" + " " * 294, "malformed", "correct"),
+        ("18" + " " * 300, "malformed", "malformed"),
+    ],
+)
+def test_gsm8k_reads_the_last_hashes_or_the_last_number(text: str, strict: str, flexible: str) -> None:
+    assert (verdict("gsm8k", text), verdict("gsm8k-flexible", text)) == (strict, flexible)
+
+
+def test_commas_are_removed_from_references_and_after_hashes_only() -> None:
+    assert verdict("gsm8k", "#### 1,234", "1234") == "correct"
+    assert verdict("gsm8k", "#### 1,234", "1,234") == "correct"
+    assert verdict("gsm8k", "#### 1234", "1,234") == "correct"
+    assert verdict("gsm8k-flexible", "1234", "1,234") == "correct"
+    assert verdict("gsm8k-flexible", "1,234", "1234") == "wrong"
+
+
+@pytest.mark.parametrize("grader", ["gsm8k", "gsm8k-flexible"])
+@pytest.mark.parametrize("reference", ["\\frac{1}{2}", "eighteen", "...", "$18", ""])
+def test_a_reference_that_no_answer_can_equal_is_a_grader_error(grader: str, reference: str) -> None:
+    problem = Problem("p", "?", reference, "s", grader)
+    with GraderPool(GradingConfig()) as pool:
+        (grade,) = pool.grade([problem], [f"#### {reference}"])
+        assert grade.verdict == "grader-error"
+        assert "use the grader 'math'" in pool.errors[grader]
+
+
+def test_a_reference_of_more_than_a_thousand_characters_is_a_grader_error() -> None:
+    assert verdict("math-dapo", "Answer: 18", "1" * 1000) == "wrong"
+    with pytest.raises(ValueError, match="more than 1,000 characters"):
+        verdict("math-dapo", "Answer: 18", "1" * 1001)
+
+
+@pytest.mark.parametrize(
+    ("grader", "text", "vote"),
+    [
+        ("math-dapo", "Answer: $x = 1,234$ dollars", "1234"),
+        ("math-dapo", "\\boxed{5}", None),
+        ("math-dapo", "Answer: $$", None),
+        ("math-dapo-boxed", "\\boxed{5}", "5"),
+        ("math-dapo-boxed", "\\boxed{5}\nAnswer: 6", "6"),
+        ("gsm8k", "9 eggs\n#### 1,234 dollars", "1234"),
+        ("gsm8k", "1,234", None),
+        ("gsm8k-flexible", "9 eggs, 1,234 dollars.", "1,234"),
+        ("gsm8k-flexible", "nothing, really.", None),
+    ],
+)
+def test_vote_is_the_text_that_is_compared(grader: str, text: str, vote: str | None) -> None:
+    assert (voted_answer(text, grader) or None) == vote
+
+
+@pytest.mark.parametrize("grader", GRADE)
+@pytest.mark.parametrize(
+    "unit",
+    ["Answer:", "Answer: $", "\\boxed{", "\\text{", "#### ", "1,", "frac", "{", "\n", "-", "．", "\ud800"],
+)
+def test_only_the_last_300_characters_are_graded(grader: str, unit: str) -> None:
+    """Repeated to 10 million characters, so that a pattern that reads more of them does not end."""
+    tail = (unit * 300)[-290:] + "\nAnswer: 7"
+    assert len(tail) == 300
+    text = unit * (10**7 // len(unit)) + tail
+    for reference in ("7", "18"):
+        assert verdict(grader, text, reference) == verdict(grader, tail, reference)
+    assert voted_answer(text, grader) == voted_answer(tail, grader)
+
+
+@pytest.mark.parametrize("unit", ["Answer:", "$", "\\boxed{", "\\text{", "frac", "sqrt", "{", "}", "\n", "="])
+def test_longest_references_are_normalised(unit: str) -> None:
+    reference = unit * (1000 // len(unit))
+    assert verdict("math-dapo", "Answer: 18", reference) == "wrong"
+    assert normalize(reference) == normalize(f" {reference} ")
+
+
+@pytest.mark.parametrize("name", GRADERS)
+def test_templates_of_a_grader_exist(name: str) -> None:
+    assert set(GRADERS[name].templates) <= set(TEMPLATES)
