@@ -51,8 +51,13 @@ _REMOVED = (
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
 _FORMULA = re.compile(r"^[^$\n]*\$([^$\n]*)\$.*", re.MULTILINE)  # the first $...$ stands for its line
-_WRAPPERS = tuple(re.compile(rf"\\{command}\{{([^}}\n]*)\}}") for command in ("text", "textbf", "overline"))
-_BOXED = re.compile(r"\\boxed\{(.*)\}")
+# Without a closing brace the rest of the line is matched too, without a group: nothing in it can match either.
+_WRAPPERS = (
+    re.compile(r"\\text\{(?:([^}\n]*+)\}|[^}\n]*+)"),
+    re.compile(r"\\textbf\{(?:([^}\n]*+)\}|[^}\n]*+)"),
+    re.compile(r"\\overline\{(?:([^}\n]*+)\}|[^}\n]*+)"),
+)
+_BOXED = re.compile(r"\\boxed\{(?:([^\n]*)\}|[^\n]*+)")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")  # \frac12 is \frac{1}{2}
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
@@ -128,8 +133,7 @@ def normalize(answer: str) -> str:
     r"""Return verl's normal form of an answer or a reference of `math-dapo`.
 
     Of an equation, the right-hand side stays. Some articles, units, fonts and LaTeX spaces and all dollar signs are
-    removed, `\frac12` becomes `\frac{1}{2}`, and a text of digits and commas loses its commas. The time is quadratic
-    in the length at worst.
+    removed, `\frac12` becomes `\frac{1}{2}`, and a text of digits and commas loses its commas.
     """
     text = answer.rpartition("=")[2]
     for old, new in _REPLACED:
@@ -138,8 +142,8 @@ def normalize(answer: str) -> str:
         text = text.replace(removed, "")
     text = _FORMULA.sub(r"$\1$", text)
     for wrapper in _WRAPPERS:
-        text = wrapper.sub(r"\1", text)
-    text = _BOXED.sub(r"\1", text)
+        text = wrapper.sub(_content, text)
+    text = _BOXED.sub(_content, text)
     text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"sqrt{\1}", text)
     text = text.replace("$", "")
@@ -152,6 +156,11 @@ def _compare(answer: str | None, reference: str) -> Grade:
     if answer is not None and answer == reference:
         return CORRECT
     return WRONG if answer else MALFORMED
+
+
+def _content(match: re.Match[str]) -> str:
+    """Return the group of a match; all of the match where it has none."""
+    return match[0] if match[1] is None else match[1]
 
 
 def _answer_line(text: str) -> str | None:
