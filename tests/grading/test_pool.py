@@ -329,7 +329,7 @@ def test_workers_exit_with_their_parent(
         ("dying_grader:judge", "its process ended with exit code 7 while importing"),
         (
             "maths",
-            r"none of that name \(did you mean 'math'\?\); known: math, number, countdown, or your own",
+            r"none of that name \(did you mean 'math'\?\); known: math, number, countdown, .*, or your own as module",
         ),
     ],
 )
