@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.registries import ENGINES
+from bandpo_cli.registries import ENGINES, split_member
 
 RUNS = Path("runs")
 
@@ -42,6 +42,19 @@ Mlflow = Annotated[
     typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
 ]
 TableOrJson = Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")]
+
+
+def print_members(tasks: list[str] | None) -> list[str] | None:
+    """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
+    for task, member in filter(None, map(split_member, tasks or [])):
+        if member == "list":
+            from bandpo_cli.config.task import describe_members
+
+            found = describe_members(task)
+            width = max(map(len, found))
+            typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in found.items()))
+            raise typer.Exit
+    return tasks
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:

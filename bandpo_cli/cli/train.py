@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, Mlflow, RunsDir, SamplerName, TrackingUri
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    Mlflow,
+    RunsDir,
+    SamplerName,
+    TrackingUri,
+    print_members,
+)
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, tasks_text
 
@@ -41,9 +50,10 @@ def train(
         str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
     ] = None,
     task: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
+            callback=print_members,
             help=f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and "
             "answers.",
             show_default="countdown",
@@ -88,7 +98,7 @@ def train(
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
     from bandpo_cli.config.layers import flag_layer, read_assignments, read_layer, resolve
-    from bandpo_cli.config.task import task_from_argument
+    from bandpo_cli.config.task import task_from_arguments
 
     flags = {
         ("bounds", "method"): method,
@@ -101,7 +111,7 @@ def train(
         ("tracking", "uri"): tracking_uri,
         ("tracking", "mlflow"): mlflow,
     }
-    chosen_task = {} if task is None else {"task": task_from_argument(task)}
+    chosen_task = {"task": task_from_arguments(task)} if task else {}
     layers = [*map(read_layer, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
         if name is not None:

@@ -33,5 +33,8 @@ GRADERS = Registry("grader", [
     GraderEntry("countdown", "value of an arithmetic expression that uses each given number once",
                 first_stage="bandpo_cli.grading.countdown:grade_countdown",
                 vote="bandpo_cli.grading.answers:vote_countdown"),
+    GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
+                first_stage="bandpo_cli.grading.tagged:grade_tagged",
+                worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.tagged:vote_tagged"),
 ], custom="your own as module:function")
 # fmt: on
