@@ -19,6 +19,7 @@ from bandpo_cli.cli.options import (
     TableOrJson,
     TrackingUri,
     check_choice,
+    print_members,
     refuse_with,
 )
 from bandpo_cli.registries import tasks_text
@@ -63,6 +64,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
+            callback=print_members,
             help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
             show_default="the run's own sets",
         ),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.registries import ENGINES, GRADERS
+from bandpo_cli.registries import ENGINES, GRADERS, split_member
 
 RUNS = Path("runs")
 
@@ -72,6 +72,19 @@ def single(flag: str, kind: type = str) -> Callable[[str], Any]:
             raise UserError(f"{flag} {text}: {what} is expected") from None
 
     return parse
+
+
+def print_members(tasks: list[str] | None) -> list[str] | None:
+    """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
+    for task, member in filter(None, map(split_member, tasks or [])):
+        if member == "list":
+            from bandpo_cli.config.task import describe_members
+
+            found = describe_members(task)
+            width = max(map(len, found))
+            typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in found.items()))
+            raise typer.Exit
+    return tasks
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:

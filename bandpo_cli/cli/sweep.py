@@ -16,6 +16,7 @@ from bandpo_cli.cli.options import (
     RunsDir,
     SamplerName,
     TrackingUri,
+    print_members,
     refuse_with,
 )
 from bandpo_cli.errors import RunError, UserError
@@ -43,7 +44,10 @@ def sweep(
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Training task, the same for all runs.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE", callback=print_members, help="Training task, the same for all runs."
+        ),
     ] = None,
     lr: Annotated[str | None, typer.Option(metavar="R,R", help="Peak learning rates.")] = None,
     max_tokens: Annotated[
@@ -126,7 +130,7 @@ def sweep(
     """
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import flag_layer, read_assignments
-    from bandpo_cli.config.task import task_from_argument
+    from bandpo_cli.config.task import task_from_arguments
     from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
 
@@ -152,7 +156,7 @@ def sweep(
     )
     layers = [
         *map(read_config, config or []),
-        {} if task is None else {"task": task_from_argument(task)},
+        {"task": task_from_arguments(task)} if task else {},
         fixed,
         read_assignments(set_ or []),
     ]

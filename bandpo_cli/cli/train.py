@@ -18,6 +18,7 @@ from bandpo_cli.cli.options import (
     RunsDir,
     SamplerName,
     TrackingUri,
+    print_members,
     single,
 )
 from bandpo_cli.errors import UserError
@@ -64,9 +65,10 @@ def train(
         str | None, typer.Option(help="Hugging Face folder or hub id.", show_default="the embedded model")
     ] = None,
     task: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
+            callback=print_members,
             help=f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and "
             "answers.",
             show_default="countdown",
@@ -131,7 +133,7 @@ def train(
     """
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import flag_layer, read_assignments, resolve
-    from bandpo_cli.config.task import task_from_argument
+    from bandpo_cli.config.task import task_from_arguments
 
     flags = {
         ("bounds", "method"): method,
@@ -147,7 +149,7 @@ def train(
         ("tracking", "uri"): tracking_uri,
         ("tracking", "mlflow"): mlflow,
     }
-    chosen_task = {} if task is None else {"task": task_from_argument(task)}
+    chosen_task = {"task": task_from_arguments(task)} if task else {}
     layers = [*map(read_config, config or []), chosen_task, flag_layer(flags), read_assignments(set_ or [])]
     if resume is not None:
         if name is not None:

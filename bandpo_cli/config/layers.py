@@ -156,6 +156,8 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
             merged[key] = value
         elif (choice := choice_of(field)) is not None:
             merged[key] = _merge_tagged(earlier if isinstance(earlier, dict) else {}, value, field, choice)
+        elif get_origin(field.annotation) is dict:
+            merged[key] = _merge_mappings(earlier, value)
         else:
             inner = _nested_section(field)
             mergeable = inner is not None and isinstance(earlier, dict)
@@ -207,6 +209,14 @@ def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: s
                 f"{where}: '{key}' has a plain value already; give it a value or keys below it, not both"
             )
     section[keys[-1]] = value
+
+
+def _merge_mappings(base: Any, over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `over` on top, key by key at every level."""
+    merged = dict(base) if isinstance(base, dict) else {}
+    for key, value in over.items():
+        merged[key] = _merge_mappings(merged.get(key), value) if isinstance(value, dict) else value
+    return merged
 
 
 def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice) -> dict[str, Any]:

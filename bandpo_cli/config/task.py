@@ -5,16 +5,26 @@ A new kind of task needs a class here, a class in `tasks` and an entry in `regis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, NonNegativeInt, PositiveInt
 
 from bandpo_cli.config.base import Choice, Section, check_known
 from bandpo_cli.config.data import FILE_SUFFIXES, GraderName, Sources
+from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import DATA_TASK, DATASETS, TASKS, generated_tasks, load_attribute, task_kind
+from bandpo_cli.registries import (
+    DATA_TASK,
+    DATASETS,
+    TASKS,
+    generated_tasks,
+    load_attribute,
+    split_member,
+    task_kind,
+)
 
 TEMPLATES = ("answer-line", "boxed", "hashes", "plain")
 """The templates of the user message that have a name; any other value is the template itself."""
@@ -28,6 +38,13 @@ def check_template(template: str) -> str:
         f"no template of that name{nearest(template, TEMPLATES)}; known: {', '.join(TEMPLATES)}, "
         "or a text of your own with {question} in it"
     )
+
+
+def check_slot(template: str) -> str:
+    """Return a template with {question} in it; raise ValueError for any other text."""
+    if "{question}" in template:
+        return template
+    raise ValueError("the template needs {question} in the place of the question")
 
 
 class TaskSettings(Section):
@@ -86,6 +103,42 @@ class DataTask(TaskSettings):
     ..., or your own as module:function. null: the grader of each source."""
 
 
+class ReasoningGymTask(TaskSettings):
+    """Problems from the generators of the library reasoning-gym, with the scores of the library.
+
+    The names of the generators and their options are checked when the problems are made, because that takes the
+    library, and a stored configuration can be read without it.
+    """
+
+    name: Literal["reasoning-gym"] = "reasoning-gym"
+
+    names: Annotated[tuple[str, ...], BeforeValidator(lambda names: _as_tuple(names))] = ()
+    """The generators, all mixed for training; each is a separate evaluation set, eval/<its name>/..."""
+
+    size: PositiveInt = 500
+    """Training problems of each generator. `size` in its `options` sets another number, and so its share."""
+
+    heldout_size: PositiveInt = 100
+    """Held-out problems of each generator."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the problems. It is not the seed of the run, so that runs with several seeds have the same problems."""
+
+    options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
+    """Options of the generators by name: {chain_sum: {max_terms: 3, size: 2000}}."""
+
+    system: str | None = "default"
+    """The system message: the name of one of the library's (default, simple, direct, DeepSeekZero, chain_of_draft), or
+    your own text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
+
+    template: Annotated[str, AfterValidator(check_slot)] = "{question}"
+    """The user message, with {question} in the place of the question."""
+
+
+def _as_tuple(names: Any) -> Any:
+    return (names,) if isinstance(names, str) else names
+
+
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024},
     "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
@@ -108,15 +161,29 @@ def _task_class(name: str) -> type[TaskSettings]:
 TASK_CHOICE = Choice(lambda: {name: _task_class(name) for name in task_names()}, "name")
 
 
-def task_from_argument(text: str) -> dict[str, Any]:
-    """Return `--task NAME|FILE` as a layer of the `task` section.
+def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `--task` as a layer of the `task` section.
 
-    A known name is the task; a data file is what the task `data` trains on. Anything else stays a name, and the
-    validation of the settings then reports it with the nearest known name.
+    A known name is the task; a data file is what the task `data` trains on; `TASK:MEMBER` is a member of a task, and
+    several of them are mixed. Anything else stays a name, and the validation of the settings then reports it with the
+    nearest known name.
 
     Raises:
-        ConfigError: the name is that of a data file, and there is no such file.
+        ConfigError: a data file does not exist, or there are several values that are not members of one task.
     """
+    members = [split_member(text) for text in texts]
+    tasks = {found[0] for found in members if found}
+    if None not in members and len(tasks) == 1:
+        return {"name": tasks.pop(), "names": [found[1] for found in members if found]}
+    if len(texts) == 1:
+        return _task_from_argument(texts[0])
+    raise ConfigError(
+        f"--task {' --task '.join(texts)}: one value, or several members of one task; mix data sets with task.train in "
+        "a config file"
+    )
+
+
+def _task_from_argument(text: str) -> dict[str, Any]:
     path = Path(text)
     if path.suffix.lower() in FILE_SUFFIXES and not path_exists(user_path(text)):
         folder = user_path(text).parent
@@ -135,3 +202,22 @@ def task_defaults(task: Any) -> dict[str, Any]:
     name = task.get("name", CountdownTask().name) if isinstance(task, dict) else CountdownTask().name
     entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
     return {} if entry is None or entry.defaults is None else dict(load_attribute(entry.defaults))
+
+
+def check_package(name: str) -> None:
+    """Raise ConfigError, with the command that installs it, if the optional package of a task is not installed."""
+    entry = TASKS[task_kind(name)]
+    if entry.package is not None and not is_installed(entry.package):
+        raise ConfigError(f"task {name}: the package {entry.package} is not installed; {entry.install}")
+
+
+def describe_members(name: str) -> dict[str, str]:
+    """Return a description of each member of a task that has members, by name.
+
+    Raises:
+        ConfigError: the package of the task is not installed.
+    """
+    check_package(name)
+    members = TASKS[name].members
+    assert members is not None, f"the task {name} has no members"
+    return dict(load_attribute(members)())

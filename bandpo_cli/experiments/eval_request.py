@@ -17,7 +17,7 @@ from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import DataTask, task_from_arguments
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.experiments.preflight import (
     ModelRef,
@@ -27,7 +27,7 @@ from bandpo_cli.experiments.preflight import (
     resolve_model,
 )
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import DATASETS, generated_tasks
+from bandpo_cli.registries import DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder
@@ -312,19 +312,16 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
     """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
 
     Raises:
-        ConfigError: there is no such task or file, or countdown is named together with others.
+        ConfigError: there is no such task or file, or a generated task is asked for with others.
     """
     if not tasks:
         return {}
     problems = {"evaluation": {"problems": None}}
-    for name in generated_tasks():
-        if name in tasks:
-            if len(tasks) > 1:
-                raise ConfigError(
-                    f"--task {name}: it needs a model of its own; evaluate it without other tasks"
-                )
-            same = own is not None and own.task.name == name
-            return problems | ({} if same else {"task": {"name": name}})
+    generated = [text for text in tasks if text in generated_tasks() or split_member(text)]
+    if generated:
+        if len(generated) < len(tasks):
+            raise ConfigError(f"--task {generated[0]}: evaluate it without other tasks")
+        return problems | {"task": task_from_arguments(tasks)}
     task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
     if own is not None and isinstance(own.task, DataTask):
         task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}

@@ -16,7 +16,15 @@ from bandpo_cli.registries.divergences import DIVERGENCES, DivergenceEntry
 from bandpo_cli.registries.engines import ENGINES, EngineEntry
 from bandpo_cli.registries.graders import GRADERS, GraderEntry
 from bandpo_cli.registries.methods import METHODS, MethodEntry
-from bandpo_cli.registries.tasks import DATA_TASK, TASKS, TaskEntry, generated_tasks, task_kind, tasks_text
+from bandpo_cli.registries.tasks import (
+    DATA_TASK,
+    TASKS,
+    TaskEntry,
+    generated_tasks,
+    split_member,
+    task_kind,
+    tasks_text,
+)
 
 __all__ = [
     "DATASETS",
@@ -38,6 +46,7 @@ __all__ = [
     "is_function_path",
     "load_attribute",
     "load_function",
+    "split_member",
     "task_kind",
     "tasks_text",
 ]

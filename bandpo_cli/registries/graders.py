@@ -47,5 +47,8 @@ GRADERS = Registry("grader", [
     GraderEntry("gsm8k-flexible", "verl's: last number of the text",
                 first_stage="bandpo_cli.grading.verl_graders:grade_gsm8k_flexible",
                 vote="bandpo_cli.grading.verl_graders:vote_gsm8k_flexible"),
+    GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
+                first_stage="bandpo_cli.grading.tagged:grade_tagged",
+                worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.tagged:vote_tagged"),
 ], custom="your own as module:function")
 # fmt: on

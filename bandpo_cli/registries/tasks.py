@@ -17,11 +17,18 @@ class TaskEntry(Entry):
         build: a function from these settings to a `tasks.base.Task`.
         defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
             nothing; None for the general ones.
+        members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
+            members, the setting `names`; None for a task that is one set of problems.
+        package: the optional package that the task needs; None for none.
+        install: how to install that package, for the error message.
     """
 
     settings: str
     build: str
     defaults: str | None = None
+    members: str | None = None
+    package: str | None = None
+    install: str = ""
 
 
 # fmt: off
@@ -35,6 +42,12 @@ TASKS = Registry("task", [
               settings="bandpo_cli.config.task:DataTask",
               build="bandpo_cli.tasks.question_answers:QuestionAnswerTask",
               defaults="bandpo_cli.config.task:LANGUAGE_MODEL_DEFAULTS"),
+    TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
+              settings="bandpo_cli.config.task:ReasoningGymTask",
+              build="bandpo_cli.tasks.reasoning_gym:ReasoningGym",
+              defaults="bandpo_cli.config.task:LANGUAGE_MODEL_DEFAULTS",
+              members="bandpo_cli.tasks.reasoning_gym:describe_generators",
+              package="reasoning_gym", install='pip install "bandpo[gym]"'),
 ])
 # fmt: on
 
@@ -49,6 +62,16 @@ def generated_tasks() -> list[str]:
     return [name for name in TASKS if name != DATA_TASK]
 
 
+def split_member(text: str) -> tuple[str, str] | None:
+    """Return the task and the member of `TASK:MEMBER`; None for any other text."""
+    task, colon, member = text.partition(":")
+    return (task, member) if colon and task in TASKS and TASKS[task].members else None
+
+
 def tasks_text() -> str:
     """Return what `--task` accepts beside files, for a help text."""
-    return f"{', '.join(generated_tasks())}, a known data set ({', '.join(DATASETS)})"
+    generated = [
+        f"{name}:NAME (repeatable; {name}:list prints the names)" if TASKS[name].members else name
+        for name in generated_tasks()
+    ]
+    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"

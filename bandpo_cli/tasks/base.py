@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.config.task import TaskSettings, check_package
 from bandpo_cli.registries import TASKS, load_attribute, task_kind
 from bandpo_cli.types import Problem
 
@@ -39,10 +39,11 @@ class Task(Protocol):
 
 
 def build_task(config: TaskSettings) -> Task:
-    """Return the task of these settings; raise ConfigError for settings that leave it no problems.
+    """Return the task of these settings; raise ConfigError if they leave it no problems, or its package is missing.
 
     Files and data sets are read when their problems are first needed, and raise ConfigError then.
     """
+    check_package(config.name)
     task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
     return task
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
-from bandpo_cli.config.task import DataTask, task_from_argument, task_names
+from bandpo_cli.config.task import DataTask, task_from_arguments, task_names
 from bandpo_cli.registries import DATASETS, GRADERS
 
 
@@ -73,7 +73,7 @@ def test_a_template_without_the_question_is_refused(template: str, part: str) ->
 
 @pytest.mark.parametrize("name", task_names())
 def test_a_task_name_as_argument(name: str) -> None:
-    assert task_from_argument(name) == {"name": name}
+    assert task_from_arguments([name]) == {"name": name}
 
 
 def test_a_file_as_argument_is_the_training_data_of_the_task_data(
@@ -83,9 +83,9 @@ def test_a_file_as_argument_is_the_training_data_of_the_task_data(
     monkeypatch.chdir(tmp_path)
     for ending in (*FILE_SUFFIXES, ".JSONL"):
         (tmp_path / f"a/x{ending}").touch()
-        assert task_from_argument(f"a/x{ending}") == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
-    assert task_from_argument(str(tmp_path)) == {"name": "data", "train": [{"path": str(tmp_path)}]}
-    assert task_from_argument("gsm8") == {"name": "gsm8"}, "the validation of the settings refuses it"
+        assert task_from_arguments([f"a/x{ending}"]) == {"name": "data", "train": [{"path": f"a/x{ending}"}]}
+    assert task_from_arguments([str(tmp_path)]) == {"name": "data", "train": [{"path": str(tmp_path)}]}
+    assert task_from_arguments(["gsm8"]) == {"name": "gsm8"}, "the validation of the settings refuses it"
 
 
 def test_a_task_name_has_precedence_over_a_folder_of_that_name(
@@ -93,8 +93,8 @@ def test_a_task_name_has_precedence_over_a_folder_of_that_name(
 ) -> None:
     (tmp_path / "gsm8k").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert task_from_argument("gsm8k") == {"name": "gsm8k"}
+    assert task_from_arguments(["gsm8k"]) == {"name": "gsm8k"}
 
 
 def test_names_of_tasks() -> None:
-    assert task_names() == ("countdown", "data", *DATASETS)
+    assert task_names() == ("countdown", "reasoning-gym", "data", *DATASETS)

@@ -127,7 +127,7 @@ def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
         (
             {"task": {"name": "gsm8"}},
             [
-                "task.name = 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, data, gsm8k, math, dapo"
+                "task.name = 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, reasoning-gym, data, gsm8k"
             ],
         ),
         ({"task": {"name": ["gsm8k"]}}, ["task.name = ['gsm8k']", "unknown"]),

@@ -14,7 +14,7 @@ import yaml
 
 from bandpo_cli.cli.bounds_view import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.task import task_from_argument
+from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.sweep import select_runs
 from bandpo_cli.reports.sweep.runs import read_arm_run
@@ -69,7 +69,7 @@ def contents(path: Path, count: int) -> Iterator[bytes]:
 
 
 def read_problems(path: Path) -> None:
-    task = build_task(resolve([{"task": task_from_argument(str(path))}]).task)
+    task = build_task(resolve([{"task": task_from_arguments([str(path)])}]).task)
     task.train_problems()
     task.heldout_sets()
     task.notes()

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.config.task import task_from_argument
+from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import sweep_request
 from bandpo_cli.experiments.preflight import check_model_path, choose_run_name, resolve_model
@@ -79,7 +79,7 @@ def test_references_are_resolved_or_refused_in_one_line(
         lambda name: resolve_model(name, runs),
         lambda name: check_model_path(name),
         lambda name: select_runs([Path(name)], runs),
-        lambda name: task_from_argument(name),
+        lambda name: task_from_arguments([name]),
         lambda name: choose_run_name(Path(name), None, "default"),
         lambda name: RunFolder.open(Path(name), "real"),
         lambda name: SweepFolder.open(Path(name), "real"),

@@ -1,0 +1,377 @@
+"""Reasoning-gym task: problems that the generators of the library make from a seed, and their division into sets.
+
+The problems are made in a process with a fixed hash seed: some generators iterate over sets of texts or use the
+global random state, and would otherwise return other problems in each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from functools import cached_property
+from importlib import metadata
+from typing import Any
+
+from bandpo_cli.config.task import ReasoningGymTask
+from bandpo_cli.errors import ConfigError, first_line, nearest
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.types import Message, Problem
+
+GRADER = "reasoning-gym"
+EXCLUDED = {
+    "composite": "it mixes others, as task.names does",
+    "boxnet": "it has no reference answers, and its scorer raises errors for answers of an unexpected form",
+}
+"""Generators that cannot be used, with the reason. All others score their own references, or for those without
+references another correct answer, as 1."""
+
+_PROCESS_SOURCE = (
+    "import sys; sys.path[:] = {path!r}; from bandpo_cli.tasks.reasoning_gym import main; sys.exit(main())"
+)
+_MAX_ROUNDS = 4
+"""Data sets of the requested size that are made in the search for distinct problems."""
+
+
+class ReasoningGym:
+    """Problems of several generators: a training set that mixes all, and one held-out set of each."""
+
+    name = "reasoning-gym"
+
+    def __init__(self, config: ReasoningGymTask) -> None:
+        """Check the names and the options.
+
+        Raises:
+            ConfigError: There are no names, or the library has no such generator, or does not accept the options.
+        """
+        if not config.names:
+            raise ConfigError(
+                "task.names: name at least one generator: --task reasoning-gym:NAME; --task reasoning-gym:list prints "
+                "the names"
+            )
+        for name in config.names:
+            _check_name("task.names", name)
+        if repeated := {name for name in config.names if config.names.count(name) > 1}:
+            raise ConfigError(
+                f"task.names: {min(repeated)} is named more than once; set its share with its size"
+            )
+        for name, options in config.options.items():
+            _check_name("task.options", name)
+            _check_options(name, options)
+        self._config = config
+        self._system = _system_message(config.system)
+        self._notes = [
+            f"{name}: options without effect, it is not in task.names" for name in self._unused_options
+        ]
+        if "<answer>" not in f"{self._system}{config.template}":
+            self._notes.append(
+                "task: neither the system message nor the template asks for <answer>...</answer>, and only that is "
+                "scored"
+            )
+
+    def train_problems(self) -> Sequence[Problem]:
+        """Return the training problems of all generators, mixed.
+
+        Raises:
+            ConfigError: A generator fails, or has no problem besides the held-out ones.
+        """
+        return self._train
+
+    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
+        """Return the held-out problems by generator.
+
+        Raises:
+            ConfigError: A generator fails.
+        """
+        return self._heldout
+
+    def notes(self) -> list[str]:
+        """Return the version of the library and the generators with fewer distinct problems than requested."""
+        return [f"reasoning-gym {metadata.version('reasoning-gym')}", *self._notes]
+
+    @cached_property
+    def _heldout(self) -> dict[str, list[Problem]]:
+        sizes = dict.fromkeys(self._config.names, self._config.heldout_size)
+        return self._make("heldout", sizes, {})
+
+    @cached_property
+    def _train(self) -> list[Problem]:
+        sizes = {name: self._size(name) for name in self._config.names}
+        heldout = {name: [problem.id for problem in problems] for name, problems in self._heldout.items()}
+        return _hash_order(
+            [problem for problems in self._make("train", sizes, heldout).values() for problem in problems]
+        )
+
+    def _make(
+        self, part: str, sizes: Mapping[str, int], excluded: Mapping[str, Sequence[str]]
+    ) -> dict[str, list[Problem]]:
+        """Return the problems of one part by generator; none has an id in `excluded`."""
+        config = self._config
+        jobs = [
+            {
+                "name": name,
+                "options": self._options(name),
+                "seed": derive_seed(config.seed, "reasoning-gym", part, name),
+                "size": size,
+                "excluded": excluded.get(name, ()),
+            }
+            for name, size in sizes.items()
+        ]
+        made = {}
+        for (name, size), entries in zip(sizes.items(), _run_generators(jobs), strict=True):
+            if not entries:
+                raise ConfigError(
+                    f"task.names = '{name}': all problems that it makes with these options are held out; lower "
+                    "task.heldout_size, or widen its options"
+                )
+            if len(entries) < size:
+                self._notes.append(f"{name}: only {len(entries):,} different {part} problems of {size:,}")
+            made[name] = _hash_order([self._problem(name, *entry) for entry in entries])
+        return made
+
+    def _problem(self, name: str, question: str, answer: str | None, entry: str) -> Problem:
+        user = Message("user", self._config.template.replace("{question}", question))
+        return Problem(
+            id=_problem_id(name, question),
+            prompt=(user,) if self._system is None else (Message("system", self._system), user),
+            answer=answer or "",
+            source=name,
+            grader=GRADER,
+            extra={"generator": name, "options": json.dumps(self._options(name)), "entry": entry},
+        )
+
+    def _options(self, name: str) -> dict[str, Any]:
+        """Return the options of a generator other than its size."""
+        return {key: value for key, value in self._config.options.get(name, {}).items() if key != "size"}
+
+    def _size(self, name: str) -> int:
+        size = self._config.options.get(name, {}).get("size", self._config.size)
+        assert isinstance(size, int), "_check_options has checked it"
+        return size
+
+    @property
+    def _unused_options(self) -> list[str]:
+        return [name for name in self._config.options if name not in self._config.names]
+
+
+def describe_generators() -> dict[str, str]:
+    """Return the options of each usable generator with their defaults as a text, by name."""
+    return {
+        name: " ".join(f"{key}={_short(value)}" for key, value in _default_options(name).items())
+        for name in sorted(_registered())
+    }
+
+
+def generate(
+    name: str, options: Mapping[str, Any], seed: int, size: int, excluded: Collection[str] = ()
+) -> list[tuple[str, str | None, str]]:
+    """Make problems with different questions.
+
+    Args:
+        name: The generator.
+        options: Its options without size and seed.
+        seed: Seed of the problems.
+        size: The number of problems.
+        excluded: Ids of problems that are not returned.
+
+    Returns:
+        Question, reference answer (None if the library has none) and the complete problem as a Python literal. There
+        are fewer than `size` if `_MAX_ROUNDS * size` problems of the generator have fewer different questions.
+    """
+    from reasoning_gym.factory import create_dataset
+
+    excluded, found = set(excluded), {}
+    for round_index in range(_MAX_ROUNDS):
+        round_seed = derive_seed(seed, round_index)
+        random.seed(round_seed)  # list_functions uses the global state
+        # numpy, which some generators use, accepts seeds below 2**32; a generator adds the index to the seed.
+        dataset = create_dataset(name, **options, seed=round_seed % 2**31, size=size)
+        for index in range(size):
+            entry = dataset[index]
+            question = entry["question"]
+            if question not in found and _problem_id(name, question) not in excluded:
+                found[question] = (question, entry["answer"], repr(_plain(entry)))
+            if len(found) == size:
+                return [*found.values()]
+    return [*found.values()]
+
+
+def main() -> int:
+    """Read jobs, arguments of `generate`, as JSON from standard input, and write their results, or the error."""
+    jobs = json.load(sys.stdin)
+    results, name = [], ""
+    with contextlib.redirect_stdout(sys.stderr):  # some generators print
+        try:
+            for job in jobs:
+                name = job["name"]
+                results.append(generate(**job))
+        except Exception as error:  # noqa: BLE001 - what a generator raises for options that it cannot use
+            line = f"{name}: {type(error).__name__}: {first_line(error)}"
+            reply: dict[str, Any] = {"error": line}
+        else:
+            reply = {"results": results}
+    json.dump(reply, sys.stdout)
+    return 0
+
+
+def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, str | None, str]]]:
+    """Call `generate` for each job in a process with a fixed hash seed.
+
+    Raises:
+        ConfigError: A generator raises an error, or the process ends early.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PROCESS_SOURCE.format(path=sys.path)],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(
+            f"task: the generators of reasoning-gym ended with exit code {done.returncode}: "
+            f"{first_line(done.stderr[-200:])}"
+        )
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise ConfigError(f"task: a generator of reasoning-gym failed with these options: {reply['error']}")
+    return [
+        [(question, answer, entry) for question, answer, entry in entries] for entries in reply["results"]
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose `repr` is a Python literal; raise TypeError if it has none."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [*map(_plain, value)]
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TypeError(f"a problem contains {value!r:.60}, which cannot be stored")
+
+
+def _problem_id(name: str, question: str) -> str:
+    return f"{name}/{text_hash(question)}"
+
+
+def _hash_order(problems: list[Problem]) -> list[Problem]:
+    """Sort by a hash of the id, so that any prefix is a fair sample of all generators."""
+    return sorted(problems, key=lambda problem: (text_hash(problem.id), problem.id))
+
+
+def _registered() -> dict[str, Any]:
+    """Return the classes of data set and options of the usable generators, by name."""
+    from reasoning_gym.factory import DATASETS
+
+    return {name: classes for name, classes in DATASETS.items() if name not in EXCLUDED}
+
+
+def _check_name(key: str, name: str) -> None:
+    known = _registered()
+    if name in EXCLUDED:
+        raise ConfigError(f"{key}: the generator '{name}' cannot be used: {EXCLUDED[name]}")
+    if name not in known:
+        raise ConfigError(
+            f"{key}: reasoning-gym has no generator '{name}'{nearest(name, known)}; "
+            "--task reasoning-gym:list prints all"
+        )
+
+
+def _default_options(name: str) -> dict[str, Any]:
+    """Return the options of a generator with their defaults, in the order of the library.
+
+    Seed and size are not among them, nor options with values that a configuration cannot have (dates, objects).
+    """
+    _, settings = _registered()[name]
+    values = {each.name: getattr(settings(), each.name) for each in dataclasses.fields(settings)}
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in ("seed", "size") and isinstance(value, _SETTABLE) and not isinstance(value, Enum)
+    }
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the generator has these options and accepts their values."""
+    defaults = _default_options(name)
+    where = f"task.options.{name}"
+    if "seed" in options:
+        raise ConfigError(f"{where}.seed: the seed of all generators is task.seed")
+    for key, value in options.items():
+        if key != "size" and key not in defaults:
+            known = ["size", *defaults]
+            raise ConfigError(
+                f"{where}.{key}: no option of that name can be set{nearest(key, known)}; known: {', '.join(known)}"
+            )
+        _check_type(f"{where}.{key}", value, 500 if key == "size" else defaults[key])
+    if options.get("size", 1) < 1:
+        raise ConfigError(f"{where}.size = {options['size']}: expected a whole number above 0")
+    _, settings = _registered()[name]
+    try:
+        config = settings(**options)
+        if hasattr(config, "validate"):  # two generators accept any value
+            config.validate()
+    except Exception as error:  # noqa: BLE001 - most raise AssertionError, some TypeError or ValueError
+        given = ", ".join(f"{key}={_short(value)}" for key, value in options.items())
+        accepts = ", ".join(f"{key}={_short(value)}" for key, value in defaults.items())
+        raise ConfigError(
+            f"{where}: {given} not accepted: {first_line(error)}; defaults: {accepts}"
+        ) from None
+
+
+_KINDS: list[tuple[type, str, Callable[[Any], bool]]] = [
+    (bool, "true or false", lambda value: isinstance(value, bool)),
+    (int, "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    (float, "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
+    (str, "a text", lambda value: isinstance(value, str)),
+    (list, "a list", lambda value: isinstance(value, list)),
+    (tuple, "a list", lambda value: isinstance(value, list)),
+]
+"""Types of defaults, with the values that a configuration may replace them with. The annotations of the library are not
+used: some contradict its own defaults."""
+_SETTABLE = (*(kind for kind, _, _ in _KINDS), type(None))
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    if default is None:  # an optional value of any type, which the library checks
+        return
+    for kind, expected, accepts in _KINDS:
+        if isinstance(default, kind):
+            if not accepts(value):
+                raise ConfigError(
+                    f"{key} = {_short(value)}: expected {expected}; its default is {_short(default)}"
+                )
+            return
+
+
+def _short(value: Any) -> str:
+    text = repr([*value]) if isinstance(value, tuple) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _system_message(system: str | None) -> str | None:
+    """Return the library's system message of that name, or the text itself; raise ConfigError for a wrong name."""
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    if system is None or system in SYSTEM_PROMPTS:
+        return None if system is None else SYSTEM_PROMPTS[system]
+    if " " not in system.strip():
+        raise ConfigError(
+            f"task.system = '{system}': reasoning-gym has no system message of that name"
+            f"{nearest(system, SYSTEM_PROMPTS)}; known: {', '.join(SYSTEM_PROMPTS)}, or a text of your own"
+        )
+    return system

@@ -1,0 +1,165 @@
+"""`--task reasoning-gym:NAME`: the list of names, messages for mistakes, and a run, its resume and its evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.storage.tables import read_eval_table
+from tests.cli.eval_command import WITHOUT_TORCH, bandpo, record_of, succeed, usage_error
+from tests.cli.train_runs import check_equal, drop_checkpoints, record, truncate_metrics
+from tests.text_model import save_text_model
+
+pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_THE_LIBRARY = (
+    "import importlib.util as u, sys; find = u.find_spec;"
+    "u.find_spec = lambda name, *a: None if name == 'reasoning_gym' else find(name, *a);"
+    "sys.modules['reasoning_gym'] = None;"
+    "from bandpo_cli.__main__ import main; main()"
+)
+
+
+def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_list_is_printed_without_torch(tmp_path: Path) -> None:
+    done = run_python(WITHOUT_TORCH, "train", "--task", "reasoning-gym:list", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) > 100
+    assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
+    assert lines[[line.split()[0] for line in lines].index("maze")].split()[1:] == [
+        "min_dist=5", "max_dist=10", "min_grid_size=5", "max_grid_size=10",
+    ]  # fmt: skip
+    for command in ("eval", "sweep"):
+        assert bandpo(command, "--task", "reasoning-gym:list", cwd=tmp_path).out == done.stdout
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gym")
+    save_text_model(folder / "model", ["How many legs", "<answer>12</answer>"], vocabulary=300, hidden=64)
+    return folder
+
+
+def test_the_missing_extra_is_named(place: Path) -> None:
+    for arguments in (["--model", "model", "--task", "reasoning-gym:gcd"], ["--task", "reasoning-gym:list"]):
+        done = run_python(WITHOUT_THE_LIBRARY, "train", *arguments, cwd=place)
+        assert done.returncode == 2
+        assert done.stderr == (
+            "error: task reasoning-gym: the package reasoning_gym is not installed; "
+            'pip install "bandpo[gym]"\n'
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--task", "reasoning-gym:leg_count"], ["no generator 'leg_count'", "did you mean 'leg_counting'"]),
+        (["--task", "reasoning-gym"], ["task.names", "reasoning-gym:NAME"]),
+        (["--task", "reasoning-gim:gcd"], ["did you mean 'reasoning-gym'"]),
+        (["--task", "reasoning-gym:gcd", "--task", "gsm8k"], ["several members of one task"]),
+        (
+            ["--task", "reasoning-gym:gcd", "--set", "task.options.gcd.max_valeu=9"],
+            ["did you mean 'max_value'"],
+        ),
+        (["--task", "reasoning-gym:gcd", "--set", "task.options.gcd=9"], ["task.options.gcd = 9"]),
+        (["--task", "reasoning-gym:gcd", "--set", "task.name_s=9"], ["task.name_s", "did you mean 'names'"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(
+    place: Path, arguments: list[str], parts: list[str]
+) -> None:
+    line = usage_error("train", "--model", "model", *arguments, cwd=place)
+    assert all(part in line for part in parts), line
+    assert not (place / "runs").exists()
+
+
+def test_an_evaluation_of_a_generator_with_a_data_set_is_refused(place: Path) -> None:
+    line = usage_error("eval", "--task", "gsm8k", "--task", "reasoning-gym:gcd", cwd=place)
+    assert "--task reasoning-gym:gcd: evaluate it without other tasks" in line
+
+
+SMALL = [
+    "--model", "model", "--task", "reasoning-gym:leg_counting", "--task", "reasoning-gym:spell_backward",
+    "--no-mlflow", "--seed", "3", "--steps", "3", "--set", "task.size=20", "--set", "task.heldout_size=4",
+    "--set", "task.system=null", "--set", "task.template='{question} <answer>'",
+    "--set", "task.options.spell_backward={max_word_len: 3, size: 10}",
+    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "sampling.max_tokens=8",
+    "--set", "optim.updates=2", "--set", "optim.lr=1e-3", "--set", "evaluation.every=1", "--set", "checkpoint.every=1",
+    "--set", "evaluation.samples=2", "--set", "evaluation.k=[1,2]", "--set", "checkpoint.keep_last=null",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_its_resume_and_its_evaluation(place: Path) -> None:
+    """Three steps on two generators; a resume after the first continues with the same problems and metrics."""
+    done = succeed("train", *SMALL, "--name", "a", cwd=place)
+    assert "reasoning-gym, 30 problems" in done.out
+    succeed("train", *SMALL, "--name", "b", cwd=place)
+    a, b = place / "runs" / "a", place / "runs" / "b"
+    check_equal(b, a)
+    steps = record(a)
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    for label in ("leg_counting", "spell_backward"):
+        assert all(
+            0 <= step[f"eval/{label}/mean_at_2"] <= step[f"eval/{label}/pass_at_2"] <= 1 for step in steps
+        )
+    assert all(step["grade/error_fraction"] == step["grade/timeout_fraction"] == 0 for step in steps[1:])
+    sources = {row.source for path in (a / "samples").glob("*.parquet") for row in table(path)}
+    assert sources == {"leg_counting", "spell_backward"}
+
+    drop_checkpoints(b, 2, 3)
+    truncate_metrics(b, 1)
+    succeed("train", "--resume", "b", "--no-mlflow", cwd=place)
+    check_equal(b, a)
+
+    succeed("eval", "--model", "a", "--name", "own", "--no-mlflow", cwd=place)
+    trained = json.loads((a / "evals" / "step-000003.json").read_text())
+    assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
+    succeed(
+        "eval", "--model", "a", "--task", "reasoning-gym:maze", "--name", "other", "--no-mlflow", cwd=place
+    )
+    assert [*record_of(place / "runs" / "other")["sets"]] == ["maze"]
+    assert read_eval_table(place / "runs" / "other" / "samples.parquet")[0]["prompt"].endswith(
+        " <answer><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.slow
+def test_stored_completions_are_scored_again_by_the_library(place: Path) -> None:
+    """The table has the complete problems, so that another pass gives the same grades."""
+    arguments = ["--model", "model", "--n", "2", "--max-tokens", "8", "--limit", "3", "--no-mlflow"]
+    succeed("eval", *arguments, "--task", "reasoning-gym:gcd", "--name", "first", cwd=place)
+    path = place / "runs" / "first" / "samples.parquet"
+    import pandas as pd
+
+    frame = pd.read_parquet(path)
+    frame.loc[0, "text"] = f"<answer>{frame.loc[0, 'reference']}</answer>"
+    frame.to_parquet(place / "edited.parquet")
+    succeed("eval", "--samples", "edited.parquet", "--name", "again", "--no-mlflow", cwd=place)
+    verdicts = [row["verdict"] for row in read_eval_table(place / "runs" / "again" / "samples.parquet")]
+    assert verdicts[0] == "correct"
+    assert verdicts[1:] == [row["verdict"] for row in read_eval_table(path)][1:]
+
+
+def table(path: Path) -> list[tuple[str, ...]]:
+    import pandas as pd
+
+    return [*pd.read_parquet(path).itertuples()]

@@ -1,0 +1,287 @@
+"""Grader `reasoning-gym`: extraction of answers, scores of the library, and texts that its scorers would execute."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import subprocess
+import sys
+import textwrap
+from ast import literal_eval
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.grading.tagged import MAX_ANSWER_CHARS, tagged_answer
+from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).parents[2]
+FIVE = ("leg_counting", "basic_arithmetic", "spell_backward", "prime_factorization", "graph_color")
+
+
+def problem(name: str, entry: dict[str, Any], options: str = "{}") -> Problem:
+    extra = {"generator": name, "options": options, "entry": repr(entry)}
+    return Problem(f"{name}/0", entry["question"], entry["answer"] or "", name, "reasoning-gym", extra)
+
+
+def entry_of(name: str, **options: Any) -> dict[str, Any]:
+    return dict(reasoning_gym.create_dataset(name, seed=7, size=1, **options)[0])
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    # The deadline is long, because other processes may keep the cores busy.
+    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
+        yield pool
+
+
+def tagged(answer: object) -> str:
+    return f"<think>Hm, <b>well</b>.</think>\n<answer> {answer}\n</answer> Done."
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_the_grade_is_the_library_s_score(pool: GraderPool, name: str) -> None:
+    entry = entry_of(name)
+    right = entry["answer"] or json.dumps(entry["metadata"]["possible_answer"])
+    texts = [right, f"{right}1", "1", "x", "{}"]
+    grades = pool.grade([problem(name, entry)] * 6, [*map(tagged, texts), right])
+    assert grades[0] == CORRECT
+    assert grades[5] == MALFORMED, "an answer outside the tags"
+    data = reasoning_gym.create_dataset(name)
+    for text, grade in zip(texts, grades, strict=False):
+        try:
+            expected = data.score_answer(text, literal_eval(repr(entry)))
+        except ValueError:  # prime_factorization, for a text that is not a number
+            assert grade == MALFORMED
+        else:
+            assert (grade.reward, grade.correct) == (expected, expected == 1)
+            assert grade.verdict == ("correct" if expected == 1 else "wrong")
+
+
+def test_partial_credit_is_the_reward(pool: GraderPool) -> None:
+    entry = entry_of("number_format") | {"answer": "abcd"}
+    spelled = entry_of("caesar_cipher") | {"answer": "THE CAT SAT"}
+    grades = pool.grade(
+        [problem("caesar_cipher", spelled)] * 2 + [problem("leg_counting", entry)],
+        [tagged("THE DOG SAT"), tagged("the"), tagged("abcdefgh")],
+    )
+    assert grades[2] == Grade(4 / 8, correct=False, verdict="wrong"), (
+        "the library's share of equal characters"
+    )
+    assert all(not grade.correct and 0 <= grade.reward < 1 for grade in grades)
+
+
+def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
+    """For this word the library's score of its own doubled answer is 1.0000000000000002."""
+    data = reasoning_gym.create_dataset("spell_backward", seed=0, size=50)
+    scores = [data.score_answer(2 * entry["answer"], entry) for entry in data]
+    entry = data[max(range(50), key=scores.__getitem__)]
+    assert 1 < max(scores) < 1 + 1e-9
+    assert pool.grade([problem("spell_backward", entry)], [tagged(2 * entry["answer"])]) == [CORRECT]
+
+
+def test_options_reach_the_scorer(pool: GraderPool) -> None:
+    """puzzle24 accepts numbers up to its option max_value."""
+    entry = entry_of("puzzle24")
+    problems = [problem("puzzle24", entry, options) for options in ('{"max_value": 9}', "{}")]
+    low, high = pool.grade(problems, [tagged("10 + 10 + 6 - 2")] * 2)
+    assert (low.reward, high.reward) == (0.01, 1)
+
+
+def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
+    """arc_agi compares tuples: after a conversion to JSON its own reference would score 0.05."""
+    entry = entry_of("arc_agi")
+    assert (
+        reasoning_gym.create_dataset("arc_agi").score_answer(entry["answer"], json.loads(json.dumps(entry)))
+        < 1
+    )
+    assert pool.grade([problem("arc_agi", entry)], [tagged(entry["answer"])]) == [CORRECT]
+
+
+def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool: GraderPool) -> None:
+    """Errors of the scorer count as malformed answers only if it accepts the reference."""
+    entry = entry_of("prime_factorization")
+    broken = entry | {"answer": "2 x"}
+    grades = pool.grade(
+        [problem("prime_factorization", broken), problem("no_such", entry), problem("gcd", entry)],
+        [tagged("two"), tagged("3"), "no tags"],
+    )
+    assert [grade.verdict for grade in grades] == ["grader-error", "grader-error", "malformed"]
+    assert pool.errors["reasoning-gym"]
+    bare = Problem("p", "q", "1", "s", "reasoning-gym")
+    with GraderPool(GradingConfig()) as other:
+        assert other.grade([bare], [tagged(1)])[0].verdict == "grader-error"
+        assert "generator" in other.errors["reasoning-gym"]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>4</answer>", "4"),
+        ("<answer>\n a b \n</answer>", "a b"),
+        ("<answer>1</answer> or <answer>2</answer>", "2"),
+        ("<answer>1</answer> then <answer>2", "1"),
+        ("<answer>1<answer>2</answer>", "1<answer>2"),
+        ("</answer><answer></answer>", ""),
+        ("<answer>x\ny</answer></answer>", "x\ny"),
+        ("<ANSWER>1</ANSWER>", None),
+        ("answer: 4", None),
+        ("<answer>4", None),
+        ("", None),
+    ],
+)
+def test_extraction(text: str, answer: str | None) -> None:
+    assert tagged_answer(text) == answer
+
+
+def test_extraction_agrees_with_the_library_on_random_texts() -> None:
+    from reasoning_gym.utils import extract_answer
+
+    rng = random.Random(0)
+    pieces = ["<answer>", "</answer>", " ", "\n", "\t", "\u00a0", "<", ">", *string.ascii_letters[:4]]
+    found = set()
+    for _ in range(3000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(12)))
+        assert tagged_answer(text) == extract_answer(text), repr(text)
+        found.add(tagged_answer(text))
+    assert len(found) > 50
+
+
+def test_extraction_takes_linear_time() -> None:
+    """The regular expression of the library takes minutes for a million opening tags; a test times out there."""
+    assert tagged_answer("<answer>" * 1_000_000) is None
+
+
+def test_long_answers_are_malformed_without_a_worker() -> None:
+    entry = entry_of("gcd")
+    with GraderPool(GradingConfig()) as pool:
+        assert pool.grade([problem("gcd", entry)], [tagged("1" * (MAX_ANSWER_CHARS + 1))]) == [MALFORMED]
+        assert not pool._worker_pools
+
+
+def test_votes_are_the_answers_with_single_spaces() -> None:
+    assert voted_answer("<answer>1  0\n1 1</answer>", "reasoning-gym") == "1 0 1 1"
+    assert voted_answer("Answer: 4", "reasoning-gym") is None
+    assert voted_answer("<answer> </answer>", "reasoning-gym") is None
+    assert voted_answer(f"<answer>{'1' * 30_000}</answer>", "reasoning-gym") is None
+
+
+PAYLOADS = [
+    "open({path!r}, 'w')",
+    "[open({path!r}, 'w')]",
+    "[[open({path!r}, 'w').name]]",
+    "__import__('pathlib').Path({path!r}).touch()",
+    "(lambda: open({path!r}, 'w'))()",
+    "x + eval(\"open({path!r}, 'w')\")",
+    "S(\"open({path!r}, 'w')\")",
+    "x.__class__.__init__.__globals__['__builtins__']['open']({path!r}, 'w')",
+    "f\"{{open({path!r}, 'w')}}\"",
+    "sin(open({path!r}, 'w'))",
+]
+EVALUATING = ("n_queens", "spiral_matrix", "string_insertion", "binary_matrix", "countdown", "puzzle24",
+              "simple_integration", "intermediate_integration", "polynomial_multiplication")  # fmt: skip
+"""The generators of this version whose scorers evaluate the answer."""
+
+
+@pytest.mark.parametrize("name", ["n_queens", "puzzle24"])
+def test_the_library_alone_executes_answers(name: str, tmp_path: Path) -> None:
+    """The tests below can fail: the same texts create the file when the library scores them."""
+    path = tmp_path / "executed"
+    reasoning_gym.create_dataset(name).score_answer(PAYLOADS[0].format(path=str(path)), entry_of(name))
+    assert path.exists()
+
+
+def test_no_answer_is_executed(pool: GraderPool, tmp_path: Path) -> None:
+    path = tmp_path / "executed"
+    problems = [problem(name, entry_of(name)) for name in EVALUATING for _ in PAYLOADS]
+    texts = [tagged(payload.format(path=str(path))) for _ in EVALUATING for payload in PAYLOADS]
+    grades = pool.grade(problems, texts)
+    assert not path.exists()
+    assert not any(grade.correct for grade in grades)
+    assert {grade.verdict for grade in grades} <= {"wrong", "malformed"}
+
+
+def test_no_field_of_a_problem_is_executed(pool: GraderPool, tmp_path: Path) -> None:
+    """A table of completions may come from anyone, with its problems; some scorers evaluate fields of the problem."""
+    path = tmp_path / "executed"
+    payload = PAYLOADS[0].format(path=str(path))
+    sorting = entry_of("number_sorting") | {"answer": payload}
+    bits = entry_of("bitwise_arithmetic")
+    bits["metadata"]["problem"] = payload
+    integral = entry_of("simple_integration")
+    integral["metadata"]["integrand"] = payload
+    product = entry_of("polynomial_multiplication") | {"answer": payload}
+    names = ["number_sorting", "bitwise_arithmetic", "simple_integration", "polynomial_multiplication"]
+    problems = [problem(n, e) for n, e in zip(names, [sorting, bits, integral, product], strict=True)]
+    # A field that is not a literal is refused before the library sees it.
+    problems.append(
+        Problem("p", "q", "1", "s", "reasoning-gym", dict(problems[0].extra) | {"entry": payload})
+    )
+    grades = pool.grade(problems, [tagged("[1, 2]"), tagged("1"), tagged("x"), tagged("x"), tagged("1")])
+    assert not path.exists()
+    assert not any(grade.correct for grade in grades)
+
+
+def test_every_call_that_evaluates_text_is_replaced() -> None:
+    """The modules of the library that call `eval` or `parse_expr` see the checked versions, also those of sympy."""
+    code = textwrap.dedent("""
+        import ast, pathlib, sys, sympy
+        from bandpo_cli.grading import reasoning_gym as graders
+        from sympy.parsing.sympy_parser import parse_expr
+        calling = set()
+        for name, module in [*sys.modules.items()]:
+            if not name.startswith("reasoning_gym.") or not getattr(module, "__file__", None):
+                continue
+            for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
+                if isinstance(node, ast.Call):
+                    called = ast.unparse(node.func).rpartition(".")[2]
+                    if called == "eval":
+                        assert vars(module)["eval"] is graders.evaluate_literal
+                        calling.add(name)
+                    elif called == "parse_expr" and "propositional_logic" not in name:
+                        used = vars(module).get("parse_expr") or sympy.parse_expr
+                        assert used.__name__ == "parse_expr" and used.__wrapped__, name
+                        calling.add(name)
+                    elif called in ("exec", "sympify") and not name.endswith("code.codeio"):
+                        raise AssertionError(f"{name} calls {called}")  # codeio runs its own programs to make problems
+        assert parse_expr.__wrapped__
+        try:
+            sympy.sympify("open('x')")
+        except Exception as error:
+            assert "not allowed" in str(error), error
+        else:
+            raise AssertionError("sympify is not checked")
+        print(len(calling))
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 10
+
+
+def test_literals_have_the_value_that_python_gives_them() -> None:
+    texts = ["[1, -2]", "[['_', 'Q']]", "(1, 2)", "(0x3 << 2) + ~1 * 5", " 7 ", "7 & 3 | 8 ^ 2 >> 1"]
+    code = (
+        f"from bandpo_cli.grading.reasoning_gym import evaluate_literal as e; print([e(t) for t in {texts}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert literal_eval(done.stdout) == [[1, -2], [["_", "Q"]], (1, 2), 2, 7, 11]
+
+
+@pytest.mark.slow
+def test_correct_answers_of_all_evaluating_scorers_pass_the_checks(pool: GraderPool) -> None:
+    """30 problems of each, so that the allowed functions and operators are those that the library's answers need."""
+    for name in (*EVALUATING, "bitwise_arithmetic", "number_sorting"):
+        data = reasoning_gym.create_dataset(name, seed=11, size=30)
+        entries = [data[index] for index in range(30)]
+        grades = pool.grade(
+            [problem(name, each) for each in entries], [tagged(each["answer"]) for each in entries]
+        )
+        assert grades == [CORRECT] * 30, name

@@ -1,0 +1,287 @@
+"""Reasoning-gym task: which problems it makes, how it divides them, and which settings it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from ast import literal_eval
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.task import ReasoningGymTask, describe_members, task_from_arguments
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks import reasoning_gym as module
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.reasoning_gym import EXCLUDED, ReasoningGym, describe_generators, generate
+from bandpo_cli.types import Message, Problem
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+ROOT = Path(__file__).parents[2]
+FIVE = ["leg_counting", "chain_sum", "spell_backward", "maze", "isomorphic_strings"]
+"""Counting, arithmetic, texts, a grid, and a generator whose problems depend on the hash seed of the process."""
+
+
+def question(problem: Problem) -> str:
+    message = problem.prompt[-1]
+    assert isinstance(message, Message)
+    return message.content
+
+
+def settings(**values: Any) -> ReasoningGymTask:
+    config = resolve([{"task": {"name": "reasoning-gym", **values}}]).task
+    assert isinstance(config, ReasoningGymTask)
+    return config
+
+
+@pytest.fixture(scope="module")
+def five() -> ReasoningGym:
+    return ReasoningGym(settings(names=FIVE, size=12, heldout_size=8, options={"maze": {"size": 3}}))
+
+
+def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
+    train = five.train_problems()
+    counts = {name: sum(problem.source == name for problem in train) for name in FIVE}
+    assert counts == dict.fromkeys(FIVE, 12) | {"maze": 3}
+    assert {label: len(problems) for label, problems in five.heldout_sets().items()} == dict.fromkeys(FIVE, 8)
+    assert len({problem.source for problem in train[:12]}) >= 3, "the generators are mixed"
+    for problems in (train, *five.heldout_sets().values()):
+        assert list(problems) == sorted(problems, key=lambda problem: text_hash(problem.id)), (
+            "any prefix is fair"
+        )
+    assert five.notes() == [f"reasoning-gym {version('reasoning-gym')}"]
+
+
+def test_a_problem_is_the_library_s(five: ReasoningGym) -> None:
+    """The stored problem is complete, and has the prompt and the reference of the problem that the model sees."""
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    for problem in five.train_problems():
+        entry = literal_eval(str(problem.extra["entry"]))
+        assert entry["metadata"]["source_dataset"] == problem.source == problem.extra["generator"]
+        assert (question(problem), problem.answer) == (entry["question"], entry["answer"])
+        assert problem.prompt[0] == Message("system", SYSTEM_PROMPTS["default"])
+        data = reasoning_gym.create_dataset(problem.source)
+        assert data.score_answer(problem.answer, entry) == 1
+
+
+def test_the_problems_are_equal_in_a_process_with_another_hash_seed(five: ReasoningGym) -> None:
+    """The comparison can fail: the library itself makes other problems in the other process."""
+    library = "[reasoning_gym.create_dataset('isomorphic_strings', seed=1, size=9)[i]['question'] for i in range(9)]"
+    code = (
+        "import json, reasoning_gym; from bandpo_cli.config.task import ReasoningGymTask as C;"
+        "from bandpo_cli.tasks.reasoning_gym import ReasoningGym as T;"
+        f"t = T(C(names={FIVE}, size=12, heldout_size=8, options={{'maze': {{'size': 3}}}}));"
+        f"print(json.dumps([[[p.id, p.extra['entry']] for p in t.train_problems()], {library}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours, theirs = json.loads(done.stdout)
+    assert ours == [[p.id, p.extra["entry"]] for p in five.train_problems()]
+    data = reasoning_gym.create_dataset("isomorphic_strings", seed=1, size=9)
+    assert theirs != [data[i]["question"] for i in range(9)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_question_of_the_held_out_set_is_trained_on(seed: int) -> None:
+    """From 20 numbers there are 210 questions, so that independent samples of 60 and 100 would share many."""
+    small = {"options": {"min_value": 1, "max_value": 20}}
+    heldout = generate("lcm", **small, seed=seed, size=60)
+    ids = [problem.id for problem in problems_of("lcm", heldout)]
+    alone = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100)}
+    train = generate("lcm", **small, seed=seed + 99, size=100, excluded=ids)
+    assert alone & {text for text, _, _ in heldout}, "without the exclusion the sets overlap"
+    assert not {text for text, _, _ in train} & {text for text, _, _ in heldout}
+    assert len({text for text, _, _ in train}) == len(train) == 100
+
+
+def problems_of(name: str, entries: list[tuple[str, str | None, str]]) -> list[Problem]:
+    task = ReasoningGym(settings(names=[name]))
+    return [task._problem(name, *entry) for entry in entries]
+
+
+def test_neighbouring_seeds_share_no_problems() -> None:
+    """The library adds the index to the seed: its data sets of the seeds 0 and 1 are equal but for one problem."""
+    library = [{d[i]["question"] for i in range(20)} for d in map(chain_sum, (0, 1))]
+    assert len(library[0] & library[1]) == 19
+    ours = [{text for text, _, _ in generate("chain_sum", {}, seed, 20)} for seed in (0, 1)]
+    assert not ours[0] & ours[1]
+
+
+def chain_sum(seed: int) -> Any:
+    return reasoning_gym.create_dataset("chain_sum", seed=seed, size=20)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the generators in this process, which saves two seconds per set of problems."""
+
+    def run(jobs: list[dict[str, Any]]) -> Any:
+        replies = io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(json.dumps(jobs)))
+            patch.setattr(sys, "stdout", replies)
+            assert module.main() == 0
+        return subprocess.CompletedProcess([], 0, replies.getvalue(), "")
+
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, input, **__: run(json.loads(input)))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
+    few = {"min_value": 1, "max_value": 3, "size": 50}
+    task = ReasoningGym(settings(names="lcm", heldout_size=4, options={"lcm": few}))
+    train, heldout = task.train_problems(), task.heldout_sets()["lcm"]
+    assert 0 < len(train) < 20
+    assert not {question(p) for p in train} & {question(p) for p in heldout}
+    assert task.notes()[1:] == [f"lcm: only {len(train)} different train problems of 50"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_no_problem_left_to_train_on_is_an_error() -> None:
+    task = ReasoningGym(
+        settings(names="lcm", heldout_size=100, options={"lcm": {"min_value": 1, "max_value": 2}})
+    )
+    with pytest.raises(ConfigError, match=r"lower task\.heldout_size"):
+        task.train_problems()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_error_of_a_generator_is_one_line() -> None:
+    task = ReasoningGym(
+        settings(names="spell_backward", options={"spell_backward": {"data_file": "none.txt"}})
+    )
+    with pytest.raises(ConfigError, match=r"spell_backward: FileNotFoundError: .*none\.txt"):
+        task.heldout_sets()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_options_and_templates_reach_the_problems() -> None:
+    config = settings(
+        names=["chain_sum"], size=20, heldout_size=5, seed=4, system=None, template="Q: {question} {x}",
+        options={"chain_sum": {"min_terms": 3, "max_terms": 3}},
+    )  # fmt: skip
+    task = ReasoningGym(config)
+    for problem in task.train_problems():
+        assert len(problem.prompt) == 1
+        assert question(problem).startswith("Q: State")
+        assert question(problem).endswith(" {x}")
+        assert literal_eval(str(problem.extra["entry"]))["metadata"]["num_terms"] == 3
+        assert json.loads(str(problem.extra["options"])) == {"min_terms": 3, "max_terms": 3}
+    assert "neither the system message nor the template asks for <answer>" in task.notes()[1]
+    other = ReasoningGym(config.model_copy(update={"seed": 5}))
+    assert not {p.id for p in task.train_problems()} & {p.id for p in other.train_problems()}
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({}, ["name at least one generator", "reasoning-gym:list"]),
+        ({"names": ["leg_count"]}, ["no generator 'leg_count'", "did you mean 'leg_counting'"]),
+        ({"names": ["composite"]}, ["'composite' cannot be used", "task.names does"]),
+        ({"names": ["gcd", "gcd"]}, ["gcd is named more than once"]),
+        ({"options": {"gdc": {}}}, ["task.options: reasoning-gym has no generator 'gdc'", "did you mean 'gcd'"]),
+        ({"options": {"gcd": {"max_valeu": 3}}}, ["gcd.max_valeu", "did you mean 'max_value'", "min_numbers"]),
+        ({"options": {"gcd": {"max_value": "3"}}}, ["gcd.max_value = '3': expected a whole number", "1000"]),
+        ({"options": {"gcd": {"max_value": True}}}, ["expected a whole number"]),
+        ({"options": {"maze": {"max_dist": 2.5}}}, ["expected a whole number"]),
+        ({"options": {"syllogism": {"allow_all": 1}}}, ["expected true or false"]),
+        ({"options": {"basic_arithmetic": {"operators": "+"}}}, ["expected a list"]),
+        ({"options": {"gcd": {"min_numbers": 1}}}, ["min_numbers=1 not accepted", "at least 2", "max_value=1000"]),
+        ({"options": {"gcd": {"size": 0}}}, ["gcd.size = 0"]),
+        ({"options": {"gcd": {"seed": 1}}}, ["gcd.seed", "task.seed"]),
+        ({"options": {"time_intervals": {"min_time": "08:00"}}}, ["min_time: no option of that name can be set"]),
+        ({"system": "defualt"}, ["no system message of that name", "did you mean 'default'"]),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_before_anything_is_made(values: dict[str, Any], parts: list[str]) -> None:
+    base = {"names": ["gcd"]} if "options" in values or "system" in values else {}
+    with pytest.raises(ConfigError) as caught:
+        build_task(settings(**{**base, **values}))
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"template": "no slot"}, {"size": 0}, {"seed": -1}, {"options": {"gcd": 3}}, {"nmaes": ["gcd"]}],
+)
+def test_settings_of_a_wrong_form_are_refused_without_the_library(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"task\."):
+        settings(**{"names": ["gcd"], **values})
+
+
+def test_options_of_another_generator_are_noted() -> None:
+    task = ReasoningGym(settings(names="gcd", options={"lcm": {"max_value": 5}}))
+    assert task.notes()[1:] == ["lcm: options without effect, it is not in task.names"]
+
+
+def test_options_of_later_layers_are_merged_key_by_key() -> None:
+    layers = [
+        {"task": {"name": "reasoning-gym", "names": ["gcd"], "options": {"gcd": {"size": 1}, "lcm": {"size": 2}}}},
+        {"task": {"options": {"gcd": {"max_value": 9}}}},
+        {"task": task_from_arguments(["reasoning-gym:maze", "reasoning-gym:gcd"])},
+    ]  # fmt: skip
+    task = resolve(layers).task
+    assert isinstance(task, ReasoningGymTask)
+    assert task.options == {"gcd": {"size": 1, "max_value": 9}, "lcm": {"size": 2}}
+    assert task.names == ("maze", "gcd")
+
+
+def test_several_values_of_task_are_members_of_one_task() -> None:
+    for values in (["gsm8k", "math"], ["reasoning-gym:gcd", "gsm8k"], ["reasoning-gym:gcd", "a.jsonl"]):
+        with pytest.raises(ConfigError, match="several members of one task"):
+            task_from_arguments(values)
+
+
+def test_the_list_has_every_generator_of_the_library_but_the_excluded_ones() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    found = describe_members("reasoning-gym")
+    assert {*found} == {*DATASETS} - {*EXCLUDED}
+    assert found["gcd"] == "min_numbers=2 max_numbers=2 min_value=1 max_value=1000"
+
+
+ANSWER_IN_METADATA = {
+    "graph_color": lambda data: json.dumps(data["possible_answer"]),
+    "propositional_logic": lambda data: data["example_answer"],
+    "rubiks_cube": lambda data: data["example_correct_answer"],
+}
+"""Correct answers of the generators without references."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(describe_generators()))
+def test_each_listed_generator_scores_correct_answers_as_1(name: str) -> None:
+    """Five problems of each, as stored; for rush_hour without an example, all sequences of two moves are tried."""
+    options = {"min_moves": 1, "max_moves": 2} if name == "rush_hour" else {}
+    for _, answer, text in generate(name, options, seed=3, size=5):
+        entry = literal_eval(text)
+        score = reasoning_gym.create_dataset(name, **options).score_answer
+        if name == "rush_hour":
+            cars = sorted({*entry["metadata"]["board_config"]} - {"o", "x"})
+            moves = [f"{car}{sign}{steps}" for car in cars for sign in "+-" for steps in range(1, 5)]
+            assert any(score(f"{one} {two}", entry) == 1 for one in moves for two in moves)
+            assert score("A+1", entry) < 1
+            continue
+        correct = ANSWER_IN_METADATA[name](entry["metadata"]) if answer is None else answer
+        assert score(correct, entry) == 1
+
+
+def test_a_process_that_ends_early_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PROCESS_SOURCE", "import sys; sys.exit('out of luck')")
+    with pytest.raises(ConfigError, match="ended with exit code 1: out of luck"):
+        ReasoningGym(settings(names="gcd")).heldout_sets()
