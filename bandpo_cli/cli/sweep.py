@@ -168,7 +168,7 @@ def sweep(
         "optim.lr": lr,
         "sampling.max_tokens": max_tokens,
     }
-    if file is None and seeds is None and not axis and not any(axes.values()):
+    if file is None and seeds is None and not axis and all(value is None for value in axes.values()):
         raise UserError(
             "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a sweep file"
         )

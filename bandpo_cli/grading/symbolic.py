@@ -16,7 +16,9 @@ from zlib import crc32
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 from sympy import Expr
 
-logging.disable()  # both libraries warn about text that they cannot parse, which models often write
+for _library in ("math_verify", "latex2sympy2_extended"):
+    # Both warn about text that they cannot parse, which models often write.
+    logging.getLogger(_library).setLevel(logging.CRITICAL + 1)
 warnings.simplefilter("ignore")
 
 # Units are not removed by the library: it takes a variable t or m at the end for one. `_TEXT_UNIT` removes those in

@@ -56,7 +56,7 @@ def test_a_custom_f_agrees_with_the_closed_form(module: str, name: str, count: i
         ("my_divergences:rough", "not finite at u ="),
         ("my_divergences:scalar", "shape"),
         ("my_divergences:broken", "AttributeError"),
-        ("my_divergences:number", "no function but a int"),
+        ("my_divergences:number", "is not a function: its type is int"),
         ("my_divergences:chi", r"has no 'chi' \(did you mean 'chi2'\?\)"),
         ("does_not_load:f", "nothing_of_that_name"),
         ("no_such_module_here:f", "importing 'no_such_module_here' failed"),

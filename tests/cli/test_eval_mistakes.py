@@ -84,7 +84,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["--set", "evaluation.batch=0"], ["evaluation.batch = 0"]),
     (["--set", "evaluation.smaples=3"], ["smaples", "did you mean 'samples'"]),
     (["--set", "nonsense"], ["section.key=value"]),
-    (["--config", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
     (["--name", "../x"], ["../x"]),
     (["--name", ""], ["--name ''"]),
     (["--name", LONG], ["at most 200"]),

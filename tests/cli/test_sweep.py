@@ -50,10 +50,10 @@ def records(run: Path) -> list[dict[str, Any]]:
         (["--delta", "0.1,0.2", "--baseline", "0.3"], ["baseline = '0.3'", "arms: 0.1, 0.2"]),
         (["--resume", "none"], ["no sweep 'none'"]),
         (["--resume", "none", "--steps", "3"], ["--resume", "leave out --steps"]),
-        (["none.yaml"], ["none.yaml", "No such file"]),
+        (["none.yaml"], ["none.yaml", "no such file"]),
         (["axes.yaml"], ["axes.yaml", "axis", "did you mean 'axes'"]),
         (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
-        (["--name", "../x"], ["--name", "../x"]),
+        (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
         (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
     ],
 )

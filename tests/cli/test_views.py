@@ -124,7 +124,7 @@ def test_eval_metrics_are_formatted_with_at_signs() -> None:
             "band-my-module-f-0.05",
         ),
         (BandSettings(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
-        (ClipSettings(), "clip: ratio in [0.8, 1.2]", "clip"),
+        (ClipSettings(), "clip (GRPO, PPO): ratio in [0.8, 1.2]", "clip"),
         (DcpoSettings(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
         (NoClipSettings(), "none: no bound", "none"),
     ],

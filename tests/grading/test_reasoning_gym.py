@@ -195,7 +195,13 @@ EVALUATING = ("n_queens", "spiral_matrix", "string_insertion", "binary_matrix", 
 def test_the_library_alone_executes_answers(name: str, tmp_path: Path) -> None:
     """The tests below can fail: the same texts create the file when the library scores them."""
     path = tmp_path / "executed"
-    reasoning_gym.create_dataset(name).score_answer(PAYLOADS[0].format(path=str(path)), entry_of(name))
+    code = (
+        "import json, sys, reasoning_gym\n"
+        "name, answer, entry = sys.argv[1:]\n"
+        "reasoning_gym.create_dataset(name).score_answer(answer, json.loads(entry))\n"
+    )
+    payload = PAYLOADS[0].format(path=str(path))
+    subprocess.run([sys.executable, "-c", code, name, payload, json.dumps(entry_of(name))], check=True)
     assert path.exists()
 
 

@@ -74,7 +74,7 @@ def test_same_seed_and_steps_give_the_same_file_that_the_reader_accepts(
 def test_minutes_give_a_number_of_steps(
     problem_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    generate(problem_file, tmp_path / "a.jsonl", "--minutes", "0.001")
+    generate(problem_file, tmp_path / "a.jsonl", "--minutes", "1e-9")
     assert "parameters, 1 steps" in capsys.readouterr().out
 
 
