@@ -31,6 +31,7 @@ _CHOICE = re.compile(r"(?:(?i:option|choice) ?)?\(?([A-Za-z])\)|(?i:option|choic
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
 _FREE_SPACES = re.compile(r"(?<![0-9 ]) ++|(?<! ) ++(?![0-9])")  # the space in "1 2" stays: it is not 12
+_NAME_OR_ARITHMETIC = re.compile(r"[A-Za-z]|[0-9 .,+*/()$×-]+")
 _REMARK = re.compile(r"[,;.]? (?i:because|since)(?![A-Za-z])| \((?P<text>[^()]*)\)$")
 _PROSE = re.compile(r"[A-Za-z]{3} [A-Za-z]{2}")
 _NOT_A_REMARK = re.compile(
@@ -69,7 +70,7 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     if answer is None:
         return MALFORMED
     reference = _reference(problem)
-    gold, number = read_plain_number(reference), read_plain_number(answer)
+    gold, number = read_plain_number(reference), read_plain_number(_stated_value(answer))
     if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
         right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if right else WRONG
@@ -79,6 +80,12 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
 def read_plain_number(answer: str) -> Number | None:
     r"""Read a number as `read_number` does, also one in math delimiters or fonts: `$18$ dollars`, `\mathbf{18}`."""
     return read_number(answer) or read_number(_FONTS.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
+
+
+def _stated_value(answer: str) -> str:
+    """Return the right-hand side of `x = 1,234` and `9 * 2 = 18`, else the answer."""
+    left, *right = _EQUALS.split(answer)
+    return right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
 
 
 def without_remark(answer: str) -> str:

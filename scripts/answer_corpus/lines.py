@@ -105,13 +105,13 @@ def wrong_value(reference: str, others: Sequence[str], rng: random.Random) -> st
     """Return a value that differs from the reference: a near miss of a whole number, or another reference.
 
     Raises:
-        ValueError: If all of `others` equal the reference.
+        ValueError: If another reference is needed and all of `others` equal this one.
     """
-    different = [other for other in others if not _same(reference, other)]
-    if not different:
-        raise ValueError(f"no other answer than {reference!r:.60}: give a file with several answers")
     if not reference.isdecimal() or rng.random() < 0.5:
-        return rng.choice(different)
+        different = (other for other in rng.sample(others, len(others)) if not _same(reference, other))
+        if (value := next(different, None)) is None:
+            raise ValueError(f"no other answer than {reference!r:.60}: give a file with several answers")
+        return value
     whole = int(reference)
     misses = [whole + 1, abs(whole - 1), 10 * whole, -whole]
     return str(rng.choice([miss for miss in misses if miss != whole]))

@@ -25,11 +25,13 @@ BEGIN, END = (
     "<!-- end of the table -->",
 )
 REFERENCE = "18"
+WORK = "She sells 9 eggs at $2 each."
+"""The completion before its answer line; the reference does not occur in it."""
 
 
 def verdicts(pool: GraderPool, grader: str, value: str) -> list[str]:
     """Return the verdict of a grader on each of the lines filled with `value`; the reference is 18."""
-    texts = [f"9 * 2 = 18\n{line.fill(value)}" for line in LINES]
+    texts = [f"{WORK}\n{line.fill(value)}" for line in LINES]
     return [grade.verdict for grade in pool.grade([_problem(grader)] * len(texts), texts)]
 
 

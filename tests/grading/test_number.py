@@ -6,7 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bandpo_cli.grading.numbers import MAX_CHARS, equal, read_number, rounds_to
@@ -129,7 +129,9 @@ def test_decimals_equal_those_of_python(value: Decimal) -> None:
 
 @given(st.text(alphabet="0123456789.,-+/$%{}\\^ eEx*×frac", max_size=20), st.text(max_size=5))
 def test_surrounding_spaces_are_ignored(text: str, tail: str) -> None:
-    assert read_number(f"  {text}{tail} ") == read_number((text + tail).strip())
+    bare = (text + tail).strip()
+    assume(not bare.endswith("\\"))  # a backslash and a space are a LaTeX space
+    assert read_number(f"  {text}{tail} ") == read_number(bare)
 
 
 def same(first: str, second: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -16,7 +17,7 @@ from bandpo_cli.grading import GraderPool
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.types import Problem
 from scripts.answer_corpus import __main__ as script
-from scripts.answer_corpus import verdicts
+from scripts.answer_corpus import model, verdicts
 from scripts.answer_corpus.__main__ import main, read_problems, training_texts
 from scripts.answer_corpus.lines import LINES, AnswerLine, wrong_value
 from scripts.answer_corpus.score import Score, by_origin, score
@@ -72,10 +73,14 @@ def test_same_seed_and_steps_give_the_same_file_that_the_reader_accepts(
 
 
 def test_minutes_give_a_number_of_steps(
-    problem_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    problem_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate(problem_file, tmp_path / "a.jsonl", "--minutes", "1e-9")
-    assert "parameters, 1 steps" in capsys.readouterr().out
+    """Four steps take two seconds on the clock of the test: 12 steps fit into 6 seconds."""
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr(model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert model.TIMED_STEPS == 4
+    generate(problem_file, tmp_path / "a.jsonl", "--minutes", "0.1")
+    assert "parameters, 12 steps" in capsys.readouterr().out
 
 
 def test_right_lines_state_the_reference_and_wrong_lines_another_value(
@@ -135,7 +140,7 @@ def test_wrong_values_differ_from_the_reference() -> None:
     assert {wrong_value("0", ["0", "0.0", "1"], rng) for _ in range(50)} == {"1"}
     assert {wrong_value("1/2", ["0.5", r"\frac12", "x"], rng) for _ in range(50)} == {"x"}
     with pytest.raises(ValueError, match="no other answer"):
-        wrong_value("18", ["18", "18.0"], rng)
+        wrong_value("1/2", ["0.5", "1/2"], rng)
 
 
 def test_page_has_the_table_of_the_present_graders(capsys: pytest.CaptureFixture[str]) -> None:
