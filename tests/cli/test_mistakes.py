@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from bandpo_cli.config.methods import BandSettings, ClipSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
 from tests.cli.eval_command import Done
+
+sweep_module = importlib.import_module("bandpo_cli.cli.sweep")  # the package has the function of that name
 
 FILES = {
     "bad-key.yaml": "steps: 3\noptim:\n  lr: 1.0e-4\n  learning_rate: 3\n",
@@ -180,9 +183,11 @@ def test_lr_and_max_tokens_are_flags(
     assert done.code == 0
     assert "lr: 3.0e-06" in done.out
     assert "max_tokens: 7\n" in done.out
-    done = run("sweep --lr 1e-5,1e-6 --max-tokens 6,8 --steps 2 --dry-run", monkeypatch, capsys)
-    assert done.code == 0
-    assert "4 runs" in " ".join(done.out.split())
+    planned = []
+    monkeypatch.setattr(sweep_module, "_dry_run", lambda request, *_: planned.append(request))
+    run("sweep --lr 1e-5,1e-6 --max-tokens 6,8 --steps 2 --dry-run", monkeypatch, capsys)
+    runs = {(run.config.optim.lr, run.config.sampling.max_tokens) for run in planned[0].runs}
+    assert runs == {(1e-5, 6), (1e-5, 8), (1e-6, 6), (1e-6, 8)}
 
 
 def test_suggested_settings_exist() -> None:

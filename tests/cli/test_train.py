@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.sampling import is_installed
-from tests.cli.eval_command import WITHOUT_TORCH
+from tests.cli.eval_command import WITHOUT_TORCH, succeed, usage_error
+from tests.cli.eval_command import bandpo as in_this_process
 
 SMALL = [
     "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -138,10 +139,8 @@ def test_an_existing_name_is_refused_and_the_run_is_unchanged(tmp_path: Path) ->
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    done = bandpo("train", "--model", "./model", "--no-mlflow", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "model.path = './model'" in done.stderr
-    assert "Traceback" not in done.stderr
+    line = usage_error("train", "--model", "./model", "--no-mlflow", cwd=tmp_path)
+    assert "model.path = './model'" in line
     assert not (tmp_path / "runs").exists()
 
 
@@ -160,29 +159,27 @@ def test_grader_of_all_answers(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:
-    done = bandpo("train", "--method", "clip", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "method: clip" in done.stdout
-    assert "delta" not in done.stdout
-    assert "never bind" not in done.stdout, "the warning is for one update per batch"
-    assert "1.1M parameters" in done.stdout
-    assert "GiB at the peak" in done.stdout
+    printed = succeed("train", "--method", "clip", "--dry-run", cwd=tmp_path).out
+    assert "method: clip" in printed
+    assert "delta" not in printed
+    assert "never bind" not in printed, "the warning is for one update per batch"
+    assert "1.1M parameters" in printed
+    assert "GiB at the peak" in printed
     assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_prints_the_schedule_of_the_radius(tmp_path: Path) -> None:
     schedule = ["delta_schedule=cosine", "delta_end=0.02", "delta_steps=1500"]
     settings = [word for each in schedule for word in ("--set", f"bounds.{each}")]
-    done = bandpo("train", "--delta", "0.2", *settings, "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "δ = 0.2 → 0.02 (cosine over 1,500 steps)" in " ".join(done.stdout.split())
+    printed = succeed("train", "--delta", "0.2", *settings, "--dry-run", cwd=tmp_path).out
+    assert "δ = 0.2 → 0.02 (cosine over 1,500 steps)" in " ".join(printed.split())
     for line in ("delta: 0.2", *(each.replace("=", ": ") for each in schedule)):
-        assert f"  {line}\n" in done.stdout
+        assert f"  {line}\n" in printed
 
 
 def test_one_update_per_batch_gives_a_warning(tmp_path: Path) -> None:
-    done = bandpo("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
-    assert "clipping can never bind" in done.stdout
+    done = succeed("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
+    assert "clipping can never bind" in done.out
 
 
 @pytest.mark.slow
@@ -228,10 +225,12 @@ def test_ctrl_c_stops_the_run_and_its_record_is_complete(tmp_path: Path) -> None
 
 def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
     """The learning rate makes the weights diverge: exit code 1, and the metrics of the earlier steps are recorded."""
-    done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert "error: " in done.stderr
+    done = in_this_process(
+        "train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path
+    )
+    assert done.code == 1, done.out + done.err
+    assert "Traceback" not in done.err
+    assert "error: " in done.err
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
     assert summary["status"] == "FAILED"
     assert "NonFiniteError" in summary["error"]

@@ -174,6 +174,7 @@ def test_importing_the_functions_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_all_functions_run_without_rich_and_typer(tmp_path: Path) -> None:
     """A sweep's runs are processes of the command line; this process imports neither."""
     code = f"""
