@@ -45,6 +45,7 @@ def test_the_custom_divergence_is_twice_hellinger() -> None:
     np.testing.assert_allclose(custom.upper, hellinger.upper, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> None:
     problems = custom_grader.write_problems(tmp_path / "words.jsonl")
     rows = [json.loads(line) for line in problems.read_text().splitlines()]

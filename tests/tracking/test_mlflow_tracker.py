@@ -198,6 +198,7 @@ print("mlflow" in sys.modules, tracker._thread.is_alive())
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_process(run):
     with silent_port() as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -215,6 +216,7 @@ def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_proc
     assert state == "False True"
 
 
+@pytest.mark.slow
 def test_tracking_in_a_new_process_prints_nothing_and_sends_no_telemetry(run):
     """MLflow's migrations, telemetry threads and log lines are suppressed."""
     code = (

@@ -137,8 +137,7 @@ def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
     """With rewards that cannot differ, two batches are sampled and the step uses groups without spread."""
     unsolvable = {
         "steps": 1,
-        "task": {"name": "countdown", "numbers": 5, "max_target": 999},
-        "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},
+        "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},  # too short for any answer
         "evaluation": {"every": 0},
     }
     _, folder, _ = run(tmp_path, "a", unsolvable)
