@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -14,15 +15,17 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import PLAIN_LINES, Spinner, format_duration, plural, print_json, print_line
 from bandpo_cli.cli.statement import describe_model, print_statement
-from bandpo_cli.evaluation.compare import Comparison
-from bandpo_cli.evaluation.metrics import Interval
-from bandpo_cli.evaluation.scores import Scores, success_histogram
 from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import CallbackBase
+
+if TYPE_CHECKING:
+    from bandpo_cli.evaluation.compare import Comparison
+    from bandpo_cli.evaluation.metrics import Interval
+    from bandpo_cli.evaluation.scores import Scores
 
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
 """Text beside the spinner, by phase."""
@@ -284,6 +287,8 @@ def interval_text(name: str, interval: Interval) -> str:
 
 def histogram(scores: Scores) -> Iterable[Text]:
     """Yield lines with the number of problems by the share of their completions that is right."""
+    from bandpo_cli.evaluation.scores import success_histogram
+
     shares = [next(iter(values.values())) for values in scores.by_problem.values()]
     yield Text("problems by share of right completions", style="dim")
     bars = success_histogram(shares)

@@ -68,6 +68,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
     ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in file.sets.items()}
     total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
     pool = stack.enter_context(GraderPool(config.grading))
+    pool.spawn({stored.problem.grader for stored_P in file.sets.values() for stored in stored_P})
     return CompletionSource(
         ids,
         total,

@@ -191,6 +191,10 @@ def _evaluate(
     events: EvalEvents,
 ) -> EvalResult:
     """Collect and score all completions; the record has the status while this runs and when it ends early."""
+    # Imported here although `_score` uses them: they take a second, during which the grading workers import theirs.
+    import bandpo_cli.evaluation.scores
+    import bandpo_cli.reports.run_plots  # noqa: F401
+
     sets = source.planned()
     folder.write_record({**_record_head(request, folder, "running"), "sets": sets})
     counts = {label: len(ids) for label, ids in source.ids.items()}

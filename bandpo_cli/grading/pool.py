@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,6 +61,16 @@ class GraderPool:
     def errors(self) -> Mapping[str, str]:
         """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
         return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
+
+    def spawn(self, graders: Iterable[str]) -> None:
+        """Spawn a worker for each grader of this package that may need one, without waiting for its import.
+
+        The caller can do other work during the imports. Custom graders are left out: they are imported by
+        `check_grader` first, which reports their mistakes.
+        """
+        for name in graders:
+            if name in GRADERS and GRADERS[name].worker is not None:
+                self._worker_pool(name).spawn()
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         """Grade completions; any text gets a grade.

@@ -106,6 +106,10 @@ class WorkerPool:
             self.close()
             raise
 
+    def spawn(self) -> None:
+        """Spawn one worker, unless there is one, without waiting for its import."""
+        self._spawn_workers(1)
+
     def close(self) -> None:
         """Terminate all workers."""
         while self._workers:
