@@ -147,6 +147,12 @@ VARIANTS = [
     Variant(
         "ratios to the sampler", {**CLIP, "objective": {"old_logprobs": "sampler"}}, clips_both_ways, False
     ),
+    Variant(
+        "ratios to the sampler, with bounds that depend on its probabilities",
+        {**TIGHT_KL, "objective": {"old_logprobs": "sampler"}},
+        clips_both_ways,
+        False,
+    ),
     # rewards and groups
     Variant("rewards of -1 and 1", {**TIGHT_KL, "reward": {"wrong": -1.0}}, clips_both_ways),
     Variant(
