@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr, stdtrit
-from scipy.stats import binom, bootstrap
 
 FloatArray = NDArray[np.float64]
 
@@ -119,6 +118,8 @@ def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPL
     varied = largest - smallest > _ROUNDING * np.abs(values).max(axis=1)
     if varied.any():
         centre, spread = means[varied], (largest - smallest)[varied]
+        from scipy.stats import bootstrap  # 0.6 s to import, and not needed where all values are equal
+
         result = bootstrap(
             ((values[varied] - centre[:, None]) / spread[:, None],),
             _mean,
@@ -206,6 +207,8 @@ def _times(ways: FloatArray, weights: FloatArray, most: int, u: FloatArray) -> F
 @lru_cache(maxsize=4096)
 def _binomial(n: int, p: float) -> FloatArray:
     """Return the binomial probabilities of 0 … n successes, [n + 1]."""
+    from scipy.stats import binom
+
     return np.asarray(binom.pmf(np.arange(n + 1), n, p), dtype=np.float64)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.config.layers import Layer
@@ -191,10 +192,6 @@ def _evaluate(
     events: EvalEvents,
 ) -> EvalResult:
     """Collect and score all completions; the record has the status while this runs and when it ends early."""
-    # Imported here although `_score` uses them: they take a second, during which the grading workers import theirs.
-    import bandpo_cli.evaluation.scores
-    import bandpo_cli.reports.run_plots  # noqa: F401
-
     sets = source.planned()
     folder.write_record({**_record_head(request, folder, "running"), "sets": sets})
     counts = {label: len(ids) for label, ids in source.ids.items()}
@@ -230,10 +227,11 @@ def _collect_completions(
 ) -> Rows:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
-    for batch in source.batches(set(parts)):
-        folder.write_part(batch.key, batch.rows)
-        parts[batch.key] = batch.rows
-        events.step(EvalProgress(batch.label, len(batch.rows)))
+    with _scoring_imports():
+        for batch in source.batches(set(parts)):
+            folder.write_part(batch.key, batch.rows)
+            parts[batch.key] = batch.rows
+            events.step(EvalProgress(batch.label, len(batch.rows)))
     for grader, line in source.errors().items():
         log.warning("grader '%s' failed on some answers; the first error: %s", grader, line)
     events.phase("record")
@@ -243,6 +241,23 @@ def _collect_completions(
         rows[labels[key.set_index]] += parts[key]
     folder.write_samples(row for each in rows.values() for row in each)
     return rows
+
+
+@contextmanager
+def _scoring_imports() -> Iterator[None]:
+    """Import what `_score` and the tables need in a thread: a second, in which this process waits for its workers."""
+    thread = Thread(target=_import_scoring, name="scoring imports", daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _import_scoring() -> None:
+    import pandas  # noqa: F401 - pyarrow imports it to convert lists
+    import scipy.stats  # noqa: F401
+
+    import bandpo_cli.evaluation.scores
+    import bandpo_cli.reports.run_plots  # noqa: F401
 
 
 def _stored_rows(folder: EvalFolder) -> Rows:
