@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -36,6 +38,27 @@ from bandpo_cli.__main__ import main
 main()
 """
 """Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
+
+_ALL_WITHOUT_TORCH = (
+    WITHOUT_TORCH.replace("main()\n", "")
+    + """
+import contextlib, io, json, os
+
+done = []
+for folder, arguments in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv = ["bandpo", *arguments]
+    os.chdir(folder)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    done.append([code, out.getvalue(), err.getvalue()])
+json.dump(done, sys.stdout)
+"""
+)
 
 
 class Done(NamedTuple):
@@ -79,6 +102,20 @@ def usage_error(*arguments: str | Path, cwd: Path) -> str:
     assert done.err.startswith("error: "), done.err
     assert len(done.err.splitlines()) == 1, done.err
     return done.err
+
+
+def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:
+    """Run commands, each in its folder, in one other interpreter that cannot import torch, transformers and mlflow."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ALL_WITHOUT_TORCH],
+        input=json.dumps([[str(folder), arguments] for folder, arguments in cases]),
+        env={key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Done(*each) for each in json.loads(done.stdout)]
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import WITHOUT_TORCH
-
-RUN_ALL = (
-    WITHOUT_TORCH.replace("main()\n", "")
-    + """
-import contextlib, io, json
-found = []
-for arguments in json.load(open(sys.argv[1])):
-    out, err = io.StringIO(), io.StringIO()
-    sys.argv = ["bandpo", *arguments]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-    found.append([code, err.getvalue()])
-json.dump(found, sys.stdout)
-"""
-)
-"""Code that runs all cases in one interpreter, which cannot import torch, transformers or MLflow."""
+from tests.cli.eval_command import Done, without_torch
 
 LONG = "a" * 300
 
@@ -149,27 +127,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(place: Path) -> dict[str, tuple[int, str]]:
-    """Return exit code and error message of each case by its arguments, and require that no case writes a file."""
-    cases = place / "cases.json"
-    cases.write_text(json.dumps([["eval", *arguments] for arguments, _ in CASES]))
+def results(place: Path) -> dict[str, Done]:
+    """Return the result of each case by its arguments, and require that no case writes a file."""
     before = sorted(place.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, "cases.json"], capture_output=True, text=True, cwd=place, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = without_torch([(place, ["eval", *arguments]) for arguments, _ in CASES])
     assert sorted(place.rglob("*")) == before, "nothing may be written"
-    found = json.loads(done.stdout)
-    return {
-        json.dumps(arguments): (code, err) for (arguments, _), (code, err) in zip(CASES, found, strict=True)
-    }
+    return {json.dumps(arguments): result for (arguments, _), result in zip(CASES, done, strict=True)}
 
 
 @pytest.mark.parametrize(("arguments", "parts"), CASES, ids=[" ".join(a)[:40] for a, _ in CASES])
-def test_a_user_error_is_one_line(
-    results: dict[str, tuple[int, str]], arguments: list[str], parts: list[str]
-) -> None:
-    code, err = results[json.dumps(arguments)]
+def test_a_user_error_is_one_line(results: dict[str, Done], arguments: list[str], parts: list[str]) -> None:
+    code, _, err = results[json.dumps(arguments)]
     assert code == 2, err
     assert err.startswith("error: "), err
     assert len(err.splitlines()) == 1, err

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.storage.tables import EvalRow, write_eval_table
-from tests.cli.eval_command import SMALL, WITHOUT_TORCH, bandpo, record_of, samples_of, succeed, usage_error
+from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error, without_torch
 from tests.tasks.stored_completions import FOREIGN, ROW, mutations, swaps
 
 
@@ -61,15 +61,9 @@ def test_no_model_is_loaded(tmp_path: Path) -> None:
     """The interpreter cannot import torch, transformers or MLflow."""
     write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
     arguments = ["--samples", "a.jsonl", "--no-mlflow", "--format", "json"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "eval", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
+    (done,) = without_torch([(tmp_path, ["eval", *arguments])])
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
 
 
 @pytest.mark.parametrize(

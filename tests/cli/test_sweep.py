@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.eval_command import Done, without_torch
+
 SMALL = [
     "--steps", "3", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[4]",
@@ -34,40 +36,48 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
-        (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
-        (["--delta", ""], ["--delta", "empty item"]),
-        (["--delta", "0.1,,0.2"], ["--delta", "empty item"]),
-        (["--delta", "0.1,0.1"], ["bounds.delta", "twice"]),
-        (["--delta", "0.1,-1"], ["bounds.delta = -1", "greater than 0"]),
-        (["--method", "clip", "--delta", "0.1,0.2"], ["'bounds.delta'", "no arm"]),
-        (["--divergence", "kl,tw"], ["tw", "did you mean 'tv'"]),
-        (["--seeds", "0,x"], ["--seeds 0,x", "whole numbers"]),
-        (["--seeds", "1,1"], ["seeds", "twice"]),
-        (["--delta", "0.1,0.2", "--baseline", "0.3"], ["baseline = '0.3'", "arms: 0.1, 0.2"]),
-        (["--resume", "none"], ["no sweep 'none'"]),
-        (["--resume", "none", "--steps", "3"], ["--resume", "leave out --steps"]),
-        (["none.yaml"], ["none.yaml", "no such file"]),
-        (["axes.yaml"], ["axes.yaml", "axis", "did you mean 'axes'"]),
-        (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
-        (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
-        (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
-    ],
-)
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
+    (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
+    (["--delta", ""], ["--delta", "empty item"]),
+    (["--delta", "0.1,,0.2"], ["--delta", "empty item"]),
+    (["--delta", "0.1,0.1"], ["bounds.delta", "twice"]),
+    (["--delta", "0.1,-1"], ["bounds.delta = -1", "greater than 0"]),
+    (["--method", "clip", "--delta", "0.1,0.2"], ["'bounds.delta'", "no arm"]),
+    (["--divergence", "kl,tw"], ["tw", "did you mean 'tv'"]),
+    (["--seeds", "0,x"], ["--seeds 0,x", "whole numbers"]),
+    (["--seeds", "1,1"], ["seeds", "twice"]),
+    (["--delta", "0.1,0.2", "--baseline", "0.3"], ["baseline = '0.3'", "arms: 0.1, 0.2"]),
+    (["--resume", "none"], ["no sweep 'none'"]),
+    (["--resume", "none", "--steps", "3"], ["--resume", "leave out --steps"]),
+    (["none.yaml"], ["none.yaml", "no such file"]),
+    (["axes.yaml"], ["axes.yaml", "axis", "did you mean 'axes'"]),
+    (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
+    (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
+    (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
+]
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Return the result of each mistake by its arguments, and require that none writes a file."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "axes.yaml").write_text("axis: {bounds.delta: [0.1]}\n")
+    done = without_torch([(folder, ["sweep", *arguments]) for arguments, _ in MISTAKES])
+    assert [path.name for path in folder.iterdir()] == ["axes.yaml"], "nothing may be written"
+    return {json.dumps(arguments): each for (arguments, _), each in zip(MISTAKES, done, strict=True)}
+
+
+@pytest.mark.parametrize(("arguments", "parts"), MISTAKES)
 def test_a_user_error_is_one_line_and_nothing_is_written(
-    tmp_path: Path, arguments: list[str], parts: list[str]
+    mistakes: dict[str, Done], arguments: list[str], parts: list[str]
 ) -> None:
-    (tmp_path / "axes.yaml").write_text("axis: {bounds.delta: [0.1]}\n")
-    done = bandpo(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    done = mistakes[json.dumps(arguments)]
+    assert done.code == 2, done.err
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
     for part in parts:
-        assert part in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["axes.yaml"]
+        assert part in done.err
 
 
 @pytest.mark.slow

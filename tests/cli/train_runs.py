@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SMALL = [
+    "--set", "task.max_number=5",
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.every=2", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
     "--set", "evaluation.k=[1,4]", "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=null",

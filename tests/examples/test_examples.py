@@ -79,6 +79,7 @@ def test_the_custom_grader_gives_partial_credit() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_python_api_trains_resumes_and_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.types import CallbackBase
 
 SMALL = {
+    "task": {"max_number": 5},
     "sampling": {"prompts": 2, "samples": 2},
     "optim": {"updates": 1, "warmup_steps": 0},
     "evaluation": {"problems": 2, "samples": 2, "k": [2], "every": 2},

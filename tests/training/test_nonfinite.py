@@ -238,6 +238,7 @@ def test_an_unwritable_disk_does_not_hide_the_fault(tmp_path: Path) -> None:
 
 SMALL: dict[str, Any] = {
     "steps": 3,
+    "task": {"max_number": 5},
     "sampling": {"prompts": 4, "samples": 2},
     "optim": {"updates": 2},
     "evaluation": {"every": 0},

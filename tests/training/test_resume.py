@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL: dict[str, Any] = {
     "steps": 5,
+    "task": {"max_number": 5},
     "sampling": {"prompts": 4, "samples": 4},
     "optim": {"updates": 2, "lr": 1e-3},
     "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
