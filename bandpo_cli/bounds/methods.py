@@ -29,6 +29,7 @@ from bandpo_cli.config.methods import (
     MethodSettings,
     NoClipSettings,
 )
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
 
 BoundsFunction = Callable[[Array], RatioBounds]
@@ -36,27 +37,34 @@ BoundsFunction = Callable[[Array], RatioBounds]
 
 
 def ratio_bounds(config: MethodSettings) -> BoundsFunction:
-    """Return the bounds function of the method that `config` describes."""
-    function: BoundsFunction = load_attribute(METHODS[config.method].bounds)(config)
+    """Return the bounds function of the method that `config` describes.
+
+    Raises:
+        ConfigError: the method is not an interval of ratios.
+    """
+    bounds = METHODS[config.method].bounds
+    if bounds is None:
+        raise ConfigError(f"method {config.method!r} is not an interval of ratios")
+    function: BoundsFunction = load_attribute(bounds)(config)
     return function
 
 
 class ClipState(NamedTuple):
-    """The effect of the ratio bounds on each token: boolean arrays of the shape of the ratios.
+    """The effect of a method on each token: boolean arrays of the shape of the ratios.
 
     Attributes:
-        at_upper: the upper bound clips the token: ratio above `upper` and advantage > 0, so the gradient is zero.
-        at_lower: the lower bound clips the token: ratio below `lower` and advantage < 0, so the gradient is zero.
-        outside: the ratio is outside the bounds, for any sign of the advantage.
+        at_upper: the token's advantage is positive and its gradient zero; with bounds: its ratio is above `upper`.
+        at_lower: the token's advantage is negative and its gradient zero; with bounds: its ratio is below `lower`.
+        outside: the ratio is outside the method's region, for any sign of the advantage; None without a region.
     """
 
     at_upper: Array
     at_lower: Array
-    outside: Array
+    outside: Array | None
 
     @property
     def active(self) -> Array:
-        """Whether one of the bounds clips the token."""
+        """Whether the method removes the token's gradient."""
         return self.at_upper | self.at_lower
 
 

@@ -1,94 +1,168 @@
-"""The clipped policy loss: its inputs, per-token weights, importance correction, and clip metrics.
+"""Policy losses: the interface that every method implements, and the objective that is computed from it.
 
-The loss receives ratio bounds as two tensors and does not depend on the method that computed them. An aggregation
-turns per-token losses into one number by a weight per token, which is fixed by the completion lengths of the complete
-update: the loss is the sum of weight·loss, so eight passes of one sequence and one pass of eight give the same
-gradient.
+A method's loss is a function from the tokens of a micro-batch to one loss per token (`PolicyLoss.token_losses`). What
+depends on π_old alone, such as ratio bounds, is computed once per batch (`PolicyLoss.prepare`). `policy_objective`
+weights the losses, adds the penalty to the reference model, and returns the gradient with respect to the log-probs.
 
-Terms of the clip metrics: a token is *clipped* ("active") where the clamp binds and its gradient is zero, which
-depends on the sign of its advantage; its ratio is *outside* where it is not within the bounds, for any sign
-(`bandpo_cli.bounds.methods.clip_state`).
+Notation: r = π/π_old, a = advantage. Dimensions: N tokens and S completions of an update, n tokens and s completions
+of a micro-batch. Per-token tensors are flat, without padding, in the order of the completions; a micro-batch holds
+complete completions, so that losses of a sequence can be computed from its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.bounds.methods import ClipState
+from bandpo_cli.config.methods import MethodSettings
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.registries import METHODS, load_attribute
 
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
 
-PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
-"""Edges of the bins of π_old(token) in the clip metrics; a bin includes its upper edge and excludes its lower one."""
+Columns = Mapping[str, torch.Tensor]
+"""Named values per token, [N] or [n] each: what a method computed from π_old."""
 
-BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
+
+@dataclass(frozen=True)
+class UpdateTokens:
+    """The N tokens of an update's S completions before its first forward pass.
+
+    Attributes:
+        old_logprobs: [N] float32, log π_old(token), nats.
+        advantages: [N] float32, the advantage of the token's completion.
+        lengths: [S] int64, tokens per completion.
+    """
+
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The n sampled tokens of a micro-batch; all tensors are flat, [n], without padding and therefore without a mask.
+    """The n sampled tokens of a micro-batch of s completions.
 
     Attributes:
         logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
         old_logprobs: [n] float32, log π_old(token), nats.
-        lower, upper: [n], the bounds of the ratio, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf.
         advantages: [n], the advantage of the token's completion.
-        weights: [n], weight of the token in the update's loss (see `Aggregation`), times its importance correction.
+        weights: [n], weight of the token in the update's loss (`objective.aggregation`), times its importance
+            correction.
+        lengths: [s] int64, tokens per completion.
+        columns: what `PolicyLoss.prepare` returned, [n] each.
         ref_logprobs: [n], log π_reference(token), nats; None without a reference model.
     """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
-    lower: torch.Tensor
-    upper: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
+    lengths: torch.Tensor
+    columns: Columns = field(default_factory=dict)
     ref_logprobs: torch.Tensor | None = None
+
+    @property
+    def ratios(self) -> torch.Tensor:
+        """r = π/π_old, [n], with gradient."""
+        return policy_ratio(self.logprobs, self.old_logprobs)
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """The result of `clipped_objective`.
+    """The result of `policy_objective`; no tensor has a gradient.
 
     Attributes:
-        loss: scalar with gradient, the micro-batch's share of the update's loss.
-        ratios: [n], π/π_old, detached.
+        loss: scalar, the micro-batch's share of the update's loss.
+        gradient: [n], ∂loss/∂logprobs.
+        ratios: [n], r.
+        gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
+            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
     """
 
     loss: torch.Tensor
+    gradient: torch.Tensor
     ratios: torch.Tensor
+    gradient_weights: torch.Tensor
 
 
-def clipped_objective(
-    inputs: LossInputs, dual_clip: float | None = 10.0, reference_kl: float = 0.0
-) -> LossOutputs:
-    """Return the loss −Σ weight·min(r·a, clamp(r, lower, upper)·a), plus the KL penalty to the reference model.
+class PolicyLoss(ABC):
+    """The policy loss of a method. It is built from the method's settings and `objective`; see `policy_loss`."""
+
+    @abstractmethod
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None: ...
+
+    def prepare(self, tokens: UpdateTokens) -> Columns:
+        """Return the values per token that depend on π_old alone, [N] each; called once per batch, without gradient."""
+        return {}
+
+    @abstractmethod
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n], before it is weighted, with gradient to `inputs.logprobs`."""
+
+    def clip_state(
+        self,
+        columns: Columns,
+        ratios: torch.Tensor,
+        advantages: torch.Tensor,
+        gradient_weights: torch.Tensor,
+    ) -> ClipState:
+        """Return which tokens the method clips; here those with an advantage and no gradient.
+
+        Args:
+            columns: what `prepare` returned, [N] each.
+            ratios, advantages, gradient_weights: [N], as in `LossInputs` and `LossOutputs`.
+        """
+        zero = gradient_weights == 0
+        return ClipState(zero & (advantages > 0), zero & (advantages < 0), None)
+
+
+def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyLoss:
+    """Return the policy loss of the method that `settings` describes."""
+    loss: PolicyLoss = load_attribute(METHODS[settings.method].loss)(settings, objective)
+    return loss
+
+
+def policy_objective(loss: PolicyLoss, inputs: LossInputs, reference_kl: float = 0.0) -> LossOutputs:
+    """Return Σ weight·(loss + reference_kl·k3) of a micro-batch, and its gradient with respect to the log-probs.
+
+    The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
+    is known per token.
 
     Args:
-        inputs: the tokens, with r = π/π_old and advantage a each.
-        dual_clip: for a < 0 a token's loss is at most −dual_clip·a (dual-clip PPO, arXiv 1912.09729), so that a
-            single very large ratio does not dominate the update; None for no such limit.
-        reference_kl: coefficient of the per-token k3 estimate of KL(π‖π_reference); used if `ref_logprobs` is given.
+        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
     """
-    ratios = policy_ratio(inputs.logprobs, inputs.old_logprobs)
-    advantages = inputs.advantages
-    clamped = torch.clamp(ratios, inputs.lower, inputs.upper)
-    losses = -torch.minimum(ratios * advantages, clamped * advantages)
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+    logprobs = inputs.logprobs.detach().requires_grad_()
+    inputs = replace(inputs, logprobs=logprobs)
+    policy_part = (inputs.weights * loss.token_losses(inputs)).sum()
+    (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
+    total, gradient = policy_part, policy_gradient
     if inputs.ref_logprobs is not None:
-        losses = losses + reference_kl * k3(inputs.logprobs, inputs.ref_logprobs)
-    return LossOutputs(loss=(inputs.weights * losses).sum(), ratios=ratios.detach())
+        penalty = reference_kl * (inputs.weights * k3(logprobs, inputs.ref_logprobs)).sum()
+        (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
+        total, gradient = total + penalty, gradient + penalty_gradient
+    scale = -inputs.weights * inputs.advantages
+    return LossOutputs(
+        loss=total.detach(),
+        gradient=gradient,
+        ratios=inputs.ratios.detach(),
+        gradient_weights=torch.where(scale == 0, 0.0, policy_gradient / scale),
+    )
 
 
 def policy_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
     """Return π/π_old per token, [n]; the log ratio is clamped to ±20 before exp, so that it cannot overflow."""
-    return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return torch.exp(log_ratio(logprobs, old_logprobs))
+
+
+def log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(π/π_old) per token, [n], clamped to ±20."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
@@ -96,95 +170,17 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
 
     It is unbiased for tokens sampled from π, and not negative (Schulman, "Approximating KL divergence").
     """
-    log_u = (other_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_u = log_ratio(other_logprobs, logprobs)
     return torch.expm1(log_u) - log_u
 
 
-def truncated_importance(
-    trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, cap: float
-) -> torch.Tensor:
-    """Return min(π_old/π_sampler, cap) per token: truncated importance sampling (Ionides 2008).
-
-    The tokens were sampled from the sampler's π, while the ratio is computed relative to the trainer's π_old. The two
-    differ where the sampler is another engine than the trainer, by kernels, number formats and batch shapes. The
-    weight corrects for the difference; the cap limits its variance.
-
-    Args:
-        trainer_logprobs, sampler_logprobs: [N] float32, nats, of the same weights at the same temperature.
-
-    Returns:
-        [N] float32, without gradient.
-    """
-    return policy_ratio(trainer_logprobs.detach(), sampler_logprobs).clamp(max=cap)
+def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
+    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(
+        0, sequence_index(lengths), values
+    )
 
 
-Aggregation = Callable[[torch.Tensor, int], torch.Tensor]
-"""(lengths_S int64 [S], max_tokens) -> weight of each token of sequence s, float32 [S]."""
-
-
-def seq_mean_token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
-    return 1.0 / (len(lengths_S) * lengths_S.float())
-
-
-def token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
-    return torch.full_like(lengths_S, 1.0 / int(lengths_S.sum()), dtype=torch.float32)
-
-
-def seq_sum_norm(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
-    return torch.full_like(lengths_S, 1.0 / (len(lengths_S) * max_tokens), dtype=torch.float32)
-
-
-AGGREGATIONS: dict[str, Aggregation] = {
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "token-mean": token_mean,
-    "seq-sum-norm": seq_sum_norm,
-}
-
-
-def clip_counts(
-    ratios: torch.Tensor,
-    lower: torch.Tensor,
-    upper: torch.Tensor,
-    advantages: torch.Tensor,
-    old_logprobs: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Count the clipped tokens of an update; the counts of several updates can be added.
-
-    Args:
-        ratios, lower, upper, advantages, old_logprobs: [N] each; old log-probs in nats.
-
-    Returns:
-        int64 scalars, and by bin of π_old int64 [bins] (`PROBABILITY_EDGES`).
-    """
-    state = clip_state(ratios, lower, upper, advantages)
-    active = state.active
-    edges = torch.tensor(PROBABILITY_EDGES[1:-1], device=ratios.device, dtype=torch.float64)
-    bins = torch.bucketize(old_logprobs.double().exp(), edges)
-    size = len(BIN_NAMES)
-    return {
-        "tokens": torch.tensor(ratios.numel(), device=ratios.device),
-        "active": active.sum(),
-        "upper": state.at_upper.sum(),
-        "lower": state.at_lower.sum(),
-        "outside": state.outside.sum(),
-        "tokens_by_bin": torch.bincount(bins, minlength=size),
-        "active_by_bin": torch.bincount(bins[active], minlength=size),
-    }
-
-
-def clip_metrics(counts: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the `clip/` metrics of summed counts; a bin without tokens has no active fraction."""
-    tokens = max(int(counts["tokens"]), 1)
-    metrics = {
-        f"clip/{name}_fraction": int(counts[name]) / tokens
-        for name in ("active", "upper", "lower", "outside")
-    }
-    per_bin = zip(BIN_NAMES, counts["active_by_bin"].tolist(), counts["tokens_by_bin"].tolist(), strict=True)
-    for name, active, in_bin in per_bin:
-        metrics[f"clip/token_share/{name}"] = in_bin / tokens
-        if in_bin:
-            metrics[f"clip/active_fraction/{name}"] = active / in_bin
-    return metrics
+def sequence_index(lengths: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token's completion within the micro-batch, int64 [n]."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)

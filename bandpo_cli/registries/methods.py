@@ -9,18 +9,21 @@ from bandpo_cli.registries.base import Entry, Registry
 
 @dataclass(frozen=True)
 class MethodEntry(Entry):
-    """A ratio-bound method (`bounds.method`).
+    """A method (`bounds.method`).
 
     Attributes:
         settings: a subclass of `config.methods.MethodSettings`; the default of its field `method` is the entry's name.
-        bounds: a function from these settings to a `bounds.methods.BoundsFunction`.
+        bounds: a function from these settings to a `bounds.methods.BoundsFunction`; None for a method that is not an
+            interval of ratios.
+        loss: a subclass of `objective.loss.PolicyLoss`.
         trust_region: the method has a divergence and a radius, so it is compared by them and not by its name.
         bounded: the upper bound is finite, so that a Band can match it.
         aliases: other names that `--method` and `bounds.method` accept.
     """
 
     settings: str
-    bounds: str
+    bounds: str | None = None
+    loss: str = "bandpo_cli.objective.interval:IntervalLoss"
     trust_region: bool = False
     bounded: bool = True
     aliases: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ class ClipMapTokens:
         ratio: new probability / old probability at the update.
         lower, upper: bounds of the ratio; `upper` is infinite without a bound.
         advantage: advantage of the token; its sign decides which bound can clip.
+        gradient_weight: factor of the token's gradient; NaN in tables of earlier versions.
     """
 
     prob: Floats
@@ -37,18 +38,25 @@ class ClipMapTokens:
     lower: Floats
     upper: Floats
     advantage: Floats
+    gradient_weight: Floats
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Clipped: the clamp binds and the gradient is zero."""
-        active: NDArray[np.bool_] = clip_state(self.ratio, self.lower, self.upper, self.advantage).active
+        """Clipped: the method removes the token's gradient, dual clip apart."""
+        active: NDArray[np.bool_] = (self.gradient_weight == 0) & (self.advantage != 0)
+        if self.has_bounds:
+            active = clip_state(self.ratio, self.lower, self.upper, self.advantage).active
         return active
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether the method is an interval of ratios; others have the bounds 0 and infinity."""
+        return bool((self.lower > 0).any() or np.isfinite(self.upper).any())
 
     @property
     def outside(self) -> NDArray[np.bool_]:
         """Outside the interval, whatever the sign of the advantage."""
-        outside: NDArray[np.bool_] = clip_state(self.ratio, self.lower, self.upper, self.advantage).outside
-        return outside
+        return (self.ratio > self.upper) | (self.ratio < self.lower)
 
 
 def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
@@ -64,7 +72,8 @@ def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
     subtitle = f"{subtitle} · step {step_of(tables[-1])} · {len(tokens.prob):,} tokens"
     figure, (axes,) = style.new_figure("Clip map", subtitle)
     low, high = _ratio_limits(tokens)
-    _plot_interval(axes, tokens, low, high)
+    if tokens.has_bounds:
+        _plot_interval(axes, tokens, low, high)
     _plot_tokens(axes, tokens)
     axes.set(xscale="log", yscale="log", xlim=(tokens.prob.min() / 1.3, 1.25), ylim=(low, high))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -82,7 +91,7 @@ def read_clip_map_tokens(path: Path) -> ClipMapTokens | None:
     shown = (prob > 0) & np.isfinite(columns["ratio"]) & (columns["ratio"] > 0)
     if not shown.any():
         return None
-    names = ("ratio", "lower", "upper", "advantage")
+    names = ("ratio", "lower", "upper", "advantage", "gradient_weight")
     return ClipMapTokens(prob[shown], *(columns[name][shown] for name in names))
 
 

@@ -17,8 +17,9 @@ from bandpo_cli.paths import check_regular_file
 from bandpo_cli.storage.files import step_name, step_of, write_atomically
 from bandpo_cli.types import Group
 
-TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage")
-"""The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map."""
+TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage", "gradient_weight")
+"""The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map. Files of earlier
+versions lack `gradient_weight`; it is read as NaN."""
 
 MAX_BAD_BATCHES = 3
 """Largest number of batches of skipped updates to store: the first ones show the cause, and a run may skip for days."""
@@ -218,8 +219,11 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
 
     check_regular_file(path, str(path))
     try:
-        table = pq.read_table(path, columns=list(TOKEN_COLUMNS))
-        return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
+        table = pq.read_table(path)
+        columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS[:-1]}
+        if "gradient_weight" in table.column_names:
+            return {**columns, "gradient_weight": table["gradient_weight"].to_numpy().astype(np.float64)}
+        return {**columns, "gradient_weight": np.full(len(table), np.nan)}
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
         raise UserError(f"{path}: not readable as a table of tokens: {first_line(error)}") from None
 

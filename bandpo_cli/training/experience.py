@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from bandpo_cli.bounds import RatioBounds
-from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, rows_from_groups
-from bandpo_cli.objective.loss import LossInputs, truncated_importance
+from bandpo_cli.objective.importance import truncated_importance
+from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
 from bandpo_cli.types import Group
 
 
@@ -36,7 +36,9 @@ class Experience:
         entropy: [N] float32, entropy of π_old at T=1 at each token's position.
         correction: [N] float32, π_old/π_sampler truncated at `objective.importance_cap`; None where the sampler runs
             the trainer's own model, or where no correction is configured.
-        bounds: lower and upper ratio bounds, [N] each.
+        loss: the policy loss of the method.
+        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
+            `upper`, the ratio bounds.
         advantages: [N] float32, the advantage of the token's completion.
         ref_logprobs: [N] float32, log-probs under the reference model; None without one.
     """
@@ -49,45 +51,70 @@ class Experience:
     sampler_logprobs: torch.Tensor
     entropy: torch.Tensor
     correction: torch.Tensor | None
-    bounds: RatioBounds
+    loss: PolicyLoss
+    columns: Columns
     advantages: torch.Tensor
     ref_logprobs: torch.Tensor | None
 
-    def loss_inputs(self, span: slice, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
+    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
         """Return the inputs of the loss for a micro-batch of n tokens.
 
         Args:
-            span: the micro-batch's tokens among the N.
             logprobs: [n], log-probs under the policy being updated, with gradient.
             weights: [N], the aggregation weight of every token of the update.
         """
+        span = batch.span
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=self.old_logprobs[span],
-            lower=self.bounds.lower[span],
-            upper=self.bounds.upper[span],
             advantages=self.advantages[span],
             weights=weights[span] if self.correction is None else weights[span] * self.correction[span],
+            lengths=self.lengths[batch.sequences],
+            columns={name: column[span] for name, column in self.columns.items()},
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[span],
         )
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward passes of an update, at the weights before it: loss, log-probs [N] and ratios [N], detached."""
+    """The forward passes of an update, at the weights before it; all tensors are detached.
+
+    Attributes:
+        loss: the update's loss.
+        logprobs: [N], log π(token), nats.
+        ratios: [N], π/π_old.
+        gradient_weights: [N], as in `LossOutputs`.
+    """
 
     loss: float
     logprobs: torch.Tensor
     ratios: torch.Tensor
+    gradient_weights: torch.Tensor
 
 
-def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[slice, TokenBatch]]:
-    """Yield the rows in batches of at most `max_tokens` tokens, each with the slice of its tokens among the N."""
-    start = 0
+class MicroBatch(NamedTuple):
+    """Complete completions that go through the model in one pass.
+
+    Attributes:
+        tokens: the model's input.
+        span: its sampled tokens among the N of the update.
+        sequences: its completions among the S of the update.
+    """
+
+    tokens: TokenBatch
+    span: slice
+    sequences: slice
+
+
+def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
+    """Yield the rows in batches of at most `max_tokens` tokens."""
+    token = sequence = 0
     for batch_of_rows in batch_rows(rows, max_tokens):
-        batch = collate(batch_of_rows, policy.device)
-        yield slice(start, start + len(batch.targets)), batch
-        start += len(batch.targets)
+        tokens = collate(batch_of_rows, policy.device)
+        last_token = token + len(tokens.targets)
+        last_sequence = sequence + sum(len(row.completions) for row in batch_of_rows)
+        yield MicroBatch(tokens, slice(token, last_token), slice(sequence, last_sequence))
+        token, sequence = last_token, last_sequence
 
 
 @torch.no_grad()
@@ -96,11 +123,11 @@ def prepare_experience(
     reference: Policy | None,
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
-    bounds_of: BoundsFunction,
+    loss: PolicyLoss,
     config: RunConfig,
     sampler_shares_weights: bool = True,
 ) -> Experience:
-    """Compute old log-probs, entropy, bounds and reference log-probs of an update's groups.
+    """Compute old log-probs, entropy, the method's columns and reference log-probs of an update's groups.
 
     The values are not checked for NaN and infinity; `update_policy` does that.
 
@@ -109,7 +136,7 @@ def prepare_experience(
         reference: the reference model, or None without a KL penalty.
         groups: the P graded groups.
         advantages_PG: [P, G] float32.
-        bounds_of: from old log-probs [N] to ratio bounds.
+        loss: the method's loss.
         sampler_shares_weights: the sampler ran the trainer's own model, so that no correction is needed.
 
     Raises:
@@ -123,15 +150,15 @@ def prepare_experience(
     rows = rows_from_groups(groups)
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
     outputs = [
-        token_logprobs(policy.model, batch, temperature, with_entropy=True)
-        for _, batch in micro_batches(policy, rows, max_tokens)
+        token_logprobs(policy.model, batch.tokens, temperature, with_entropy=True)
+        for batch in micro_batches(policy, rows, max_tokens)
     ]
     trainer_logprobs = torch.cat([output.logprobs for output in outputs])
     ref_logprobs = None
     if reference is not None:
         batches = micro_batches(reference, rows, max_tokens)
         ref_logprobs = torch.cat(
-            [token_logprobs(reference.model, batch, temperature).logprobs for _, batch in batches]
+            [token_logprobs(reference.model, batch.tokens, temperature).logprobs for batch in batches]
         )
     reported = [logprob for completion in completions for logprob in completion.logprobs]
     sampler_logprobs = torch.tensor(reported, device=device)
@@ -140,6 +167,7 @@ def prepare_experience(
     correction, cap = None, objective.importance_cap
     if by_trainer and not sampler_shares_weights and cap is not None:
         correction = truncated_importance(trainer_logprobs, sampler_logprobs, cap)
+    advantages = advantages_PG.flatten().to(device).repeat_interleave(lengths)
     return Experience(
         groups=groups,
         rows=rows,
@@ -149,7 +177,8 @@ def prepare_experience(
         sampler_logprobs=sampler_logprobs,
         entropy=torch.cat([output.entropy for output in outputs if output.entropy is not None]),
         correction=correction,
-        bounds=bounds_of(old_logprobs),
-        advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
+        loss=loss,
+        columns=loss.prepare(UpdateTokens(old_logprobs, advantages, lengths)),
+        advantages=advantages,
         ref_logprobs=ref_logprobs,
     )

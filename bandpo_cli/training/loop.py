@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.methods import BoundsFunction
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
+from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
@@ -96,8 +95,8 @@ def train(
             # → advantages
             advantages_PG = _advantages(config, rollouts.groups)
             # → token batches → old log-probs → bounds
-            bounds_of = ratio_bounds(config.bounds.at_step(step, config.steps))
-            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG, bounds_of)
+            loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
+            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG, loss)
         with timer.phase("update"):
             # → loss → optimizer step, once per experience
             handler = BadUpdateHandler(config, components.optimizer, folder.path, step)
@@ -171,7 +170,7 @@ def _prepare_updates(
     components: Components,
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
-    bounds_of: BoundsFunction,
+    loss: PolicyLoss,
 ) -> list[Experience]:
     """Return one experience per update of the step, each from P/`optim.updates` groups.
 
@@ -184,7 +183,7 @@ def _prepare_updates(
             components.reference,
             groups[start : start + size],
             advantages_PG[start : start + size],
-            bounds_of,
+            loss,
             config,
             sampler_shares_weights=components.sampler.shares_weights,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,15 +91,25 @@ def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
 def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens of a step's applied updates, each at its own update.
 
-    If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
+    A method without ratio bounds has the bounds 0 and infinity. If there are more than `CLIP_MAP_TOKENS` tokens, only
+    every second, third, ... of them.
     """
     experiences = updates.trained
+    ratios = torch.cat(updates.ratios)
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),
-        "ratio": torch.cat(updates.ratios),
-        "lower": torch.cat([experience.bounds.lower for experience in experiences]),
-        "upper": torch.cat([experience.bounds.upper for experience in experiences]),
+        "ratio": ratios,
+        "lower": _column(experiences, "lower", torch.zeros_like(ratios)),
+        "upper": _column(experiences, "upper", torch.full_like(ratios, math.inf)),
         "advantage": torch.cat([experience.advantages for experience in experiences]),
+        "gradient_weight": torch.cat(updates.gradient_weights),
     }
     stride = -(-len(columns["ratio"]) // CLIP_MAP_TOKENS)
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
+
+
+def _column(experiences: Sequence[Experience], name: str, default: torch.Tensor) -> torch.Tensor:
+    """Return a column of the method over all experiences, [N]; `default` for a method that has no such column."""
+    if name not in experiences[0].columns:
+        return default
+    return torch.cat([experience.columns[name] for experience in experiences])

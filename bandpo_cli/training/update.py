@@ -18,7 +18,9 @@ from torch import nn
 from bandpo_cli.config.run import ModelConfig, OptimConfig, RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.objective.loss import AGGREGATIONS, clip_counts, clip_metrics, clipped_objective, k3
+from bandpo_cli.objective.aggregation import AGGREGATIONS
+from bandpo_cli.objective.loss import k3, policy_objective
+from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics, gradient_metrics
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES, BadCompletion, count_bad_batches, write_bad_batch
 from bandpo_cli.training.experience import Experience, Forward, micro_batches
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
@@ -57,6 +59,7 @@ class UpdateMetrics:
         trained: the experiences of the applied updates, in the order of the other lists.
         counts: sums of `clip_counts` over the updates.
         ratios: [N] per update, π/π_old.
+        gradient_weights: [N] per update, as in `LossOutputs`.
         old_new: [N] per update, k3 estimate of KL(π_old‖π) in nats.
         ref: [N] per update, k3 estimate of KL(π‖π_reference) in nats; empty without a reference model.
         losses: loss per update.
@@ -68,6 +71,7 @@ class UpdateMetrics:
     trained: list[Experience] = field(default_factory=list)
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
     ratios: list[torch.Tensor] = field(default_factory=list)
+    gradient_weights: list[torch.Tensor] = field(default_factory=list)
     old_new: list[torch.Tensor] = field(default_factory=list)
     ref: list[torch.Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -77,13 +81,15 @@ class UpdateMetrics:
 
     def add(self, experience: Experience, forward: Forward, grad_norm: float) -> None:
         """Add an applied update."""
-        old, bounds, ratios = experience.old_logprobs, experience.bounds, forward.ratios
-        counts = clip_counts(ratios, bounds.lower, bounds.upper, experience.advantages, old)
-        for name, count in counts.items():
+        state = experience.loss.clip_state(
+            experience.columns, forward.ratios, experience.advantages, forward.gradient_weights
+        )
+        for name, count in clip_counts(state, experience.old_logprobs).items():
             self.counts[name] = self.counts[name] + count if name in self.counts else count
         self.trained.append(experience)
-        self.ratios.append(ratios)
-        self.old_new.append(k3(old, forward.logprobs))
+        self.ratios.append(forward.ratios)
+        self.gradient_weights.append(forward.gradient_weights)
+        self.old_new.append(k3(experience.old_logprobs, forward.logprobs))
         if experience.ref_logprobs is not None:
             self.ref.append(k3(forward.logprobs, experience.ref_logprobs))
         self.losses.append(forward.loss)
@@ -97,6 +103,11 @@ class UpdateMetrics:
         ratios = torch.cat(self.ratios)
         metrics |= {
             **clip_metrics(self.counts),
+            **gradient_metrics(
+                torch.cat(self.gradient_weights),
+                torch.cat([experience.advantages for experience in self.trained]),
+                torch.cat([experience.old_logprobs for experience in self.trained]),
+            ),
             "ratio/mean": ratios.mean().item(),
             "ratio/max": ratios.max().item(),
             "kl/old_new": torch.cat(self.old_new).mean().item(),
@@ -154,15 +165,17 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     losses: list[float] = []
     logprobs: list[torch.Tensor] = []
     ratios: list[torch.Tensor] = []
-    for span, batch in micro_batches(policy, experience.rows, config.optim.micro_batch_tokens):
-        new = token_logprobs(policy.model, batch, config.sampling.temperature)
-        inputs = experience.loss_inputs(span, new.logprobs, weights)
-        out = clipped_objective(inputs, config.objective.dual_clip, config.objective.reference_kl)
-        out.loss.backward()  # type: ignore[no-untyped-call]
+    gradient_weights: list[torch.Tensor] = []
+    for batch in micro_batches(policy, experience.rows, config.optim.micro_batch_tokens):
+        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature)
+        inputs = experience.loss_inputs(batch, new.logprobs, weights)
+        out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
+        new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
         losses.append(out.loss.item())
         logprobs.append(new.logprobs.detach())
         ratios.append(out.ratios)
-    return Forward(sum(losses), torch.cat(logprobs), torch.cat(ratios))
+        gradient_weights.append(out.gradient_weights)
+    return Forward(sum(losses), torch.cat(logprobs), torch.cat(ratios), torch.cat(gradient_weights))
 
 
 @dataclass(frozen=True)
@@ -275,19 +288,21 @@ def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
     """Return the token values per completion, by column; None for each completion where a value was not computed."""
     experience, forward = bad.experience, bad.forward
     lengths = experience.lengths.tolist()
-    columns = {
+    columns: dict[str, torch.Tensor | None] = {
         "old_logprobs": experience.old_logprobs,
         "new_logprobs": None if forward is None else forward.logprobs,
         "trainer_logprobs": experience.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
         "ref_logprobs": experience.ref_logprobs,
         "ratios": None if forward is None else forward.ratios,
-        "lower": experience.bounds.lower,
-        "upper": experience.bounds.upper,
+        "lower": experience.columns.get("lower"),
+        "upper": experience.columns.get("upper"),
         "importance": experience.correction,
         "advantages": experience.advantages,
     }
     return {
-        name: [None] * len(lengths) if column is None else [each.tolist() for each in column.split(lengths)]
+        name: [None] * len(lengths)
+        if column is None
+        else [each.tolist() for each in torch.split(column, lengths)]
         for name, column in columns.items()
     }

@@ -10,11 +10,12 @@ import torch
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.matching import RecordedTokens, clip_fraction, match_clip_fraction
+from bandpo_cli.bounds.methods import clip_state
 from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.objective.loss import clip_counts, clip_metrics
+from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.tables import read_token_tables
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
 
 
 def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
@@ -28,13 +29,8 @@ def test_the_clip_fraction_equals_the_metric_of_training() -> None:
     given = tokens()
     for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
         bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
-        counts = clip_counts(
-            torch.from_numpy(given.ratios),
-            bounds.lower,
-            bounds.upper,
-            torch.from_numpy(given.advantages),
-            torch.from_numpy(given.old_logprobs),
-        )
+        state = clip_state(torch.from_numpy(given.ratios), *bounds, torch.from_numpy(given.advantages))
+        counts = clip_counts(state, torch.from_numpy(given.old_logprobs))
         assert clip_fraction(config, given) == pytest.approx(clip_metrics(counts)["clip/active_fraction"])
 
 
@@ -65,10 +61,7 @@ def test_recorded_tokens_are_read_from_the_run_folder(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a")
     with pytest.raises(UserError, match="no recorded tokens there"):
         read_token_tables(folder.path)
-    columns = {
-        name: np.arange(3, dtype=np.float32)
-        for name in ("old_logprob", "ratio", "lower", "upper", "advantage")
-    }
+    columns = {name: np.arange(3, dtype=np.float32) for name in TOKEN_COLUMNS}
     folder.write_tokens(1, columns)
     folder.write_tokens(2, columns)
     read = read_token_tables(folder.path)

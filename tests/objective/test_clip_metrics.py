@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bandpo_cli.objective.loss import BIN_NAMES, clip_counts, clip_metrics
+from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.objective.token_metrics import BIN_NAMES, clip_counts, clip_metrics
 
 
 def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
     """Count tokens given as (old probability, ratio, advantage) under the bounds 0.75 and 1.25."""
     probabilities, ratios, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(1)
     lower, upper = torch.full_like(ratios, 0.75), torch.full_like(ratios, 1.25)
-    return clip_counts(ratios, lower, upper, advantages, probabilities.log())
+    return clip_counts(clip_state(ratios, lower, upper, advantages), probabilities.log())
 
 
 def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
@@ -60,14 +61,13 @@ def test_a_bin_holds_its_upper_edge() -> None:
 def test_only_the_rarest_of_three_bins_is_clipped() -> None:
     """One token in each of three bins, with bounds of their own."""
     old = torch.tensor([0.0005, 0.09, 0.95], dtype=torch.float64).log()
-    counts = clip_counts(
+    state = clip_state(
         ratios=torch.tensor([3.0, 1.5, 0.5]),
         lower=torch.tensor([0.0, 0.8, 0.8]),
         upper=torch.tensor([2.0, 1.6, 1.05]),
         advantages=torch.tensor([1.0, 1.0, 1.0]),
-        old_logprobs=old,
     )
-    metrics = clip_metrics(counts)
+    metrics = clip_metrics(clip_counts(state, old))
     assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
     assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
     assert metrics["clip/lower_fraction"] == 0.0

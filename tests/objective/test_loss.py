@@ -9,14 +9,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bandpo_cli.objective.loss import (
-    AGGREGATIONS,
-    LossInputs,
-    clip_counts,
-    clipped_objective,
-    k3,
-    truncated_importance,
-)
+from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.config.methods import ClipSettings
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.objective.aggregation import AGGREGATIONS
+from bandpo_cli.objective.importance import truncated_importance
+from bandpo_cli.objective.interval import IntervalLoss
+from bandpo_cli.objective.loss import LossInputs, LossOutputs, k3, policy_objective
+from bandpo_cli.objective.token_metrics import clip_counts
 
 log_prob = st.floats(-12.0, -1e-3)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -27,10 +27,22 @@ tokens = st.lists(
 )
 
 
-def inputs_of(rows: list[tuple[float, ...]], ref: list[float] | None = None) -> LossInputs:
-    new, old, lower, upper, advantages, weights = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    ref_logprobs = None if ref is None else torch.tensor(ref, dtype=torch.float64)
-    return LossInputs(new.clone().requires_grad_(), old, lower, upper, advantages, weights, ref_logprobs)
+def inputs_of(
+    rows: list[tuple[float, ...]], ref: list[float] | None = None, dtype: torch.dtype = torch.float64
+) -> LossInputs:
+    """Return tokens given as (new, old, lower, upper, advantage, weight), each a completion of its own."""
+    new, old, lower, upper, advantages, weights = torch.tensor(rows, dtype=dtype).unbind(1)
+    ref_logprobs = None if ref is None else torch.tensor(ref, dtype=dtype)
+    lengths, bounds = torch.ones(len(rows), dtype=torch.int64), {"lower": lower, "upper": upper}
+    return LossInputs(new, old, advantages, weights, lengths, bounds, ref_logprobs)
+
+
+def clipped_objective(
+    inputs: LossInputs, dual_clip: float | None = 10.0, reference_kl: float = 0.0
+) -> LossOutputs:
+    """Return the objective with the bounds that `inputs` has."""
+    loss = IntervalLoss(ClipSettings(), ObjectiveConfig(dual_clip=dual_clip))
+    return policy_objective(loss, inputs, reference_kl)
 
 
 def expected_loss(rows: list[tuple[float, ...]], dual_clip: float | None) -> float:
@@ -55,10 +67,11 @@ def test_active_tokens_are_those_without_gradient(rows: list[tuple[float, ...]])
     """A token counts in `clip/active_fraction` if the clamp binds, so that its gradient is zero."""
     inputs = inputs_of(rows)
     out = clipped_objective(inputs, dual_clip=None)
-    (gradient,) = torch.autograd.grad(out.loss, inputs.logprobs)
-    counts = clip_counts(out.ratios, inputs.lower, inputs.upper, inputs.advantages, inputs.old_logprobs)
+    state = clip_state(out.ratios, *inputs.columns.values(), inputs.advantages)
+    counts = clip_counts(state, inputs.old_logprobs)
     moved = inputs.advantages != 0
-    assert counts["active"] == ((gradient == 0) & moved).sum()
+    assert counts["active"] == ((out.gradient == 0) & moved).sum()
+    assert counts["active"] == ((out.gradient_weights == 0) & moved).sum()
     assert counts["active"] == counts["upper"] + counts["lower"]
     assert counts["active"] <= counts["outside"]
 
@@ -93,16 +106,14 @@ def test_finite_inputs_give_a_finite_loss_and_gradient(
     rows: list[tuple[float, ...]], dual_clip: float | None, reference_kl: float
 ) -> None:
     """In float32: log-probs down to −1e4, an old one of −inf too, no upper bound, advantages of ±1e6, weights of 0."""
-    columns = torch.tensor(rows, dtype=torch.float32).unbind(1)
-    new = columns[0].clone().requires_grad_()
-    inputs = LossInputs(new, *columns[1:6], ref_logprobs=columns[6])
+    inputs = inputs_of([row[:6] for row in rows], [row[6] for row in rows], torch.float32)
     out = clipped_objective(inputs, dual_clip, reference_kl)
-    (gradient,) = torch.autograd.grad(out.loss, new)
     assert torch.isfinite(out.loss)
     assert torch.isfinite(out.ratios).all()
-    assert torch.isfinite(gradient).all()
-    assert (gradient[(inputs.advantages == 0) & (reference_kl == 0)] == 0).all()
-    assert torch.isfinite(k3(columns[0], columns[1])).all()
+    assert torch.isfinite(out.gradient).all()
+    assert torch.isfinite(out.gradient_weights).all()
+    assert (out.gradient[(inputs.advantages == 0) & (reference_kl == 0)] == 0).all()
+    assert torch.isfinite(k3(inputs.logprobs, inputs.old_logprobs)).all()
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
@@ -110,10 +121,9 @@ def test_the_float32_loss_is_accurate_to_rounding(
     rows: list[tuple[float, ...]], dual_clip: float | None
 ) -> None:
     """Compared with a float64 loop: each term to 2e-5, the rounding of a log ratio of up to 12 and its exp."""
-    new, *rest = torch.tensor(rows, dtype=torch.float32).unbind(1)
-    rounded = torch.stack([new, *rest], 1).double().tolist()
+    rounded = torch.tensor(rows, dtype=torch.float32).double().tolist()
     expected = [expected_loss([row], dual_clip) for row in rounded]
-    loss = clipped_objective(LossInputs(new, *rest), dual_clip).loss.item()
+    loss = clipped_objective(inputs_of(rows, dtype=torch.float32), dual_clip).loss.item()
     assert loss == pytest.approx(sum(expected), abs=2e-5 * sum(map(abs, expected)) + 1e-30)
 
 
@@ -128,16 +138,16 @@ def test_importance_weights_are_between_zero_and_the_cap(own: float, sampled: fl
 def test_the_on_policy_gradient_is_the_policy_gradient() -> None:
     """At π = π_old the gradient is −weight·advantage for any bounds."""
     inputs = inputs_of([(-1.0, -1.0, 0.9, 1.1, 2.0, 0.5), (-3.0, -3.0, 0.0, 1.0, -1.0, 0.25)])
-    (gradient,) = torch.autograd.grad(clipped_objective(inputs).loss, inputs.logprobs)
-    torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.25], dtype=torch.float64))
+    out = clipped_objective(inputs)
+    torch.testing.assert_close(out.gradient, torch.tensor([-1.0, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(out.gradient_weights, torch.ones(2, dtype=torch.float64))
 
 
 def test_a_very_large_ratio_stays_finite() -> None:
     inputs = inputs_of([(-1e-3, -90.0, 0.0, math.inf, -1.0, 1.0), (-90.0, -1e-3, 0.0, math.inf, 1.0, 1.0)])
     out = clipped_objective(inputs, dual_clip=10.0)
     assert out.loss.item() == pytest.approx(10.0)
-    (gradient,) = torch.autograd.grad(out.loss, inputs.logprobs)
-    assert torch.isfinite(gradient).all()
+    assert torch.isfinite(out.gradient).all()
 
 
 def test_reference_penalty_is_k3() -> None:
@@ -186,16 +196,10 @@ def test_aggregation_weights_are_finite_and_sum_to_their_definition(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-def test_without_settings_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
+def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
     """Ratio 15 at advantage −1 costs 10, at +1 gains the bound; the reference's log-probs cost nothing."""
-    old = torch.full((2,), -5.0, dtype=torch.float64)
-    inputs = LossInputs(
-        logprobs=old + math.log(15.0),
-        old_logprobs=old,
-        lower=torch.zeros_like(old),
-        upper=torch.full_like(old, 12.0),
-        advantages=torch.tensor([-1.0, 1.0], dtype=torch.float64),
-        weights=torch.tensor([1.0, 0.5], dtype=torch.float64),
-        ref_logprobs=old,
-    )
-    assert clipped_objective(inputs).loss.item() == pytest.approx(10.0 - 0.5 * 12.0)
+    log_15 = math.log(15.0)
+    rows = [(-5.0 + log_15, -5.0, 0.0, 12.0, -1.0, 1.0), (-5.0 + log_15, -5.0, 0.0, 12.0, 1.0, 0.5)]
+    loss = IntervalLoss(ClipSettings(), ObjectiveConfig())
+    out = policy_objective(loss, inputs_of(rows, ref=[-5.0, -5.0]))
+    assert out.loss.item() == pytest.approx(10.0 - 0.5 * 12.0)

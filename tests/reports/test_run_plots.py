@@ -25,6 +25,7 @@ from bandpo_cli.reports.run_plots import (
     smooth,
 )
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import TOKEN_COLUMNS
 
 RECORD = {
     "train/accuracy": 0.3,
@@ -62,7 +63,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 def _tokens(run: RunFolder, step: int, **columns: list[float]) -> Path:
     table = {"old_logprob": [-3.0, -0.1], "ratio": [1.5, 0.9], "lower": [0.3, 0.8], "upper": [2.5, 1.1]}
-    return run.write_tokens(step, {**table, "advantage": [1.0, -1.0], **columns})
+    return run.write_tokens(
+        step, {**table, "advantage": [1.0, -1.0], "gradient_weight": [1.0, 1.0], **columns}
+    )
 
 
 def _plotted(run: RunFolder) -> list[str]:
@@ -120,8 +123,8 @@ def test_clip_map_is_plotted_from_the_last_token_table(run, figures):
         {"ratio": [1.0, 1.0]},  # as in the first update of a batch
         {"ratio": [np.nan, 0.0]},  # not visible on log axes
         {"old_logprob": [-200.0, 0.0], "ratio": [1e30, 1e-30]},
-        {name: [] for name in ("old_logprob", "ratio", "lower", "upper", "advantage")},
-        {"old_logprob": [-1.0], "ratio": [1.0], "lower": [1.0], "upper": [1.0], "advantage": [0.0]},
+        {name: [] for name in TOKEN_COLUMNS},
+        {name: [-1.0 if name == "old_logprob" else 1.0] for name in TOKEN_COLUMNS},
     ],
 )
 def test_unusual_tokens_give_a_clip_map_or_none(run, columns):
@@ -133,7 +136,7 @@ def test_active_depends_on_the_sign_of_the_advantage_and_outside_does_not():
     ratio = np.array([1.3, 1.3, 0.7, 0.7, 1.0, 1.3])
     advantage = np.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     bounds = np.full(6, 0.8), np.full(6, 1.2)
-    tokens = ClipMapTokens(np.full(6, 0.5), ratio, *bounds, advantage)
+    tokens = ClipMapTokens(np.full(6, 0.5), ratio, *bounds, advantage, np.full(6, np.nan))
     assert tokens.active.tolist() == [True, False, False, True, False, False]
     assert tokens.outside.tolist() == [True, True, True, True, False, True]
 

@@ -24,7 +24,7 @@ from bandpo_cli.storage.run_folder import (
     sync_command,
     unused_name,
 )
-from bandpo_cli.storage.tables import sample_rows
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, sample_rows
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 
@@ -168,9 +168,7 @@ def test_roll_back_removes_later_steps_only(run):
     for step in (2, 3):
         run.write_samples(step, [])
         run.write_eval(step, {})
-        run.write_tokens(
-            step, {key: [0.0] for key in ("old_logprob", "ratio", "lower", "upper", "advantage")}
-        )
+        run.write_tokens(step, {key: [0.0] for key in TOKEN_COLUMNS})
     before = run.metrics_path.read_bytes()
     run.roll_back(2)
     assert run.metrics_path.read_bytes() == b"".join(before.splitlines(keepends=True)[:2])
@@ -209,7 +207,7 @@ def test_samples_contain_every_completion(tmp_path):
 
 def test_token_columns_allow_infinite_bounds_and_refuse_a_missing_column(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
-    columns = dict.fromkeys(("old_logprob", "ratio", "lower", "advantage"), np.zeros(2, np.float32))
+    columns = dict.fromkeys(TOKEN_COLUMNS[:3] + TOKEN_COLUMNS[4:], np.zeros(2, np.float32))
     path = folder.write_tokens(100, {**columns, "upper": [np.inf, 2.0]})
     assert pq.read_table(path)["upper"].to_pylist() == [float("inf"), 2.0]
     with pytest.raises(ValueError, match="upper"):

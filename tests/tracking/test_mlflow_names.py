@@ -6,6 +6,7 @@ import pytest
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import run_artifacts
+from bandpo_cli.storage.tables import TOKEN_COLUMNS
 from bandpo_cli.tracking.names import finite_metrics, flat_params, mlflow_name, run_tags
 from bandpo_cli.tracking.store import tracking_store, ui_command
 from bandpo_cli.types import status_of
@@ -114,7 +115,7 @@ def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run)
     for step in range(1, 41):
         run.write_samples(step, [])
     run.write_eval(20, {})
-    run.write_tokens(20, {key: [0.0] for key in ("old_logprob", "ratio", "lower", "upper", "advantage")})
+    run.write_tokens(20, {key: [0.0] for key in TOKEN_COLUMNS})
     names = [str(path.relative_to(run.path)) for path in run_artifacts(run.path)]
     assert names == [
         "config.yaml",

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
+from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare_experience
@@ -54,13 +54,16 @@ def experiences_of(
     advantages = group_advantages(
         torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
     )
-    size, bounds_of = len(groups) // updates, ratio_bounds(bounds or BandSettings())
+    size, loss = len(groups) // updates, policy_loss(bounds or BandSettings(), config.objective)
     return [
-        prepare_experience(
-            policy, None, groups[i : i + size], advantages[i : i + size], bounds_of, config, exact
-        )
+        prepare_experience(policy, None, groups[i : i + size], advantages[i : i + size], loss, config, exact)
         for i in range(0, len(groups), size)
     ]
+
+
+def band_loss() -> PolicyLoss:
+    """Return the loss of the Band with its defaults."""
+    return policy_loss(BandSettings(), CONFIG.objective)
 
 
 def weights_of(policy: Policy) -> torch.Tensor:

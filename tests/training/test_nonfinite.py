@@ -177,8 +177,8 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
         "trainer_logprobs": experience.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
         "ref_logprobs": experience.ref_logprobs,
-        "lower": experience.bounds.lower,
-        "upper": experience.bounds.upper,
+        "lower": experience.columns["lower"],
+        "upper": experience.columns["upper"],
         "advantages": experience.advantages,
     }.items():
         assert tensor is not None
