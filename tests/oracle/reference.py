@@ -362,7 +362,29 @@ class ReferenceTrainer:
             record[f"clip/token_share/p_{low:g}_{high:g}"] = share(inside, tokens)
             if inside:
                 record[f"clip/active_fraction/p_{low:g}_{high:g}"] = share(active, inside)
-        return record
+        used = [t for t in tokens if t.advantage != 0]
+        for sign, name in ((1, "positive"), (-1, "negative")):
+            for low, high in itertools.pairwise(edges):
+                chosen = [t for t in used if t.advantage * sign > 0 and low < math.exp(t.old_logprob) <= high]
+                record |= self._gradient_metrics(chosen, f"/{name}/p_{low:g}_{high:g}")
+        return record | self._gradient_metrics(used, "")
+
+    def _gradient_metrics(self, tokens: Sequence[Token], suffix: str) -> dict[str, float]:
+        """Return the metrics of dloss/dlog π over −advantage, by cases: the ratio, or 0 for a clipped token."""
+        if not tokens:
+            return {}
+        dual_clip = self.settings["objective"]["dual_clip"]
+        limit = math.inf if dual_clip is None else dual_clip
+        weights = [
+            t.ratio if (t.ratio < t.upper if t.advantage > 0 else t.lower < t.ratio < limit) else 0.0
+            for t in tokens
+        ]
+        return {
+            f"gradient/zero_fraction{suffix}": weights.count(0.0) / len(weights),
+            f"gradient/weight_mean{suffix}": math.fsum(weights) / len(weights),
+            f"gradient/weight_min{suffix}": min(weights),
+            f"gradient/weight_max{suffix}": max(weights),
+        }
 
 
 def _k3(log_u: float) -> float:
