@@ -44,6 +44,26 @@ METHODS = Registry("method", [
     MethodEntry("none", "no clipping",
                 settings="bandpo_cli.config.methods:NoClipSettings", bounds="bandpo_cli.bounds.methods:no_clip",
                 bounded=False),
+    *[
+        MethodEntry(name, summary, settings=f"bandpo_cli.config.policy_losses:{settings}Settings",
+                    loss=f"bandpo_cli.objective.{module}:{settings}Loss", bounded=False, **options)
+        for name, summary, settings, module, options in [
+            ("dppo", "a mask outside a binary trust region (arXiv 2602.04879)", "Dppo", "token_losses",
+             {"trust_region": True}),
+            ("cispo", "truncated importance weights (arXiv 2506.13585)", "Cispo", "token_losses", {}),
+            ("sapo", "a soft gate on the ratio (arXiv 2511.20347)", "Sapo", "token_losses", {}),
+            ("gspo", "the clipped ratio of a completion (arXiv 2507.18071)", "Gspo", "sequence_losses", {}),
+            ("gmpo", "the geometric mean of clipped ratios (arXiv 2507.20673)", "Gmpo", "sequence_losses", {}),
+            ("ce-gppo", "a scaled gradient for clipped tokens (arXiv 2509.20712)", "CeGppo", "token_losses", {}),
+            ("aspo", "inverse ratios for positive advantages (arXiv 2510.06062)", "Aspo", "token_losses", {}),
+            ("drpo", "a quadratic penalty in place of a mask (arXiv 2606.09821)", "Drpo", "token_losses", {}),
+            ("topr", "truncated importance of negative completions (arXiv 2503.14286)", "Topr", "sequence_losses", {}),
+            ("clip-cov", "clip, without some tokens of high covariance (arXiv 2505.22617)", "ClipCov",
+             "covariance_losses", {}),
+            ("kl-cov", "a penalty on tokens of high covariance (arXiv 2505.22617)", "KlCov",
+             "covariance_losses", {}),
+        ]
+    ],
 ])
 # fmt: on
 

@@ -1,0 +1,83 @@
+"""Policy losses that treat tokens with a high covariance of log-prob and advantage: Clip-Cov and KL-Cov.
+
+Source: arXiv 2505.22617; verl 0.9.1, `compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance
+is that of π_old over the update, and not that of π over a micro-batch, so that the choice of tokens does not depend on
+the size of micro-batches; and the random choice of Clip-Cov is a function of the values, so that a resumed run repeats
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bandpo_cli.bounds.methods import ClipState
+from bandpo_cli.config.policy_losses import ClipCovSettings, KlCovSettings
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens, log_ratio
+
+
+def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return (log π − mean)·(a − mean) of each token, [N]; its mean is the covariance over the tokens."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+class ClipCovLoss(PolicyLoss):
+    """PPO's clipped loss, without gradient for some tokens whose covariance is in [cov_low, cov_high]."""
+
+    def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
+        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
+
+    def prepare(self, tokens: UpdateTokens) -> Columns:
+        """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
+        covariance = token_covariance(tokens.old_logprobs, tokens.advantages)
+        return {"kept": self.choose(covariance)}
+
+    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+        """Return 0 for up to share·N tokens, at least one, with a covariance in the range, and 1 for the others, [N]."""
+        kept = torch.ones_like(covariance)
+        (candidates,) = torch.nonzero(
+            (covariance > self._cov_low) & (covariance < self._cov_high), as_tuple=True
+        )
+        number = max(int(self._share * len(covariance)), 1)
+        generator = torch.Generator().manual_seed(len(covariance))
+        order = torch.randperm(len(candidates), generator=generator)[:number]
+        kept[candidates[order.to(candidates.device)]] = 0.0
+        return kept
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        ratios, advantages = inputs.ratios, inputs.advantages
+        clamped = ratios.clamp(self._lower, self._upper)
+        return -torch.minimum(ratios * advantages, clamped * advantages) * inputs.columns["kept"]
+
+    def clip_state(
+        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
+    ) -> ClipState:
+        """Return the tokens without gradient, and those outside the interval."""
+        state = super().clip_state(columns, ratios, advantages, gradient_weights)
+        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
+
+
+class KlCovLoss(PolicyLoss):
+    """−r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
+
+    def __init__(self, settings: KlCovSettings, objective: ObjectiveConfig) -> None:
+        self._share, self._kl_coef = settings.share, settings.kl_coef
+
+    def prepare(self, tokens: UpdateTokens) -> Columns:
+        """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
+        covariance = token_covariance(tokens.old_logprobs, tokens.advantages)
+        return {"penalized": self.choose(covariance)}
+
+    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+        """Return 1 for the share·N tokens, at least one, with the highest covariance, and 0 for the others, [N]."""
+        number = max(int(self._share * len(covariance)), 1)
+        penalized = torch.zeros_like(covariance)
+        penalized[torch.topk(covariance, number).indices] = 1.0
+        return penalized
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        penalty = self._kl_coef * log_ratio(inputs.logprobs, inputs.old_logprobs).abs()
+        return -inputs.ratios * inputs.advantages + inputs.columns["penalized"] * penalty

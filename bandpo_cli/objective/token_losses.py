@@ -1,0 +1,167 @@
+"""Policy losses that treat every token alone: DPPO, CISPO, SAPO, CE-GPPO, ASPO, DRPO.
+
+Notation as in `objective.loss`; sg(·) is a value without gradient. Each class names its source and where it departs
+from it. The gradient of a loss −w·a·log π with a weight w that has no gradient is −w·a·∇log π, as that of −r·a is
+−r·a·∇log π; such losses differ from others by a value, and not by a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bandpo_cli.bounds.methods import ClipState
+from bandpo_cli.config.policy_losses import (
+    AspoSettings,
+    CeGppoSettings,
+    CispoSettings,
+    DppoSettings,
+    DrpoSettings,
+    SapoSettings,
+)
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss
+
+
+class DppoLoss(PolicyLoss):
+    """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
+
+    The divergence of a token is that of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for tv,
+    KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
+
+    Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`. The source computes 1 − p
+    from p with 1e-8 added; here it is computed from log p, which is accurate at both ends.
+    """
+
+    def __init__(self, settings: DppoSettings, objective: ObjectiveConfig) -> None:
+        self._divergence, self._delta = settings.divergence, settings.delta
+        self._max_weight = settings.max_weight
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the masked loss of each token, [n]."""
+        ratios = inputs.ratios.detach()
+        outside = self._outside(inputs.logprobs.detach(), inputs.old_logprobs)
+        away = torch.where(inputs.advantages > 0, ratios > 1, ratios < 1)
+        weights = torch.where(outside & away, 0.0, ratios.clamp(max=self._max_weight))
+        return -weights * inputs.advantages * inputs.logprobs
+
+    def _outside(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+        divergence = binary_tv if self._divergence == "tv" else binary_kl
+        return divergence(old_logprobs, logprobs) > self._delta
+
+
+def binary_tv(old_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the total variation |π − π_old| of the two-point distributions per token, [n]."""
+    return (logprobs.exp() - old_logprobs.exp()).abs()
+
+
+def binary_kl(old_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return KL(π_old‖π) of the two-point distributions per token, [n], nats; infinite where π = 1 > π_old."""
+    p_old, rest_old = old_logprobs.exp(), -torch.expm1(old_logprobs)
+    log_rest_ratio = torch.log(rest_old) - torch.log(-torch.expm1(logprobs))
+    rest = torch.where(rest_old > 0, rest_old * log_rest_ratio, 0.0)
+    return p_old * (old_logprobs - logprobs) + rest
+
+
+class CispoLoss(PolicyLoss):
+    """−sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4): no token loses its gradient.
+
+    Source: verl 0.9.1, `compute_policy_loss_cispo`, with 1 − clip_ratio_low and 1 + clip_ratio_high as bounds; TRL
+    1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
+    """
+
+    def __init__(self, settings: CispoSettings, objective: ObjectiveConfig) -> None:
+        self._low, self._high = settings.min_weight, settings.max_weight
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        weights = inputs.ratios.detach().clamp(self._low, self._high)
+        return -weights * inputs.advantages * inputs.logprobs
+
+
+class SapoLoss(PolicyLoss):
+    """−(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
+
+    The weight of the gradient is r at r = 1 and falls smoothly on both sides.
+
+    Source: verl 0.9.1, `compute_policy_loss_sapo`; TRL 1.16, `loss_type="sapo"`.
+    """
+
+    def __init__(self, settings: SapoSettings, objective: ObjectiveConfig) -> None:
+        self._tau_positive, self._tau_negative = settings.tau_positive, settings.tau_negative
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        taus = torch.where(inputs.advantages > 0, self._tau_positive, self._tau_negative)
+        return -4.0 / taus * torch.sigmoid(taus * (inputs.ratios - 1.0)) * inputs.advantages
+
+
+class CeGppoLoss(PolicyLoss):
+    """The clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
+
+    Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
+    """
+
+    def __init__(self, settings: CeGppoSettings, objective: ObjectiveConfig) -> None:
+        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._beta_low, self._beta_high = settings.beta_low, settings.beta_high
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        ratios, advantages = inputs.ratios, inputs.advantages
+        scale = torch.ones_like(ratios)
+        above = (advantages > 0) & (ratios > self._upper)
+        below = (advantages < 0) & (ratios < self._lower)
+        scale = torch.where(above, self._beta_high * self._upper / ratios.detach(), scale)
+        scale = torch.where(below, self._beta_low * self._lower / ratios.detach(), scale)
+        return -scale * ratios * advantages
+
+    def clip_state(
+        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
+    ) -> ClipState:
+        """Return the tokens without gradient (β = 0), and those outside the interval."""
+        state = super().clip_state(columns, ratios, advantages, gradient_weights)
+        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
+
+
+class AspoLoss(PolicyLoss):
+    """−sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
+
+    The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Rare tokens with a positive advantage (r < 1) are
+    raised faster than common ones.
+    """
+
+    def __init__(self, settings: AspoSettings, objective: ObjectiveConfig) -> None:
+        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._max_weight = settings.max_weight
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        ratios, advantages = inputs.ratios.detach(), inputs.advantages
+        positive = advantages > 0
+        clipped = torch.where(positive, ratios > self._upper, ratios < self._lower)
+        weights = torch.where(positive, 1.0 / ratios, ratios).clamp(max=self._max_weight)
+        return -torch.where(clipped, 0.0, weights) * advantages * inputs.logprobs
+
+    def clip_state(
+        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
+    ) -> ClipState:
+        """Return the tokens without gradient, and those outside the interval."""
+        state = super().clip_state(columns, ratios, advantages, gradient_weights)
+        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
+
+
+class DrpoLoss(PolicyLoss):
+    """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821).
+
+    The weight of the gradient falls linearly in the change of probability π − π_old, crosses 0 where it is ε·sign(a),
+    and pulls back beyond.
+    """
+
+    def __init__(self, settings: DrpoSettings, objective: ObjectiveConfig) -> None:
+        self._eps = settings.eps
+
+    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        ratios, advantages = inputs.ratios, inputs.advantages
+        penalty = inputs.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self._eps)
+        return -ratios * advantages + advantages.abs() * penalty
