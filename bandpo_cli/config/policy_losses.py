@@ -23,7 +23,7 @@ class DppoSettings(TrustRegionSettings):
     """Zero gradient for tokens that move away from π_old and are outside the trust region (DPPO, arXiv 2602.04879)."""
 
     method: Literal["dppo"] = "dppo"
-    divergence: Literal["kl", "tv"] = "kl"  # type: ignore[assignment]
+    divergence: Literal["kl", "tv"] = "kl"
     max_weight: Positive | None = 20.0
     """Truncation of the ratio in the gradient; null for none."""
 
@@ -127,7 +127,7 @@ class DrpoSettings(MethodSettings):
 
 
 class ToprSettings(MethodSettings):
-    """Weight 1 for positive, truncated importance of the completion for negative advantages (TOPR, arXiv 2503.14286)."""
+    """Weight 1 for positive advantages, a completion's truncated ratio for negative ones (TOPR, arXiv 2503.14286)."""
 
     method: Literal["topr"] = "topr"
     max_weight: Positive = 1.0

@@ -2,8 +2,8 @@
 
 Source: arXiv 2505.22617; verl 0.9.1, `compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance
 is that of π_old over the update, and not that of π over a micro-batch, so that the choice of tokens does not depend on
-the size of micro-batches; and the random choice of Clip-Cov is a function of the values, so that a resumed run repeats
-it.
+the size of micro-batches (the source leaves out tokens that the interval clips, which is not known then); and the
+random choice of Clip-Cov is a function of the number of tokens, so that a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ClipCovLoss(PolicyLoss):
         return {"kept": self.choose(covariance)}
 
     def choose(self, covariance: torch.Tensor) -> torch.Tensor:
-        """Return 0 for up to share·N tokens, at least one, with a covariance in the range, and 1 for the others, [N]."""
+        """Return 0 for up to share·N tokens (at least one) with a covariance in the range, 1 for the others, [N]."""
         kept = torch.ones_like(covariance)
         (candidates,) = torch.nonzero(
             (covariance > self._cov_low) & (covariance < self._cov_high), as_tuple=True

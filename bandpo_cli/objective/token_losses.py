@@ -7,6 +7,8 @@ from it. The gradient of a loss −w·a·log π with a weight w that has no grad
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bandpo_cli.bounds.methods import ClipState
@@ -34,7 +36,7 @@ class DppoLoss(PolicyLoss):
 
     def __init__(self, settings: DppoSettings, objective: ObjectiveConfig) -> None:
         self._divergence, self._delta = settings.divergence, settings.delta
-        self._max_weight = settings.max_weight
+        self._max_weight = math.inf if settings.max_weight is None else settings.max_weight
 
     def token_losses(self, inputs: LossInputs) -> torch.Tensor:
         """Return the masked loss of each token, [n]."""
@@ -91,7 +93,8 @@ class SapoLoss(PolicyLoss):
 
     def token_losses(self, inputs: LossInputs) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        taus = torch.where(inputs.advantages > 0, self._tau_positive, self._tau_negative)
+        taus = torch.full_like(inputs.advantages, self._tau_negative)
+        taus = taus.masked_fill(inputs.advantages > 0, self._tau_positive)
         return -4.0 / taus * torch.sigmoid(taus * (inputs.ratios - 1.0)) * inputs.advantages
 
 

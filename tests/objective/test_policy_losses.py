@@ -1,0 +1,278 @@
+"""Policy losses: the gradient of each token against a weight derived by hand, and kinship between methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.objective.loss import (
+    LossInputs,
+    LossOutputs,
+    UpdateTokens,
+    policy_loss,
+    policy_objective,
+)
+from bandpo_cli.registries import METHODS
+
+
+@dataclass(eq=False, repr=False)
+class Token:
+    """A token as plain numbers: log-probs in nats, ratio, advantage, and its completion's tokens."""
+
+    old: float
+    new: float
+    advantage: float
+    completion: list[Token]
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.new - self.old)
+
+
+def completions(seed: int = 0, spread: float = 0.5) -> list[list[Token]]:
+    """Return 12 completions of 1 to 9 tokens, of every probability, with advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(12):
+        tokens: list[Token] = []
+        advantage = (1 if index % 2 else -1) * (0.2 + 2 * torch.rand((), generator=generator).item())
+        for _ in range(1 + index % 9):
+            old = -8 * torch.rand((), generator=generator).item() ** 3 - 1e-3
+            new = min(old + spread * torch.randn((), generator=generator).item(), -1e-4)
+            tokens.append(Token(old, new, advantage, tokens))
+        found.append(tokens)
+    return found
+
+
+def objective(bounds: dict[str, Any], groups: list[list[Token]], **options: Any) -> LossOutputs:
+    """Return loss and gradient of the tokens in float64, each completion with the same weight."""
+    tokens = [token for group in groups for token in group]
+    lengths = torch.tensor([len(group) for group in groups])
+    config = resolve([{"bounds": bounds, "objective": options}])
+    loss = policy_loss(config.bounds, config.objective)
+    new, old, advantages = (
+        torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
+        for name in ("new", "old", "advantage")
+    )
+    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    weights = (1.0 / (len(groups) * lengths.double())).repeat_interleave(lengths)
+    return policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def clip(token: Token, low: float = 0.8, high: float = 1.2) -> float:
+    """Return the ratio, or 0 for a token that the interval clips."""
+    clipped = token.ratio > high if token.advantage > 0 else token.ratio < low
+    return 0.0 if clipped else token.ratio
+
+
+def dppo(token: Token, divergence: float, delta: float) -> float:
+    away = token.ratio > 1 if token.advantage > 0 else token.ratio < 1
+    return 0.0 if away and divergence > delta else min(token.ratio, 20.0)
+
+
+def binary_kl(token: Token) -> float:
+    p, q = math.exp(token.old), math.exp(token.new)
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def sapo(token: Token) -> float:
+    tau = 1.0 if token.advantage > 0 else 1.05
+    gate = sigmoid(tau * (token.ratio - 1))
+    return 4 * gate * (1 - gate) * token.ratio
+
+
+def ce_gppo(token: Token) -> float:
+    if token.advantage > 0 and token.ratio > 1.2:
+        return 1.0 * 1.2
+    return 0.5 * 0.8 if token.advantage < 0 and token.ratio < 0.8 else token.ratio
+
+
+def aspo(token: Token) -> float:
+    if clip(token, 0.8, 1.4) == 0:
+        return 0.0
+    return min(1 / token.ratio if token.advantage > 0 else token.ratio, 3.0)
+
+
+def drpo(token: Token) -> float:
+    change = math.exp(token.new) - math.exp(token.old)
+    return token.ratio * (1 - math.copysign(1, token.advantage) * change / 12.5)
+
+
+def gspo(token: Token) -> float:
+    mean = sum(each.new - each.old for each in token.completion) / len(token.completion)
+    ratio = math.exp(mean)
+    clipped = ratio > 1 + 4e-4 if token.advantage > 0 else ratio < 1 - 3e-4
+    return 0.0 if clipped else ratio
+
+
+def gmpo(token: Token) -> float:
+    def clipped(each: Token) -> float:
+        log_ratio = each.new - each.old
+        return min(log_ratio, 0.4) if each.advantage > 0 else max(log_ratio, -0.4)
+
+    if clipped(token) != token.new - token.old:
+        return 0.0
+    return math.exp(sum(map(clipped, token.completion)) / len(token.completion))
+
+
+def topr(token: Token) -> float:
+    if token.advantage > 0:
+        return 1.0
+    return min(math.exp(sum(each.new - each.old for each in token.completion)), 1.0)
+
+
+BY_HAND: dict[str, Callable[[Token], float]] = {
+    "none": lambda token: token.ratio,
+    "clip": clip,
+    "dppo kl": lambda token: dppo(token, binary_kl(token), 0.05),
+    "dppo tv": lambda token: dppo(token, abs(math.exp(token.new) - math.exp(token.old)), 0.15),
+    "cispo": lambda token: min(token.ratio, 5.0),
+    "sapo": sapo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "ce-gppo": ce_gppo,
+    "aspo": aspo,
+    "drpo": drpo,
+    "topr": topr,
+}
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.5, 2.0])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float) -> None:
+    method, _, divergence = name.partition(" ")
+    bounds = {"method": method} | ({"divergence": divergence} if divergence else {})
+    groups = completions(spread=spread)
+    found = objective(bounds, groups, dual_clip=None)
+    expected = [BY_HAND[name](token) for group in groups for token in group]
+    assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    gradients = [
+        -weight * token.advantage / len(groups) / len(group)
+        for group, weights in zip(groups, _split(expected, groups), strict=True)
+        for token, weight in zip(group, weights, strict=True)
+    ]
+    assert found.gradient.tolist() == pytest.approx(gradients, rel=1e-9, abs=1e-12)
+
+
+def _split(values: list[float], groups: list[list[Token]]) -> list[list[float]]:
+    sizes = [len(group) for group in groups]
+    return [each.tolist() for each in torch.tensor(values, dtype=torch.float64).split(sizes)]
+
+
+def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
+    groups = completions()
+    tokens = [token for group in groups for token in group]
+    found = objective(
+        {"method": "clip-cov", "share": 0.1, "cov_low": 0.5, "cov_high": 3.0}, groups
+    ).gradient_weights.tolist()
+    removed = [token for token, weight in zip(tokens, found, strict=True) if weight == 0 and clip(token) != 0]
+    assert 2 <= len(removed) <= int(0.1 * len(tokens))  # the interval clips some of them at this update
+    mean_logprob = sum(token.old for token in tokens) / len(tokens)
+    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
+    for token in removed:
+        assert 0.5 < (token.old - mean_logprob) * (token.advantage - mean_advantage) < 3.0
+    others = [(w, clip(t)) for t, w in zip(tokens, found, strict=True) if t not in removed]
+    assert [weight for weight, _ in others] == pytest.approx([expected for _, expected in others])
+
+
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance() -> None:
+    groups = completions()
+    tokens = [token for group in groups for token in group]
+    found = objective({"method": "kl-cov", "share": 0.1, "kl_coef": 0.7}, groups)
+    mean_logprob = sum(token.old for token in tokens) / len(tokens)
+    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
+    ranked = sorted(
+        tokens, key=lambda t: (t.old - mean_logprob) * (t.advantage - mean_advantage), reverse=True
+    )
+    chosen = ranked[: int(0.1 * len(tokens))]
+    expected = [
+        token.ratio
+        - (0.7 * math.copysign(1, token.new - token.old) / token.advantage if token in chosen else 0.0)
+        for token in tokens
+    ]
+    assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 0.01), ("tv", 0.15), ("tv", 0.05)])
+@pytest.mark.parametrize("spread", [0.1, 0.5, 2.0])
+def test_without_caps_the_band_and_dppo_have_the_same_gradient(
+    divergence: str, delta: float, spread: float
+) -> None:
+    """The Band is the interval, DPPO the mask: a token is outside the trust region where its ratio is outside it."""
+    groups = [group for seed in range(40) for group in completions(seed, spread)]
+    region = {"divergence": divergence, "delta": delta}
+    band = objective({"method": "band", "max_ratio": None, **region}, groups, dual_clip=None)
+    mask = objective({"method": "dppo", "max_weight": None, **region}, groups)
+    assert (band.gradient == 0).any()
+    torch.testing.assert_close(mask.gradient, band.gradient, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_ratio_one_every_method_has_the_policy_gradient(method: str) -> None:
+    """Apart from Clip-Cov's removed tokens."""
+    groups = completions(spread=0.0)
+    weights = objective({"method": method}, groups).gradient_weights
+    tolerance = {"rtol": 1e-6, "atol": 1e-9}
+    if method == "clip-cov":
+        weights = weights[weights != 0]
+    if method == "kl-cov":  # the penalty has the subgradient 0 at r = 1
+        assert (weights == 1).all()
+    torch.testing.assert_close(weights, torch.ones_like(weights), **tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_of_complete_completions_give_the_same_gradient(method: str) -> None:
+    groups = completions()
+    config = resolve([{"bounds": {"method": method}}])
+    loss = policy_loss(config.bounds, config.objective)
+    tokens = [token for group in groups for token in group]
+    lengths = torch.tensor([len(group) for group in groups])
+    old = torch.tensor([token.old for token in tokens])
+    new = torch.tensor([token.new for token in tokens])
+    advantages = torch.tensor([token.advantage for token in tokens])
+    weights = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0))
+    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    whole = policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+    gradients, start = [], 0
+    for length in lengths.tolist():
+        span = slice(start, start + length)
+        inputs = LossInputs(
+            new[span], old[span], advantages[span], weights[span], torch.tensor([length]),
+            {name: column[span] for name, column in columns.items()},
+        )  # fmt: skip
+        gradients.append(policy_objective(loss, inputs).gradient)
+        start += length
+    torch.testing.assert_close(torch.cat(gradients), whole.gradient, rtol=1e-5, atol=1e-7)
+
+
+log_prob = st.floats(-1e4, 0.0, width=32)
+extreme = st.lists(
+    st.tuples(log_prob, log_prob | st.just(-math.inf), st.floats(-1e6, 1e6, width=32)), min_size=2, max_size=8
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(rows=extreme)
+def test_finite_inputs_give_a_finite_loss_and_gradient(
+    method: str, rows: list[tuple[float, float, float]]
+) -> None:
+    config = resolve([{"bounds": {"method": method}}])
+    loss = policy_loss(config.bounds, config.objective)
+    new, old, advantages = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
+    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    out = policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(out.gradient).all()
