@@ -93,7 +93,9 @@ class TaskSettings(Section):
 
     @field_validator("rewards")
     @classmethod
-    def _check_rewards(cls, rewards: tuple[RewardComponent, ...] | None) -> tuple[RewardComponent, ...] | None:
+    def _check_rewards(
+        cls, rewards: tuple[RewardComponent, ...] | None
+    ) -> tuple[RewardComponent, ...] | None:
         if rewards is None:
             return None
         if not rewards:
@@ -106,7 +108,7 @@ class TaskSettings(Section):
             )
         labels = [each.label for each in rewards]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
-            raise ValueError(f"two entries have the name '{repeated}'; give each a different name:")
+            raise ValueError(f"two entries have the name '{repeated}'; give each a different `name`")
         if all(each.weight == 0 for each in rewards):
             raise ValueError("every weight is 0, so there is no reward to train on")
         return rewards

@@ -239,9 +239,7 @@ def _batches(problem_ids: Sequence[str], size: int) -> list[Job]:
 
 
 def _find_first_stage(name: str) -> FirstStage:
-    stage: FirstStage = (
-        load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
-    )
+    stage: FirstStage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
     return stage
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,7 +31,7 @@ def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardCompo
     does not apply) adds nothing. Verdict and correctness are those of the first component.
 
     Args:
-        pool: grades completions by the grader of their problem.
+        pool: grades completions, each with the grader of its problem.
         components: `task.rewards`.
 
     Raises:
@@ -44,7 +44,9 @@ def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardCompo
         grader = None if component is None else component.grader
         named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
         grades = pool.grade(named, texts)
-        check_not_all_failed([each.verdict for each in grades], named, pool.errors)
+        check_not_all_failed(
+            [each.verdict for each in grades], [each.grader for each in named], lambda: pool.errors
+        )
         return grades
 
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
@@ -70,20 +72,20 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
 
 
 def check_not_all_failed(
-    verdicts: Collection[str], problems: Sequence[Problem], errors: Mapping[str, str]
+    verdicts: Collection[str], graders: Iterable[str], errors: Callable[[], Mapping[str, str]]
 ) -> None:
     """Raise GraderFailedError if there are verdicts and all are `grader-error`.
 
     Args:
-        verdicts: The verdicts of one step or evaluation.
-        problems: The problems, whose graders gave them.
-        errors: The first error of each grader, by name.
+        verdicts: the verdicts of one step or evaluation.
+        graders: the names of the graders that gave them.
+        errors: returns the first error of each grader, by name.
     """
     if not verdicts or Counter(verdicts)[GRADER_ERROR.verdict] < len(verdicts):
         return
+    first_errors = errors()
     causes = "; ".join(
-        f"grader '{name}': {errors.get(name, 'no message')}"
-        for name in dict.fromkeys(each.grader for each in problems)
+        f"grader '{name}': {first_errors.get(name, 'no message')}" for name in dict.fromkeys(graders)
     )
     raise GraderFailedError(
         f"all {len(verdicts):,} answers are grader errors, so there is no reward to learn from or to report: {causes}; "
