@@ -66,7 +66,7 @@ class GraderPool:
         """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
         return [
             f"grader '{name}' failed on {self._failed[name]:,} of {self._graded[name]:,} answers "
-            f"({self._failed[name] / self._graded[name]:.1%}), which count as not correct and have no reward; the "
+            f"({self._failed[name] / self._graded[name]:.1%}), which get the reward of a wrong answer; the "
             f"first error: {error}"
             for name, error in self.errors.items()
             if self._failed[name]

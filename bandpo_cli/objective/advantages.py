@@ -28,7 +28,7 @@ def group_advantages(
     if has_reward_PG is not None and not has_reward_PG.all():
         advantages_PG = torch.zeros_like(rewards_PG)
         for index, has_reward_G in enumerate(has_reward_PG):
-            if has_reward_G.any():
+            if has_reward_G.sum() > 1:
                 rewards = rewards_PG[index : index + 1, has_reward_G]
                 advantages_PG[index, has_reward_G] = group_advantages(rewards, normalize_std)[0]
         return advantages_PG
