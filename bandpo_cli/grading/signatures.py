@@ -164,9 +164,7 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
         batch = [Answer(*each) for each in answers]
         columns = _trl_columns(batch)
         if missing := required - _TRL_ARGUMENTS - set(columns):
-            raise ValueError(
-                f"it needs the column {_enumerate(missing)}; the rows have {_enumerate(columns)}"
-            )
+            raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
         arguments: dict[str, Any] = {
             "prompts": [each.prompt for each in batch],
             "completions": [[{"role": "assistant", "content": each.text}] for each in batch],

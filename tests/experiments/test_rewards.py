@@ -86,6 +86,7 @@ def test_a_component_changes_neither_the_first_evaluation_nor_a_resume() -> None
     assert read_metrics(shorter)[2] == read_metrics(folder)[2]
 
 
+@pytest.mark.slow
 def test_a_weight_of_zero_records_values_without_training_on_them() -> None:
     Path("no_reward.py").write_text("def none(completions):\n    return [None for _ in completions]\n")
     folder = run_with({"weight": 0}, {"grader": "no_reward:none"}, evaluation={"every": 0})
@@ -97,6 +98,7 @@ def test_a_weight_of_zero_records_values_without_training_on_them() -> None:
     assert samples["reward/none"].isna().all()
 
 
+@pytest.mark.slow
 def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     Path("failing_judge.py").write_text(BROKEN)
     with pytest.raises(

@@ -163,7 +163,7 @@ def test_a_function_annotated_for_texts_gets_texts() -> None:
 
 
 def test_the_column_that_a_function_needs_is_named() -> None:
-    with pytest.raises(ValueError, match="needs the column gold; the rows have answer, level"):
+    with pytest.raises(ValueError, match="no column gold in the rows, which have answer, level"):
         load("needs_gold").grade([answer_of(problem(level=3), "2")])
 
 

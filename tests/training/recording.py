@@ -243,6 +243,7 @@ class RecordingGrader:
 
     def __init__(self, uniform: Collection[str] = ()) -> None:
         self.recording: Recording
+        self.errors: dict[str, str] = {}
         self._uniform = uniform
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
