@@ -129,6 +129,9 @@ class GradingConfig(Section):
     """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
     memory_gb: Positive = 2.0
     """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
+    batch: PositiveInt = 64
+    """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
+    never split. Such a call has `deadline` seconds per completion."""
 
 
 class RewardConfig(Section):

@@ -14,7 +14,12 @@ from pathlib import Path
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import check_config, checkpoint_warnings, config_warnings
+from bandpo_cli.experiments.preflight import (
+    check_config,
+    checkpoint_warnings,
+    config_warnings,
+    data_warnings,
+)
 from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
@@ -162,10 +167,11 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
     checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
+    task = None if step >= config.steps else check_config(config)
     return ResumePlan(
         folder,
         config,
-        None if step >= config.steps else check_config(config),
+        task,
         done,
         step,
         checkpoint,
@@ -173,6 +179,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
             *config_warnings(config),
             *checkpoint_warnings(config),
+            *(data_warnings(config, task) if task is not None else ()),
         ),
     )
 
