@@ -14,6 +14,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.reports import style
 from bandpo_cli.reports.clip_map import plot_clip_map
@@ -122,10 +123,20 @@ def read_intervals(folder: Path) -> Intervals:
         step = step_of(path)
         if step is None:
             continue
-        for label, scores in read_record(path)["sets"].items():
-            for name, each in scores["figures"].items():
-                if each["low"] is not None:
-                    intervals.setdefault(f"eval/{label}/{name}", {})[step] = (each["low"], each["high"])
+        sets = read_record(path)["sets"]
+        try:
+            ends = {
+                f"eval/{label}/{name}": (each["low"], each["high"])
+                for label, scores in sets.items()
+                for name, each in scores["figures"].items()
+            }
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(
+                f"{path}: this is not the record of an evaluation: a metric has no interval"
+            ) from None
+        for metric, (low, high) in ends.items():
+            if low is not None:
+                intervals.setdefault(metric, {})[step] = (low, high)
     return intervals
 
 
@@ -163,7 +174,7 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
             marker="o" if mean else _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)],
             markersize=6,
             markerfacecolor=None if mean else "white",
-            label=f"held-out {style.shorten_middle(task)} {measure}@{count}",
+            label=f"held-out {style.escape_mathtext(style.shorten_middle(task))} {measure}@{count}",
             clip_on=False,
             zorder=3,
         )

@@ -139,15 +139,19 @@ def test_run_without_intervals_has_no_shading(run, figures):
     assert not figures["accuracy.png"].axes[0].collections
 
 
-def test_damaged_record_of_an_evaluation_is_named(run):
+@pytest.mark.parametrize(
+    "content",
+    ["{", "3", "{}", '{"sets": {"a": 3}}', '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'],
+)
+def test_damaged_record_of_an_evaluation_is_named(run, content):
     run.append_metrics({"step": 10, **RECORD})
     _write_interval(run, 10, 0.1, 0.5)
-    (run.path / "evals" / "step-000010.json").write_text("{")
+    (run.path / "evals" / "step-000010.json").write_text(content)
     with pytest.raises(UserError, match=r"step-000010\.json"):
         plot_run(run.path)
 
 
-@pytest.mark.parametrize("sets", [1, 3, 4])
+@pytest.mark.parametrize("sets", [1, 4])
 def test_legends_of_a_run_fit_between_subtitle_and_axes(run, figures, sets):
     names = [f"a-problem-set-of-some-kind-{index}" for index in range(sets)]
     measures = ("mean_at_16", "pass_at_4", "pass_at_16")
