@@ -252,6 +252,15 @@ class CheckpointConfig(Section):
         return key
 
 
+WITHOUT_EFFECT = ("tracking", "checkpoint", "grading.workers", "model.gradient_checkpointing")
+"""Sections and settings that change no number of a run but its times.
+
+Settings that change the order of additions (`optim.micro_batch_tokens`) or the batches of an engine
+(`sampling.max_sequences`, `sampling.vllm`) are not among them: a sampled token can depend on the last bit of a
+log-prob.
+"""
+
+
 class RunConfig(Section):
     """All settings that determine what a run computes. The same configuration gives the same run."""
 

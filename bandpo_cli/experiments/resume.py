@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.preflight import (
     check_config,
@@ -30,16 +30,14 @@ from bandpo_cli.tasks.base import Task
 from bandpo_cli.types import RunResult, TrainCallback
 
 CHANGEABLE_SETTINGS = (
-    "tracking",
-    "checkpoint",
-    "grading.workers",
-    "model.gradient_checkpointing",
+    *WITHOUT_EFFECT,
     "optim.max_skips",
     "sampling.vllm.memory_fraction",
     "sampling.vllm.kv_cache_gb",
     "sampling.vllm.sleep",
 )
-"""Settings and complete sections that a resume may change, since they affect no number in the record.
+"""Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
+may have to change to continue after an error.
 
 `steps` may change too, under conditions: see `_check_changes`.
 """
