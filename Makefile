@@ -76,5 +76,5 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e ".[test]"
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--no-deps -c constraints-integrations.txt verl
+		--no-deps -c constraints-integrations.txt verl trl
 	@touch $@

@@ -50,6 +50,10 @@ class RunError(Exception):
         super().__init__(one_line(line))
 
 
+class GraderFailedError(RunError):
+    """A grader that failed on every answer of a training step or an evaluation. The message has its first error."""
+
+
 class SignalExit(SystemExit):
     """End of the program by a signal. The exit code is 128 plus the number of the signal, as shells report it."""
 

@@ -36,7 +36,7 @@ class Problem:
         prompt: the input of the model.
         answer: the reference that the grader reads (a target number, a LaTeX answer, ...).
         source: the task or data set of the problem.
-        grader: the grader of its answers: a name in `registries.GRADERS` or `module:function`.
+        grader: the grader of its answers: a name in `registries.GRADERS` or the path of a custom function.
         extra: further data for the grader; JSON-like values, since graders may run in another process.
     """
 
@@ -73,13 +73,18 @@ class Grade:
         reward: the value that advantages are computed from. A grader returns 1 for a correct answer, 0 for a wrong one,
             or a value between for partial credit; the `reward` settings map it to the reward of training.
         correct: counted by accuracy.
-        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout` and `grader-error`
-            mean that the answer was not graded, and are counted separately.
+        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout`, `grader-error` and
+            `not-applicable` mean that the answer was not graded, and are counted separately.
+        has_reward: False where every reward function of the completion reports that it does not apply: the advantage
+            is 0 and `reward` is in no mean.
+        components: the unscaled value of each reward of `task.rewards` by name, None where there is none.
     """
 
     reward: float
     correct: bool
     verdict: str
+    has_reward: bool = True
+    components: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
 
 CORRECT = Grade(1.0, correct=True, verdict="correct")
@@ -87,8 +92,9 @@ WRONG = Grade(0.0, correct=False, verdict="wrong")
 MALFORMED = Grade(0.0, correct=False, verdict="malformed")
 TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
 GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
+NOT_APPLICABLE = Grade(0.0, correct=False, verdict="not-applicable", has_reward=False)
 
-UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict})
+UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict, NOT_APPLICABLE.verdict})
 """Verdicts of answers that were not graded."""
 
 Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]

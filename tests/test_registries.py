@@ -18,6 +18,7 @@ from bandpo_cli.registries import (
     ENGINES,
     GRADERS,
     METHODS,
+    SIGNATURES,
     TASKS,
     Entry,
     Registry,
@@ -29,7 +30,7 @@ from bandpo_cli.registries import (
 
 ROOT = Path(__file__).parents[1]
 WITH_DUMMIES = "import tests.dummy_extension; from bandpo_cli.__main__ import main; main()"
-REGISTRIES: list[Registry[Entry]] = [METHODS, DIVERGENCES, ENGINES, DATASETS, GRADERS, TASKS]  # type: ignore[list-item]
+REGISTRIES: list[Registry[Entry]] = [METHODS, DIVERGENCES, ENGINES, DATASETS, GRADERS, SIGNATURES, TASKS]  # type: ignore[list-item]
 
 
 def bandpo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

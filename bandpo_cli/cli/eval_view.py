@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
 """Text beside the spinner, by phase."""
 
+_MIN_SIGNIFICANT, _FEW_PROBLEMS = (
+    6,
+    20,
+)  # 5 problems that all change in one direction have p = 2 · 2⁻⁵ = 0.0625
+
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
 
@@ -286,12 +291,13 @@ def interval_text(name: str, interval: Interval) -> str:
 
 
 def histogram(scores: Scores) -> Iterable[Text]:
-    """Yield lines with the number of problems by the share of their completions that is right."""
-    from bandpo_cli.evaluation.scores import success_histogram
+    """Yield lines with the number of problems by their number of correct completions."""
+    from bandpo_cli.evaluation.scores import success_axis, success_histogram
 
+    n = scores.fewest if scores.fewest == scores.most else None
     shares = [next(iter(values.values())) for values in scores.by_problem.values()]
-    yield Text("problems by share of right completions", style="dim")
-    bars = success_histogram(shares)
+    yield Text(f"problems by {success_axis(n)}", style="dim")
+    bars = success_histogram(shares, n)
     most = max(count for _, count in bars)
     for words, count in bars:
         length = math.ceil(_BAR_WIDTH * count / most) if count else 0
@@ -337,11 +343,22 @@ def _print_set(console: Console, label: str, comparison: Comparison, show: int) 
     console.print(table)
     print_line(
         console,
-        f"a higher share right in B on {plural(comparison.wins, 'problem')}, lower on {comparison.losses:,}, the same "
-        f"on {comparison.ties:,}",
+        f"share of correct completions: higher in B on {plural(comparison.wins, 'problem')}, lower on "
+        f"{comparison.losses:,}, the same on {comparison.ties:,}",
     )
+    if comparison.sign_test_p is not None:
+        print_line(console, _sign_test_line(comparison.wins + comparison.losses, comparison.sign_test_p))
     for id_, before, after in comparison.changed_problems[:show]:
         print_line(console, f"  {before:.2f} → {after:.2f}  {id_}")
+
+
+def _sign_test_line(differing: int, p: float) -> str:
+    """Return the p-value of the sign test; with few problems that differ, also what that means."""
+    relation = "< 0.001" if p < 0.001 else f"= {p:.3f}"
+    text = f"exact sign test, problems that differ: {differing:,}, p {relation}"
+    if differing < _MIN_SIGNIFICANT:
+        return f"{text}; with fewer than {_MIN_SIGNIFICANT} it cannot be below 0.05"
+    return f"{text}; with so few, the 95% interval is approximate" if differing < _FEW_PROBLEMS else text
 
 
 def _problems(comparison: Comparison) -> str:

@@ -94,13 +94,16 @@ def print_statement(
         print_warning(console, warning)
 
 
-def print_memory(console: Console, config: RunConfig) -> None:
-    """Print the estimate by part, and whether it fits the GPU, or this machine where there is none."""
+def print_memory(console: Console, config: RunConfig) -> bool:
+    """Print the estimate by part, and whether it fits the GPU, or this machine where there is none.
+
+    Return False if there is no estimate because the model cannot be read.
+    """
     try:
         report = memory_report(config)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
-        return
+        return False
     console.print(_memory_table(report.estimate, config, report.engine), highlight=False)
     verdict = (
         f"{_gib(report.peak)} at the peak, {report.device} has {_gib(report.available)}: "
@@ -109,6 +112,7 @@ def print_memory(console: Console, config: RunConfig) -> None:
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
     if not report.fits:
         print_warning(console, memory_saving_settings(config))
+    return True
 
 
 def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:

@@ -18,7 +18,7 @@ from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.sweep.arms import Metric, Report
-from bandpo_cli.reports.sweep.tables import half_width, value_text
+from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
@@ -304,13 +304,15 @@ def print_report(console: Console, report: Report) -> None:
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
     """Return one row per arm, highest accuracy first.
 
-    A cell has the mean and, after `separator`, half the width of its 95% interval.
+    A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("arm", overflow="fold")
     table.add_column("seeds", justify="right", no_wrap=True)
     for metric in metrics:
-        table.add_column(metric.name.replace(", ", ",\n"), justify="right", no_wrap=True)
+        table.add_column(
+            metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n"), justify="right", no_wrap=True
+        )
     for arm in report.arms:
         name = Text(arm.name)
         if arm.name == report.baseline:
@@ -318,8 +320,8 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
         cells = []
         for metric in metrics:
             estimate = arm.figures.get(metric.key)
-            half = half_width(metric, estimate)
-            interval = (f"{separator}{half}" if half else "", "dim")
+            around = short_range_text(metric, arm)
+            interval = (f"{separator}{around}" if around else "", "dim")
             cells.append(Text.assemble(value_text(metric, estimate), interval))
         table.add_row(name, str(len(arm.seeds)), *cells)
     return table

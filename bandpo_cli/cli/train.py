@@ -163,14 +163,15 @@ def _train(config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool) -
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.statement import print_memory, print_statement, print_summary, run_statement
     from bandpo_cli.config.layers import to_yaml
-    from bandpo_cli.experiments.train import plan_training, train
+    from bandpo_cli.experiments.train import check_prompt_lengths, plan_training, train
 
     plan = plan_training(config, runs_dir, name)
     console = open_console()
     print_statement(console, run_statement(config, plan.task), plan.task.notes(), plan.warnings)
     if dry_run:
         console.print(to_yaml(config), markup=False, highlight=False)
-        print_memory(console, config)
+        if print_memory(console, config):
+            check_prompt_lengths(config, plan.task)
         return
     with _callbacks(console, runs_dir) as (view, signals):
         result = train(plan, callbacks=[view, signals], stop_requested=lambda: signals.requested)

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_
 from bandpo_cli.config.base import Section, check_known
 from bandpo_cli.registries import DATASETS, GRADERS
 
+LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""What is allowed as a part of a metric name."""
+
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
@@ -60,7 +63,7 @@ class Source(Section):
     grader: GraderName | None = None
     """Grader of this source's answers; null: the data set's own, `math` for any other source."""
 
-    label: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)
+    label: str | None = Field(None, pattern=LABEL_PATTERN, max_length=60)
     """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
 
     @model_validator(mode="before")

@@ -233,8 +233,9 @@ def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice
 
 
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the settings class that a field allows: `X`, `X | None` or `tuple[X, ...]`; None for plain values."""
+    """Return the settings class that a field allows: `X`, `X | None`, `tuple[X, ...]`; None for plain values."""
     options = get_args(field.annotation) or (field.annotation,)
+    options = tuple(inner for each in options for inner in (each, *get_args(each)))  # tuple[X, ...] | None
     return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 

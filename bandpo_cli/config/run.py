@@ -129,6 +129,9 @@ class GradingConfig(Section):
     """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
     memory_gb: Positive = 2.0
     """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
+    batch: PositiveInt = 64
+    """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
+    never split. Such a call has `deadline` seconds per completion."""
 
 
 class RewardConfig(Section):
@@ -247,6 +250,15 @@ class CheckpointConfig(Section):
                 "eval/countdown/pass_at_4"
             )
         return key
+
+
+WITHOUT_EFFECT = ("tracking", "checkpoint", "grading.workers", "model.gradient_checkpointing")
+"""Sections and settings that change no number of a run but its times.
+
+Settings that change the order of additions (`optim.micro_batch_tokens`) or the batches of an engine
+(`sampling.max_sequences`, `sampling.vllm`) are not among them: a sampled token can depend on the last bit of a
+log-prob.
+"""
 
 
 class RunConfig(Section):

@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from bandpo_cli.config.base import Choice, Section, check_known
-from bandpo_cli.config.data import FILE_SUFFIXES, GraderName, Sources
+from bandpo_cli.config.data import FILE_SUFFIXES, LABEL_PATTERN, GraderName, Sources
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
@@ -47,10 +56,62 @@ def check_slot(template: str) -> str:
     raise ValueError("the template needs {question} in the place of the question")
 
 
+class RewardComponent(Section):
+    """One of several rewards: a grader, and the weight of its reward in the sum. A plain string is the grader."""
+
+    grader: GraderName | None = None
+    """null: the grader of the task's answers; only the first of the rewards can leave it out."""
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
+
+    name: str | None = Field(None, pattern=LABEL_PATTERN, max_length=60)
+    """Its name in metrics; by default that of the grader or its function, and `answer` for the task's own grader."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_plain_string(cls, value: Any) -> Any:
+        return {"grader": value} if isinstance(value, str) else value
+
+    @property
+    def label(self) -> str:
+        """The name of the component in metrics and in the columns of the samples."""
+        return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
+
+
 class TaskSettings(Section):
     """Base class of the settings of a task."""
 
     name: str
+
+    rewards: Annotated[
+        tuple[RewardComponent, ...] | None,
+        BeforeValidator(lambda rewards: [rewards] if isinstance(rewards, (str, dict)) else rewards),
+    ] = None
+    """Several rewards, whose weighted sum is trained on. The first one decides which answers are correct, in training
+    and in evaluations. null: the reward of the answers' grader."""
+
+    @field_validator("rewards")
+    @classmethod
+    def _check_rewards(
+        cls, rewards: tuple[RewardComponent, ...] | None
+    ) -> tuple[RewardComponent, ...] | None:
+        if rewards is None:
+            return None
+        if not rewards:
+            raise ValueError("the list is empty; name at least one grader, or null for the task's own")
+        if any(each.grader is None for each in rewards[1:]):
+            raise ValueError("each entry but the first needs a grader")
+        if rewards[0].grader is not None and "grader" not in cls.model_fields:
+            raise ValueError(
+                "this task has a grader of its own, which comes first; leave `grader` out of the first entry"
+            )
+        labels = [each.label for each in rewards]
+        if repeated := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"two entries have the name '{repeated}'; give each a different `name`")
+        if all(each.weight == 0 for each in rewards):
+            raise ValueError("every weight is 0, so there is no reward to train on")
+        return rewards
 
 
 class CountdownTask(TaskSettings):
@@ -101,6 +162,20 @@ class DataTask(TaskSettings):
     grader: GraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or your own as module:function. null: the grader of each source."""
+
+    @model_validator(mode="after")
+    def _check_one_grader(self) -> DataTask:
+        if self.grader is not None and self.rewards is not None and self.rewards[0].grader is not None:
+            raise ValueError(
+                f"grader = '{self.grader}' and the first of the rewards, '{self.rewards[0].grader}', both grade the "
+                "answers; leave one of them out"
+            )
+        return self
+
+    @property
+    def answer_grader(self) -> str | None:
+        """The grader of all answers, which decides what is correct; None for the one of each source."""
+        return self.grader or (self.rewards[0].grader if self.rewards else None)
 
 
 class ReasoningGymTask(TaskSettings):

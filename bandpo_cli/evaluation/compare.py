@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.metrics import Interval, mean_intervals
+from bandpo_cli.evaluation.metrics import Interval, mean_intervals, sign_test
 
 MEAN = "mean"
 """Name of mean@n in a comparison: its expectation does not depend on n, so n may differ between A and B."""
@@ -37,6 +37,7 @@ class Comparison:
         shared, only_a, only_b: number of problems in both, only in A and only in B.
         metrics: by name, those that both evaluations have.
         wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
+        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
         changed_problems: (problem id, share in A, share in B) of the problems whose share differs, largest change
             first.
     """
@@ -48,6 +49,7 @@ class Comparison:
     wins: int
     losses: int
     ties: int
+    sign_test_p: float | None
     changed_problems: list[tuple[str, float, float]]
 
     def as_json(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Comparison:
             "wins": self.wins,
             "losses": self.losses,
             "ties": self.ties,
+            "sign_test_p": self.sign_test_p,
             "moved": [{"problem": id_, "a": a, "b": b} for id_, a, b in self.changed_problems],
         }
 
@@ -114,6 +117,7 @@ def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
         wins=wins,
         losses=losses,
         ties=len(ids) - wins - losses,
+        sign_test_p=sign_test(wins, losses),
         changed_problems=changed,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.evaluation.metrics import Interval, legacy_best_at_k, maj_at_k, mean_intervals, pass_at_k
 from bandpo_cli.storage.tables import EvalRow
 
-BINS = 10
-"""Bins of `success_histogram` between never and always."""
+MAX_BINS = 15
+"""Largest number of bins of `success_histogram` between never and always."""
+
+_MIN_BINS, _USUAL_BINS = 5, 10
 
 
 @dataclass(frozen=True)
@@ -112,20 +115,59 @@ def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) ->
     return record
 
 
-def success_histogram(shares: Iterable[float]) -> list[tuple[str, int]]:
-    """Return the number of problems per bin of the share of correct completions, with the name of each bin.
+def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str, int]]:
+    """Return the number of problems per bin of the number of correct completions, with the name of each bin.
 
     The first and the last bin are the problems that were never and always solved, on which pass@k depends most. Between
-    them are ten bins of width 0.1, which include their lower edge (3 of 10 is in 0.3 – 0.4).
+    them each number of correct completions has a bin of its own, up to n = 16. With more completions the bins have
+    several numbers, equally many where n − 1 can be divided so, else they differ by one.
+
+    Args:
+        shares: the share of correct completions of each problem.
+        n: completions per problem. None where problems differ: the bins between never and always are then ten ranges of
+            the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
     """
-    counts = [0] * (BINS + 2)
-    for share in shares:
-        if share in (0, 1):
-            counts[0 if share == 0 else -1] += 1
-        else:
-            counts[1 + min(int(share * BINS), BINS - 1)] += 1
-    between = [f"{bin_ / BINS:.1f} – {(bin_ + 1) / BINS:.1f}" for bin_ in range(BINS)]
-    return list(zip(["never", *between, "always"], counts, strict=True))
+    if n is None:
+        names = [f"{bin_ / 10:.1f} – {(bin_ + 1) / 10:.1f}" for bin_ in range(10)]
+        found = Counter(_tenth(share) for share in shares)
+        return [(name, found[bin_]) for bin_, name in enumerate(["never", *names, "always"])]
+    if n == 1:
+        bins = [("wrong", range(1)), ("correct", range(1, 2))]
+    else:
+        between = [(_range_name(numbers), numbers) for numbers in _split_evenly(range(1, n))]
+        bins = [("never", range(1)), *between, ("always", range(n, n + 1))]
+    counts = Counter(round(share * n) for share in shares)
+    return [(name, sum(counts[number] for number in numbers)) for name, numbers in bins]
+
+
+def success_axis(n: int | None) -> str:
+    """Return what the bins of `success_histogram` are, for a heading or an axis."""
+    if n == 1:
+        return "result of the only completion"
+    return "share of correct completions" if n is None else f"number of correct completions, of {n}"
+
+
+def _tenth(share: float) -> int:
+    """Return the bin of a share among never, ten ranges, always."""
+    if share in (0, 1):
+        return 0 if share == 0 else 11
+    return 1 + min(int(share * 10), 9)
+
+
+def _split_evenly(numbers: range) -> list[range]:
+    """Return `numbers` as at most `MAX_BINS` ranges, of equal length where their count has a suitable divisor."""
+    total = len(numbers)
+    if total <= MAX_BINS:
+        bins = total
+    else:
+        divisors = (bins for bins in range(MAX_BINS, _MIN_BINS - 1, -1) if total % bins == 0)
+        bins = next(divisors, _USUAL_BINS)
+    edges = [total * bin_ // bins for bin_ in range(bins + 1)]
+    return [numbers[low:high] for low, high in itertools.pairwise(edges)]
+
+
+def _range_name(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} – {numbers[-1]}"
 
 
 def _problem_metrics(

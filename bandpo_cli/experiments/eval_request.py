@@ -179,7 +179,7 @@ def plan_evaluation(
     if samples is not None:
         request = samples_request(user_path(str(samples)), grader, layers, legacy)
     else:
-        grader_layer = [] if grader is None else [{"task": {"grader": grader}}]
+        grader_layer = [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
         request = model_request(model, tasks, Path(runs_dir), [*layers, *grader_layer], legacy)
     if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
@@ -324,7 +324,7 @@ def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, An
         return problems | {"task": task_from_arguments(tasks)}
     task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
     if own is not None and isinstance(own.task, DataTask):
-        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.grader}
+        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.answer_grader}
     return problems | {"task": task}
 
 

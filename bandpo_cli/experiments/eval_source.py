@@ -26,7 +26,8 @@ class CompletionSource:
         ids: the problems of each set, by label.
         completions: number of completions of all sets.
         batches: samples or reads, and grades, the completions that are not stored yet.
-        errors: the first error of each grader that failed, one line each.
+        errors: the first error of each grader that failed, by name.
+        warnings: a line for each grader that failed.
         notes: remarks of loading, one line each.
     """
 
@@ -34,6 +35,7 @@ class CompletionSource:
     completions: int
     batches: Callable[[set[PartKey]], Iterator[Batch]]
     errors: Callable[[], Mapping[str, str]]
+    warnings: Callable[[], Sequence[str]]
     notes: tuple[str, ...] = ()
 
     def planned(self) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
         total,
         lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
         lambda: pool.errors,
+        pool.warnings,
     )
 
 
@@ -122,4 +125,4 @@ def _open_model(
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
-    return CompletionSource(ids, total, batches, lambda: pool.errors, tuple(left_out))
+    return CompletionSource(ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out))

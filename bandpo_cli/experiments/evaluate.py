@@ -23,13 +23,14 @@ from bandpo_cli.experiments.eval_request import (
 )
 from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
 from bandpo_cli.experiments.preflight import choose_run_name
+from bandpo_cli.grading.rewards import check_not_all_failed
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tracking.names import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store, ui_command
-from bandpo_cli.types import Callback
+from bandpo_cli.types import GRADER_ERROR, Callback
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.scores import Scores
@@ -118,7 +119,8 @@ def evaluate(
 
     Raises:
         UserError: the name is taken, a setting cannot be used, or the model cannot be loaded; nothing has been written.
-        RunError: the device has not enough memory, or the engine failed; graded completions are stored.
+        RunError: the device has not enough memory, the engine failed, or (`GraderFailedError`) every answer is a grader
+            error; graded completions are stored.
     """
     runs_dir = Path(runs_dir)
     request = model
@@ -164,7 +166,7 @@ def resume_evaluation(
     else:
         with ExitStack() as stack:
             source = open_completion_source(request, events.phase, stack)
-            parts = folder.read_parts()
+            parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
             if parts and before["sets"] != source.planned():
                 raise UserError(
                     f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a "
@@ -172,6 +174,11 @@ def resume_evaluation(
                 )
             result = _evaluate(request, source, folder, parts, events)
     return _finish(request, result, events, runs_dir)
+
+
+def _all_failed(rows: Sequence[EvalRow]) -> bool:
+    """Return whether each row is a grader error, so that the grader failed and not an answer: grade these again."""
+    return all(row["verdict"] == GRADER_ERROR.verdict for row in rows)
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
@@ -232,13 +239,18 @@ def _collect_completions(
             folder.write_part(batch.key, batch.rows)
             parts[batch.key] = batch.rows
             events.step(EvalProgress(batch.label, len(batch.rows)))
-    for grader, line in source.errors().items():
-        log.warning("grader '%s' failed on some answers; the first error: %s", grader, line)
-    events.phase("record")
     labels = [*source.ids]
     rows: Rows = {label: [] for label in labels}
     for key in sorted(parts):
         rows[labels[key.set_index]] += parts[key]
+    check_not_all_failed(
+        [row["verdict"] for each in rows.values() for row in each],
+        [row["grader"] for each in rows.values() for row in each],
+        source.errors,
+    )
+    for line in source.warnings():
+        log.warning("%s", line)
+    events.phase("record")
     folder.write_samples(row for each in rows.values() for row in each)
     return rows
 

@@ -29,6 +29,11 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ID_WITH_OWNER = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+FEW_HELDOUT = 10
+"""Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
+more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
+
+
 def default_name(config: RunConfig) -> str:
     """Return the name of a run to which the user gives none: method, task, seed and time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -76,6 +81,9 @@ def check_config(config: RunConfig) -> Task:
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems())
+    for reward in config.task.rewards or ():
+        if reward.grader is not None:
+            check_grader(reward.grader)
     return task
 
 
@@ -127,6 +135,31 @@ def checkpoint_warnings(config: RunConfig) -> list[str]:
         f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {each} steps) "
         f"and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
     ]
+
+
+def data_warnings(config: RunConfig, task: Task) -> list[str]:
+    """Return warnings about few problems: held out, and to train on."""
+    found = []
+    sets = task.heldout_sets() if config.evaluation.every else {}
+    for label, problems in sets.items():
+        if len(problems) < FEW_HELDOUT:
+            one = len(problems) == 1
+            found.append(
+                f"the evaluation set '{label}' has only {len(problems)} problem{'' if one else 's'}: "
+                + (
+                    "its accuracy is that of one question"
+                    if one
+                    else f"one problem moves its accuracy by {1 / len(problems):.0%}"
+                )
+                + "; hold out more (task.heldout, task.heldout_fraction)"
+            )
+    count, wanted = len(task.train_problems()), config.sampling.prompts
+    if count < wanted:
+        found.append(
+            f"{count:,} training problem{'' if count == 1 else 's'} for {wanted:,} prompts per step: each step repeats "
+            f"problems, about {wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
+        )
+    return found
 
 
 def check_model_path(path: str) -> None:

@@ -12,9 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import check_config, checkpoint_warnings, config_warnings
+from bandpo_cli.experiments.preflight import (
+    check_config,
+    checkpoint_warnings,
+    config_warnings,
+    data_warnings,
+)
 from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
@@ -25,16 +30,14 @@ from bandpo_cli.tasks.base import Task
 from bandpo_cli.types import RunResult, TrainCallback
 
 CHANGEABLE_SETTINGS = (
-    "tracking",
-    "checkpoint",
-    "grading.workers",
-    "model.gradient_checkpointing",
+    *WITHOUT_EFFECT,
     "optim.max_skips",
     "sampling.vllm.memory_fraction",
     "sampling.vllm.kv_cache_gb",
     "sampling.vllm.sleep",
 )
-"""Settings and complete sections that a resume may change, since they affect no number in the record.
+"""Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
+may have to change to continue after an error.
 
 `steps` may change too, under conditions: see `_check_changes`.
 """
@@ -162,10 +165,11 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
     checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
+    task = None if step >= config.steps else check_config(config)
     return ResumePlan(
         folder,
         config,
-        None if step >= config.steps else check_config(config),
+        task,
         done,
         step,
         checkpoint,
@@ -173,6 +177,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
             *config_warnings(config),
             *checkpoint_warnings(config),
+            *(data_warnings(config, task) if task is not None else ()),
         ),
     )
 

@@ -11,14 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit, system_error_message
+from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, system_error_message
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import (
@@ -26,6 +26,7 @@ from bandpo_cli.experiments.preflight import (
     checkpoint_warnings,
     choose_run_name,
     config_warnings,
+    data_warnings,
     default_name,
 )
 from bandpo_cli.storage.environment import describe_environment
@@ -75,8 +76,24 @@ def plan_training(config: RunConfig, runs_dir: Path | str = "runs", name: str | 
     runs_dir = Path(runs_dir)
     name = choose_run_name(runs_dir, name, default_name(config))
     task = check_config(config)
-    warnings = (*config_warnings(config), *checkpoint_warnings(config))
+    warnings = (*config_warnings(config), *checkpoint_warnings(config), *data_warnings(config, task))
     return TrainPlan(config, task, runs_dir, name, warnings)
+
+
+def check_prompt_lengths(config: RunConfig, task: Task) -> None:
+    """Check that each set has a prompt that is short enough, with the tokenizer alone. Imports torch.
+
+    Raises:
+        ConfigError: all prompts of a set are longer than `sampling.max_prompt_tokens`.
+        UserError: the tokenizer cannot be loaded.
+    """
+    from bandpo_cli.models.load import load_tokenizer
+    from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
+
+    encoder = PromptEncoder(load_tokenizer(config.model), config.model.prompts)
+    heldout = task.heldout_sets().items() if config.evaluation.every else ()
+    for label, problems in (("training", task.train_problems()), *heldout):
+        check_some_prompt_fits(encoder, label, problems, config)
 
 
 def train(
@@ -101,8 +118,9 @@ def train(
 
     Raises:
         UserError: a setting cannot be used or the model cannot be loaded; nothing has been written.
-        RunError: the device has not enough memory, the disk is full, or an update is not finite. The record is closed
-            and `end` has been called with status FAILED.
+        RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
+            every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
+            with status FAILED.
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
@@ -128,12 +146,21 @@ def loaded_components(config: RunConfig, task: Task, events: TrainEvents) -> Ite
         from bandpo_cli.training.components import build_components
 
         components = build_components(config, task)
-    try:
-        yield components
-    finally:
-        for grader, line in components.grader.errors.items():
-            log.warning("grader '%s' failed on some answers; the first error: %s", grader, line)
-        components.close()
+    with ExitStack() as stack:
+        stack.callback(components.close)
+        try:
+            yield components
+        except GraderFailedError:  # it reports what the warnings would
+            raise
+        except BaseException:
+            _log_grader_warnings(components)
+            raise
+        _log_grader_warnings(components)
+
+
+def _log_grader_warnings(components: Components) -> None:
+    for line in components.grader.warnings():
+        log.warning("%s", line)
 
 
 def run_steps(

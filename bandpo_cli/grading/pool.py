@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, one_line
-from bandpo_cli.grading.workers import GraderArguments, WorkerPool
-from bandpo_cli.registries import GRADERS, is_function_path, load_attribute
+from bandpo_cli.grading.signatures import answer_of
+from bandpo_cli.grading.workers import GraderArguments, Job, WorkerPool
+from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
@@ -29,10 +31,6 @@ FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 """Returns a grade, or the arguments to call the function of the worker with."""
 
 
-def _custom_function_arguments(problem: Problem, text: str) -> GraderArguments:
-    return (text, problem.answer, dict(problem.extra))
-
-
 class GraderPool:
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
@@ -46,6 +44,8 @@ class GraderPool:
         self._size = config.workers or min(usable_cores(), MAX_DEFAULT_WORKERS)
         self._worker_pools: dict[str, WorkerPool] = {}
         self._errors: dict[str, str] = {}
+        self._graded: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
         self.close = weakref.finalize(self, _close, self._worker_pools)
         """Terminate the workers; the pool cannot be used afterwards."""
 
@@ -61,6 +61,16 @@ class GraderPool:
     def errors(self) -> Mapping[str, str]:
         """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
         return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
+
+    def warnings(self) -> list[str]:
+        """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
+        return [
+            f"grader '{name}' failed on {self._failed[name]:,} of {self._graded[name]:,} answers "
+            f"({self._failed[name] / self._graded[name]:.1%}), which get the reward of a wrong answer; the "
+            f"first error: {error}"
+            for name, error in self.errors.items()
+            if self._failed[name]
+        ]
 
     def spawn(self, graders: Iterable[str]) -> None:
         """Spawn a worker for each grader of this package that may need one, without waiting for its import.
@@ -100,7 +110,11 @@ class GraderPool:
             for name, answers in pending_answers.items():
                 progress.update(len(grades), name)
                 grades |= self._grade_in_workers(name, answers, problems, progress)
-        return [grades[index] for index in range(len(texts))]
+        found = [grades[index] for index in range(len(texts))]
+        for problem, grade in zip(problems, found, strict=True):
+            self._graded[problem.grader] += 1
+            self._failed[problem.grader] += grade.verdict == GRADER_ERROR.verdict
+        return found
 
     def _grade_in_workers(
         self,
@@ -122,7 +136,8 @@ class GraderPool:
             waiting_for = None if position is None else problems[distinct[position]].id
             progress.update(graded_before + graded, name, waiting_for)
 
-        found = self._worker_pool(name).run([answers[index] for index in distinct], on_wait)
+        batches = _batches([problems[index].id for index in distinct], self._config.batch)
+        found = self._worker_pool(name).run([answers[index] for index in distinct], on_wait, batches)
         grades = dict(zip(first_index, found, strict=True))
         return {index: grades[key] for index, key in keys.items()}
 
@@ -203,18 +218,28 @@ def check_grader(name: str) -> None:
         pool.close()
 
 
-def _function(name: str) -> str:
+def _function(name: str) -> str | None:
+    """Return the function that workers call for a grader of the table; None for a custom grader."""
     if name in GRADERS and (worker := GRADERS[name].worker) is not None:
         return worker
-    if not is_function_path(name):
+    if not is_custom_grader(name):
         raise ConfigError(f"grader '{name}': none of that name{GRADERS.suggestion(name)}")
-    return name
+    return None
+
+
+def _batches(problem_ids: Sequence[str], size: int) -> list[Job]:
+    """Return the answers of each call: consecutive ones, at most `size`; those of one problem are never split."""
+    firsts = [index for index, (before, id_) in enumerate(pairwise(problem_ids), start=1) if before != id_]
+    batches, start = [], 0
+    for first, after in pairwise([*firsts, len(problem_ids)]):
+        if after - start > size:
+            batches.append(range(start, first))
+            start = first
+    return [*batches, range(start, len(problem_ids))]
 
 
 def _find_first_stage(name: str) -> FirstStage:
-    stage: FirstStage = (
-        load_attribute(GRADERS[name].first_stage) if name in GRADERS else _custom_function_arguments
-    )
+    stage: FirstStage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
     return stage
 
 

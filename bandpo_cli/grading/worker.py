@@ -1,9 +1,9 @@
-"""Worker process: one grader function (`module:function`), called for one line of JSON after another.
+"""Worker process: one grader function, called for one line of JSON after another.
 
-A line on standard input is the list of arguments of the function. A line on standard output is
-`{"result": [reward, correct, verdict]}` or `{"error": ..., "out_of_memory": ...}`, in the same order. The first line on
-standard output, after the function was imported, is `{"ready": true}`. The functions of this package and of users are
-loaded and read in the same way.
+A line on standard input is the list of the answers of one call, each a list of arguments; only functions that take
+batches get more than one. A line on standard output is `{"results": [[reward, correct, verdict, has_reward], ...]}` or
+`{"error": ..., "out_of_memory": ...}`, in the same order. The first line on standard output, after the function was
+imported, is `{"ready": true, "batched": ...}`.
 """
 
 from __future__ import annotations
@@ -13,87 +13,54 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bandpo_cli.grading.signatures import BatchGrader, grade_from_result, load_grader
 from bandpo_cli.registries import load_function
-from bandpo_cli.types import CORRECT, UNGRADED_VERDICTS, WRONG, Grade
-
-MAX_VERDICT_CHARS = 40
-"""Maximal length of the verdict of a custom grader."""
 
 
-def grade_from_result(result: Any) -> Grade:
-    """Convert the return value of a grader function into a grade.
+def main(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
+    """Serve requests for a function until standard input closes.
 
     Args:
-        result: A bool; a score in [0, 1], correct if it is 1; or a mapping with `score` and optionally `correct` (a
-            bool) and `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
-
-    Raises:
-        ValueError: If `result` is anything else.
-    """
-    fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _score(fields.get("score"))
-    correct = fields.get("correct", score >= 1)
-    if not isinstance(correct, bool):
-        raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
-    verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
-    if (
-        not isinstance(verdict, str)
-        or not 0 < len(verdict) <= MAX_VERDICT_CHARS
-        or verdict in UNGRADED_VERDICTS
-    ):
-        raise ValueError(
-            f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
-        )
-    return Grade(score, correct=correct, verdict=verdict)
-
-
-def _score(value: Any) -> float:
-    if hasattr(value, "item"):  # a numpy or torch scalar
-        value = value.item()
-    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ValueError(
-            f"a grader must return a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
-        )
-    return float(value)
-
-
-def main(name: str, deadline: float, memory_gb: float) -> None:
-    """Serve requests for `module:function` until standard input closes.
-
-    Args:
-        name: The function, as `module:function`.
+        name: The function, as `module:function`; of a custom grader, its name.
+        custom: It is a custom grader; otherwise a function that an entry of `GRADERS` names.
         deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
         memory_gb: Memory limit in GiB, in addition to what the imports use.
     """
     requests, replies = _claim_pipes()
     try:
-        function = load_function(name)
+        grader = load_grader(name) if custom else _registered(name)
     except ValueError as error:
         _reply(replies, {"error": str(error)})
         return
     _limit_memory(memory_gb)
-    _reply(replies, {"ready": True})
+    _reply(replies, {"ready": True, "batched": grader.batched})
     for line in requests:
         # If the parent is gone, no one enforces the deadline; then this alarm ends the process, whatever code runs.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, 2 * deadline + 10)
-        reply = _call(function, json.loads(line))
+        answers = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + 10)
+        reply = _call(grader, answers)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
 
 
-def _call(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+def _registered(name: str) -> BatchGrader:
+    """Return the function of an entry of `GRADERS`, which has the parameters that its first stage returns."""
+    function = load_function(name)
+    return BatchGrader(lambda answers: [grade_from_result(function(*arguments)) for arguments in answers])
+
+
+def _call(grader: BatchGrader, answers: Sequence[Any]) -> dict[str, Any]:
     try:
-        grade = grade_from_result(function(*arguments))
+        grades = grader.grade(answers)
     except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
         message = f"{type(error).__name__}: {error!s:.300}"
         return {"error": message, "out_of_memory": isinstance(error, MemoryError)}
-    return {"result": [grade.reward, grade.correct, grade.verdict]}
+    return {"results": [[each.reward, each.correct, each.verdict, each.has_reward] for each in grades]}
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -1,8 +1,9 @@
 """Worker processes of grader functions: a pool that assigns answers and enforces deadlines, and one process of it.
 
-Each worker holds a few answers: it works on one, the others wait in its pipe so that it never idles. The deadline runs
-only for the answer in work, from the moment the reply to the answer before it arrived. If the deadline passes or the
-worker exits, that one answer gets its verdict and the others go to another worker.
+A job is one call of the function, on one answer or, where the function takes batches, on several. Each worker holds a
+few jobs: it works on one, the others wait in its pipe so that it never idles. The deadline runs only for the job in
+work, from the moment the reply to the job before it arrived. If the deadline passes or the worker exits, the answers of
+that one job get their verdict and the other jobs go to another worker.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.registries import split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 IMPORT_TIMEOUT_S = 600.0
@@ -33,12 +35,15 @@ _CHUNK_BYTES = 1 << 16
 # The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
 # current folder.
 _WORKER_SOURCE = (
-    "import json, sys; name, deadline, memory, sys.path[:] = json.loads(sys.argv[1]); "
-    "from bandpo_cli.grading.worker import main; main(name, deadline, memory)"
+    "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
+    "from bandpo_cli.grading.worker import main; main(*arguments)"
 )
 
 GraderArguments = Sequence[Any]
 """The arguments of a grader function; values that JSON has no form for are sent as text."""
+
+Job = Sequence[int]
+"""The indices of the answers of one call."""
 
 OnWait = Callable[[int, int | None], None]
 """Receives the number of graded answers, and the index of the answer that has been in work for the longest time, or
@@ -50,14 +55,14 @@ def _ignore(graded: int, index: int | None) -> None:
 
 
 class WorkerPool:
-    """A pool of up to `size` processes that call one function (`module:function`) and live until `close`."""
+    """A pool of up to `size` processes that call one function and live until `close`."""
 
-    def __init__(self, grader: str, function: str, config: GradingConfig, size: int) -> None:
+    def __init__(self, grader: str, function: str | None, config: GradingConfig, size: int) -> None:
         """Create an empty pool; `run` and `start` spawn the workers.
 
         Args:
-            grader: The name of the grader, for error messages.
-            function: The function, as `module:function`.
+            grader: The name of the grader.
+            function: The function of an entry of `GRADERS`, as `module:function`; None for a custom grader.
             config: The deadline in seconds and the memory limit in GiB.
             size: The maximal number of processes.
         """
@@ -65,16 +70,25 @@ class WorkerPool:
         """The first error of the function, or the first exit of a worker; None if there was none."""
         self._grader, self._function, self._config, self._size = grader, function, config, size
         self._workers: list[_Worker] = []
+        self._batched: bool | None = None  # known once a worker has imported the function
         self._arguments: Sequence[GraderArguments] = ()
-        self._pending: deque[int] = deque()
+        self._batches: Sequence[Job] = ()
+        self._pending: deque[Job] = deque()
         self._grades: dict[int, Grade] = {}
         self._on_wait: OnWait = _ignore
 
-    def run(self, arguments: Sequence[GraderArguments], on_wait: OnWait = _ignore) -> list[Grade]:
-        """Call the function once per list of arguments.
+    def run(
+        self,
+        arguments: Sequence[GraderArguments],
+        on_wait: OnWait = _ignore,
+        batches: Sequence[Job] | None = None,
+    ) -> list[Grade]:
+        """Call the function on each list of arguments.
 
         Args:
             arguments: The arguments [N].
+            batches: The answers of each call of a function that takes several; None for one call per answer. Functions
+                that take one answer are called once per answer.
             on_wait: Called before each wait for the workers, many times per second.
 
         Returns:
@@ -84,8 +98,9 @@ class WorkerPool:
             ConfigError: If the function cannot be imported, or its process exits during the import.
             RunError: If the system refuses to start a process.
         """
-        self._arguments, self._pending, self._grades = arguments, deque(range(len(arguments))), {}
-        self._on_wait = on_wait
+        self._arguments, self._grades, self._on_wait = arguments, {}, on_wait
+        self._batches = _one_by_one(arguments) if batches is None else batches
+        self._pending = self._jobs()
         try:
             self._remove_exited_idle()
             while len(self._grades) < len(arguments):
@@ -95,6 +110,11 @@ class WorkerPool:
             self.close()
             raise
         return [self._grades[index] for index in range(len(arguments))]
+
+    @property
+    def _path(self) -> str:
+        """The function, for error messages."""
+        return self._function or split_signature(self._grader)[1]
 
     def start(self) -> None:
         """Wait until one worker has imported the function; raise the same errors as `run`."""
@@ -115,9 +135,15 @@ class WorkerPool:
         while self._workers:
             self._workers.pop().process.kill()
 
+    def _jobs(self) -> deque[Job]:
+        """Return the jobs of the present answers; none before it is known whether the function takes batches."""
+        if self._batched is None:
+            return deque()
+        return deque(self._batches if self._batched else _one_by_one(self._arguments))
+
     def _spawn_workers(self, jobs: int) -> None:
         while len(self._workers) < min(self._size, jobs):
-            self._workers.append(_Worker(WorkerProcess(self._function, self._config)))
+            self._workers.append(_Worker(WorkerProcess(self._grader, self._function, self._config)))
 
     def _remove_exited_idle(self) -> None:
         """Remove workers that exited between two calls: no answer caused it."""
@@ -142,17 +168,17 @@ class WorkerPool:
             if now >= self._deadline(worker):
                 self._time_out(worker)
 
-    def _assign(self, worker: _Worker, job: int) -> None:
+    def _assign(self, worker: _Worker, job: Job) -> None:
         if not worker.jobs:
             worker.started_at = time.monotonic()
         worker.jobs.append(job)
         # Values that JSON has no form for (dates in a row of a data set) are sent as text.
-        worker.process.send(json.dumps(self._arguments[job], default=str).encode())
+        worker.process.send(json.dumps([self._arguments[index] for index in job], default=str).encode())
 
     def _oldest_job(self) -> int | None:
         """Return the index of the answer that has been in work for the longest time; None if there is none."""
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
-        return min(working, key=lambda worker: worker.started_at).jobs[0] if working else None
+        return min(working, key=lambda worker: worker.started_at).jobs[0][0] if working else None
 
     def _wait(self) -> dict[int, int]:
         """Wait until a pipe is readable or writable, or a deadline passes; return the events by descriptor."""
@@ -165,10 +191,12 @@ class WorkerPool:
         return dict(poll.poll(max(0, min(left, 60)) * 1000 + 1))
 
     def _deadline(self, worker: _Worker) -> float:
-        """Return the time, on the monotonic clock, at which the answer in work or the import times out."""
+        """Return the time, on the monotonic clock, at which the job in work or the import times out."""
         if not worker.ready:
             return worker.started_at + IMPORT_TIMEOUT_S
-        return worker.started_at + self._config.deadline if worker.jobs else float("inf")
+        if not worker.jobs:
+            return float("inf")
+        return worker.started_at + self._config.deadline * len(worker.jobs[0])
 
     def _read(self, worker: _Worker) -> bool:
         """Process the replies of a worker; return False if it will send no more."""
@@ -180,7 +208,7 @@ class WorkerPool:
             elif not worker.jobs:
                 return False  # a reply without a request
             else:
-                self._grades[worker.jobs.popleft()] = self._grade(reply)
+                self._finish(worker.jobs.popleft(), reply)
             if reply.get("out_of_memory"):
                 self._terminate(worker)
                 return True
@@ -190,39 +218,48 @@ class WorkerPool:
         if "error" in reply:
             raise ConfigError(f"grader '{self._grader}': {reply['error']}")
         worker.ready = True
+        if self._batched is None:
+            self._batched = bool(reply["batched"])
+            self._pending = self._jobs()
 
-    def _grade(self, reply: dict[str, Any]) -> Grade:
-        if "result" in reply:
-            reward, correct, verdict = reply["result"]
-            return Grade(reward, correct=correct, verdict=verdict)
-        self.error = self.error or reply["error"]
-        return GRADER_ERROR
+    def _finish(self, job: Job, reply: dict[str, Any]) -> None:
+        """Store the grades of the answers of a job."""
+        if "error" in reply:
+            self.error = self.error or reply["error"]
+            self._grades |= dict.fromkeys(job, GRADER_ERROR)
+            return
+        for index, (reward, correct, verdict, has_reward) in zip(job, reply["results"], strict=True):
+            self._grades[index] = Grade(reward, correct=correct, verdict=verdict, has_reward=has_reward)
 
     def _handle_exit(self, worker: _Worker) -> None:
-        """Remove a worker that exited; the answer in work, if there is one, gets the verdict `grader-error`."""
+        """Remove a worker that exited; the answers in work, if there are any, get the verdict `grader-error`."""
         exit_status = worker.process.kill()
         if not worker.ready:
             raise ConfigError(
-                f"grader '{self._grader}': its process {exit_status} while importing '{self._function}'"
+                f"grader '{self._grader}': its process {exit_status} while importing '{self._path}'"
             )
         if worker.jobs:
-            self._grades[worker.jobs.popleft()] = GRADER_ERROR
+            self._grades |= dict.fromkeys(worker.jobs.popleft(), GRADER_ERROR)
             self.error = self.error or f"the worker process {exit_status}"
         self._terminate(worker)
 
     def _time_out(self, worker: _Worker) -> None:
         if not worker.ready:
             raise ConfigError(
-                f"grader '{self._grader}': importing '{self._function}' took more than {IMPORT_TIMEOUT_S:g} seconds"
+                f"grader '{self._grader}': importing '{self._path}' took more than {IMPORT_TIMEOUT_S:g} seconds"
             )
-        self._grades[worker.jobs.popleft()] = TIMEOUT
+        self._grades |= dict.fromkeys(worker.jobs.popleft(), TIMEOUT)
         self._terminate(worker)
 
     def _terminate(self, worker: _Worker) -> None:
-        """Kill the worker; its remaining answers are the next to be assigned."""
+        """Kill the worker; its remaining jobs are the next to be assigned."""
         worker.process.kill()
         self._workers.remove(worker)
         self._pending.extendleft(reversed(worker.jobs))
+
+
+def _one_by_one(arguments: Sequence[GraderArguments]) -> list[Job]:
+    return [(index,) for index in range(len(arguments))]
 
 
 class WorkerProcess:
@@ -232,8 +269,8 @@ class WorkerProcess:
     Ctrl-C at the terminal reaches only the parent.
     """
 
-    def __init__(self, function: str, config: GradingConfig) -> None:
-        """Start the process; its imports run concurrently with the caller.
+    def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
+        """Start the process; its imports run concurrently with the caller. The arguments are those of `WorkerPool`.
 
         Raises:
             RunError: If the system refuses to start a process.
@@ -241,7 +278,9 @@ class WorkerProcess:
         package = str(Path(__file__).resolve().parents[2])
         path = [str(Path(entry).absolute()) for entry in sys.path]
         path = path if package in path else [*path, package]
-        arguments = json.dumps([function, config.deadline, config.memory_gb, path])
+        arguments = json.dumps(
+            [function or grader, function is None, config.deadline, config.memory_gb, path]
+        )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _WORKER_SOURCE, arguments],
@@ -310,6 +349,6 @@ class WorkerProcess:
 class _Worker:
     process: WorkerProcess
     ready: bool = False
-    jobs: deque[int] = field(default_factory=deque)
+    jobs: deque[Job] = field(default_factory=deque)
     started_at: float = field(default_factory=time.monotonic)
-    """Time of the start of the process; once it is ready, time at which work on the present answer began."""
+    """Time of the start of the process; once it is ready, time at which work on the present job began."""

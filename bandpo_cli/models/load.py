@@ -116,6 +116,18 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(location, trust_remote_code=config.trust_remote_code)
 
 
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, without its weights.
+
+    Raises:
+        UserError: there is none that can be read.
+    """
+    with loading_errors(config.path, "its tokenizer cannot be read"):
+        return AutoTokenizer.from_pretrained(
+            model_location(config), trust_remote_code=config.trust_remote_code
+        )
+
+
 def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -125,7 +137,7 @@ def _load(
     disable_progress_bar()  # its progress bars would disturb the run's live view
     with loading_errors(config.path), _silenced_logger("transformers.modeling_utils"):
         check_declared_size(location, model_config, config)
-        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=config.trust_remote_code)
+        tokenizer = load_tokenizer(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
             dtype=getattr(torch, config.dtype),

@@ -11,16 +11,27 @@ STD_EPS = 1e-6
 """Added to the standard deviation, so that the advantages of a group whose rewards hardly differ stay bounded."""
 
 
-def group_advantages(rewards_PG: torch.Tensor, normalize_std: bool = True) -> torch.Tensor:
+def group_advantages(
+    rewards_PG: torch.Tensor, normalize_std: bool = True, has_reward_PG: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the advantage of each completion: its reward less the mean of its group, in standard deviations.
 
     Args:
         rewards_PG: [P, G] float, one row per problem.
         normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
+        has_reward_PG: [P, G] bool, False for completions without a reward; they are in no mean and no deviation. None
+            where all have one.
 
     Returns:
-        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal.
+        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal, and without a reward.
     """
+    if has_reward_PG is not None and not has_reward_PG.all():
+        advantages_PG = torch.zeros_like(rewards_PG)
+        for index, has_reward_G in enumerate(has_reward_PG):
+            if has_reward_G.sum() > 1:
+                rewards = rewards_PG[index : index + 1, has_reward_G]
+                advantages_PG[index, has_reward_G] = group_advantages(rewards, normalize_std)[0]
+        return advantages_PG
     centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     # In floating point the mean of 0.1, 0.1, 0.1, ... is not 0.1; divided by STD_EPS the difference would be a signal.
     equal = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)
@@ -49,4 +60,4 @@ def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConf
 
 def has_reward_spread(group: Group) -> bool:
     """Return whether the group's rewards differ; if they are all equal, every advantage is 0 and so is the gradient."""
-    return len({rollout.grade.reward for rollout in group.rollouts_G}) > 1
+    return len({rollout.grade.reward for rollout in group.rollouts_G if rollout.grade.has_reward}) > 1

@@ -14,7 +14,14 @@ from bandpo_cli.registries.base import Entry, Registry, is_function_path, load_a
 from bandpo_cli.registries.datasets import DATASETS, Dataset
 from bandpo_cli.registries.divergences import DIVERGENCES, DivergenceEntry
 from bandpo_cli.registries.engines import ENGINES, EngineEntry
-from bandpo_cli.registries.graders import GRADERS, GraderEntry
+from bandpo_cli.registries.graders import (
+    GRADERS,
+    SIGNATURES,
+    GraderEntry,
+    SignatureEntry,
+    is_custom_grader,
+    split_signature,
+)
 from bandpo_cli.registries.methods import METHODS, MethodEntry
 from bandpo_cli.registries.tasks import (
     DATA_TASK,
@@ -33,6 +40,7 @@ __all__ = [
     "ENGINES",
     "GRADERS",
     "METHODS",
+    "SIGNATURES",
     "TASKS",
     "Dataset",
     "DivergenceEntry",
@@ -41,12 +49,15 @@ __all__ = [
     "GraderEntry",
     "MethodEntry",
     "Registry",
+    "SignatureEntry",
     "TaskEntry",
     "generated_tasks",
+    "is_custom_grader",
     "is_function_path",
     "load_attribute",
     "load_function",
     "split_member",
+    "split_signature",
     "task_kind",
     "tasks_text",
 ]

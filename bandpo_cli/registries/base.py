@@ -32,16 +32,24 @@ E = TypeVar("E", bound=Entry)
 class Registry(Mapping[str, E]):
     """Entries by name, in the order of registration."""
 
-    def __init__(self, kind: str, entries: Iterable[E] = (), custom: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        entries: Iterable[E] = (),
+        custom: str | None = None,
+        is_custom: Callable[[str], bool] | None = None,
+    ) -> None:
         """Register `entries`.
 
         Args:
             kind: what an entry is, for messages: "divergence".
             entries: the entries.
             custom: where `module:function` is accepted beside the names, how a message offers it.
+            is_custom: the test for what is accepted beside the names; None for `is_function_path`.
         """
         self.kind = kind
         self.custom = custom
+        self._is_custom = is_custom or is_function_path
         self._entries: dict[str, E] = {}
         for entry in entries:
             self.register(entry)
@@ -80,7 +88,7 @@ class Registry(Mapping[str, E]):
 
     def check_name(self, name: str) -> str:
         """Return `name`. Raise ValueError unless it is registered, or a function path where those are accepted."""
-        if name in self or (self.custom is not None and is_function_path(name)):
+        if name in self or (self.custom is not None and self._is_custom(name)):
             return name
         raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
 

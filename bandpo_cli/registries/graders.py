@@ -1,10 +1,10 @@
-"""Graders."""
+"""Graders, and the signatures of custom reward functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bandpo_cli.registries.base import Entry, Registry
+from bandpo_cli.registries.base import Entry, Registry, is_function_path
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,42 @@ class GraderEntry(Entry):
     worker: str | None = None
     vote: str = "bandpo_cli.grading.answers:vote_expression"
     templates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SignatureEntry(Entry):
+    """A signature of custom reward functions that are written for another trainer: NAME:module:function.
+
+    Attributes:
+        parameters: sets of parameter names; a plain `module:function` that has all names of one set has this signature.
+        adapter: a function from a reward function to a `grading.signatures.BatchGrader`.
+    """
+
+    parameters: tuple[frozenset[str], ...]
+    adapter: str
+
+
+# fmt: off
+SIGNATURES = Registry("signature", [
+    SignatureEntry("verl", "compute_score(data_source, solution_str, ground_truth, extra_info), or its batch form",
+                   parameters=(frozenset({"solution_str", "ground_truth"}),
+                               frozenset({"solution_strs", "ground_truths"})),
+                   adapter="bandpo_cli.grading.signatures:adapt_verl"),
+    SignatureEntry("trl", "reward(prompts, completions, **columns)",
+                   parameters=(frozenset({"completions"}),), adapter="bandpo_cli.grading.signatures:adapt_trl"),
+])
+# fmt: on
+
+
+def split_signature(name: str) -> tuple[str | None, str]:
+    """Return the signature and the function path of a custom grader; None for a signature that is not named."""
+    prefix, _, rest = name.partition(":")
+    return (prefix, rest) if prefix in SIGNATURES and is_function_path(rest) else (None, name)
+
+
+def is_custom_grader(name: str) -> bool:
+    """Return whether `name` has the form `module:function` or `SIGNATURE:module:function`."""
+    return is_function_path(split_signature(name)[1])
 
 
 # fmt: off
@@ -50,5 +86,6 @@ GRADERS = Registry("grader", [
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
                 first_stage="bandpo_cli.grading.tagged:grade_tagged",
                 worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.tagged:vote_tagged"),
-], custom="your own as module:function")
+], custom=f"your own as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
+   is_custom=is_custom_grader)
 # fmt: on

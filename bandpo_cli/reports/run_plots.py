@@ -14,15 +14,20 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bandpo_cli.evaluation.scores import BINS, success_histogram
+from bandpo_cli.errors import UserError
+from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.reports import style
 from bandpo_cli.reports.clip_map import plot_clip_map
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
+from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import read_metrics
 
 Record = Mapping[str, Any]
 Series = tuple[list[int], list[float]]
 """Steps and values of a metric, of the steps that have a value."""
+
+Intervals = Mapping[str, Mapping[int, tuple[float, float]]]
+"""Ends of the 95% interval over problems, by metric and step; only where there is one."""
 
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
 
@@ -58,55 +63,91 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
         suffix: `.png`, `.pdf` or `.svg`.
 
     Raises:
-        UserError: `metrics.jsonl` is damaged.
+        UserError: `metrics.jsonl` or the record of an evaluation is damaged.
     """
     records = read_metrics(folder / "metrics.jsonl")
     subtitle = run_subtitle(folder)
     out = out or folder / "plots"
     plots = [
-        plot(records, subtitle, out / f"{name}{suffix}")
-        for name, plot in (("accuracy", plot_accuracy), ("entropy", plot_entropy), ("clip", plot_clip))
+        plot_accuracy(records, read_intervals(folder), subtitle, out / f"accuracy{suffix}"),
+        plot_entropy(records, subtitle, out / f"entropy{suffix}"),
+        plot_clip(records, subtitle, out / f"clip{suffix}"),
+        plot_clip_map(folder, subtitle, out / f"clip_map{suffix}"),
     ]
-    plots.append(plot_clip_map(folder, subtitle, out / f"clip_map{suffix}"))
     return [path for path in plots if path is not None]
 
 
 def plot_success_histogram(folder: Path) -> Path:
-    """Plot `plots/success.png` from the `eval.json` in `folder`: problems by their share of correct completions.
+    """Plot `plots/success.png` from the `eval.json` in `folder`: problems by their number of correct completions.
 
-    Problems that were never or always solved have their own bars at the two ends. With more sets than colours, only the
-    first sets are plotted.
+    The bars are the bins of `success_histogram`. With more sets than colours, only the first sets are plotted.
     """
     all_sets = read_record(folder / RECORD_FILE)["sets"]
     sets = dict(islice(all_sets.items(), len(style.CYCLE)))
     figure, (axes,) = style.new_figure(
-        "Problems by share of correct completions",
+        "Problems by correct completions",
         _shorten(f"{_describe_sets(all_sets, len(sets))} · {folder.resolve().name}", _SUBTITLE_CHARS),
     )
-    positions = np.arange(BINS + 2)
+    sizes = {size for scores in sets.values() for size in scores["completions_per_problem"]}
+    n = sizes.pop() if len(sizes) == 1 else None
     width = 0.8 / len(sets)
     names: list[str] = []
     for index, (label, scores) in enumerate(sets.items()):
-        counts = success_histogram(next(iter(values.values())) for values in scores["by_problem"].values())
+        shares = [next(iter(values.values())) for values in scores["by_problem"].values()]
+        counts = success_histogram(shares, n)
         names = [name.replace(" ", "") for name, _ in counts]
         axes.bar(
-            positions + (index - (len(sets) - 1) / 2) * width,
+            np.arange(len(counts)) + (index - (len(sets) - 1) / 2) * width,
             np.array([count for _, count in counts]) / len(scores["by_problem"]),
             width,
             color=style.CYCLE[index],
             label=f"{_shorten(label, _LABEL_CHARS)} ({scores['problems']:,})",
         )
-    axes.set_xticks(positions, names)
-    axes.set_xlim(-0.6, BINS + 1.6)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
     style.percent_axis(axes)
-    style.label(axes, "share of correct completions of a problem", "share of the problems")
+    style.label(axes, success_axis(n), "share of the problems")
     if len(sets) > 1:
         style.legend(axes, columns=3)
     return style.save(figure, folder / "plots" / "success.png")
 
 
-def plot_accuracy(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
-    """Plot training accuracy and mean@n and pass@k of every evaluation set over the steps; None without data."""
+def read_intervals(folder: Path) -> Intervals:
+    """Return the 95% intervals of the evaluations of the run in `folder`, from `evals/step-*.json`.
+
+    Raises:
+        UserError: one of these files is damaged.
+    """
+    intervals: dict[str, dict[int, tuple[float, float]]] = {}
+    for path in sorted((folder / "evals").glob("step-*.json")):
+        step = step_of(path)
+        if step is None:
+            continue
+        sets = read_record(path)["sets"]
+        try:
+            ends = {
+                f"eval/{label}/{name}": (each["low"], each["high"])
+                for label, scores in sets.items()
+                for name, each in scores["figures"].items()
+            }
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(
+                f"{path}: this is not the record of an evaluation: a metric has no interval"
+            ) from None
+        for metric, (low, high) in ends.items():
+            if low is not None:
+                intervals.setdefault(metric, {})[step] = (low, high)
+    return intervals
+
+
+def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str, path: Path) -> Path | None:
+    """Plot training accuracy and, for every evaluation set, mean@n with its interval and pass@k over the steps.
+
+    The intervals of pass@k are not plotted: those of several k overlap.
+
+    Returns:
+        The path of the plot; None without data.
+    """
     train = series(records, "train/accuracy")
     names = sorted({name for record in records for name in record if _EVAL.fullmatch(name)}, key=_eval_parts)
     evaluations = [(name, series(records, name)) for name in names]
@@ -115,24 +156,31 @@ def plot_accuracy(records: Sequence[Record], subtitle: str, path: Path) -> Path 
         return None
     figure, (axes,) = style.new_figure("Accuracy", subtitle)
     if train[0]:
-        _plot_smoothed(axes, train, "training, sampled answers", style.MUTED_COLOR)
+        _plot_smoothed(axes, train, "training accuracy", style.MUTED_COLOR)
     tasks = sorted({_eval_parts(name)[0] for name in names})
     ks = sorted({count for _, measure, count in map(_eval_parts, names) if measure == "pass"})
     for name, (eval_steps, values) in evaluations:
         task, measure, count = _eval_parts(name)
         mean = measure == "mean"
+        color = style.CYCLE[tasks.index(task) % len(style.CYCLE)]
+        if mean:
+            _plot_interval(axes, eval_steps, intervals.get(name, {}), color)
         axes.plot(
             eval_steps,
             values,
-            color=style.CYCLE[tasks.index(task) % len(style.CYCLE)],
+            color=color,
             linestyle="-" if mean else (0, (4, 2)),
             linewidth=2.2 if mean else 1.6,
             marker="o" if mean else _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)],
             markersize=6,
             markerfacecolor=None if mean else "white",
-            label=f"{task} {measure}@{count}",
+            label=f"held-out {style.escape_mathtext(style.shorten_middle(task))} {measure}@{count}",
             clip_on=False,
             zorder=3,
+        )
+    if axes.collections:
+        axes.fill_between(
+            [], [], color=style.MUTED_COLOR, alpha=0.25, label="mean: 95% interval over problems"
         )
     axes.set_ylim(0, 1)
     style.percent_axis(axes)
@@ -253,10 +301,21 @@ def _plot_smoothed(axes: Axes, points: Series, name: str, color: Any, show_value
     )
 
 
+def _plot_interval(
+    axes: Axes, steps: Sequence[int], ends: Mapping[int, tuple[float, float]], color: str
+) -> None:
+    """Shade the interval at the `steps` that have one; the interval of a single step is a line."""
+    known = [step for step in steps if step in ends]
+    low, high = [ends[step][0] for step in known], [ends[step][1] for step in known]
+    if len(known) == 1:
+        axes.vlines(known, low, high, color=color, alpha=0.5, linewidth=1.4)
+    elif known:
+        axes.fill_between(known, low, high, color=color, alpha=0.14, linewidth=0)
+
+
 def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int], path: Path) -> Path:
     """Add the step axis and a legend to every panel and save the figure."""
     for axes in panels:
         style.steps_axis(axes, steps)
-        entries = len(axes.get_legend_handles_labels()[0])
-        style.legend(axes, columns=4 if entries <= 4 and len(panels) == 1 else (entries + 1) // 2)
+    style.fit_legends(figure, panels)
     return style.save(figure, path)

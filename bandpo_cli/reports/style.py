@@ -13,7 +13,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from bandpo_cli.storage.files import write_atomically
@@ -26,8 +28,11 @@ CYCLE = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
 LINE_COLORS = (*CYCLE, "#7f4f24", TEXT_COLOR)
 """Colours of lines, in plots with more lines than `CYCLE` has colours."""
 
-TOP = 0.86
-"""Upper end of the axes as a share of the figure's height, in plots without a legend above the axes."""
+HEIGHT = 6.25
+"""Height of a figure in inches; its width is 10."""
+
+HEADER = 0.875
+"""Height of title and subtitle in inches: the axes begin below, in plots without a legend above the axes."""
 
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 _MAX_NAME_CHARS = 30
@@ -50,13 +55,15 @@ class ArmStyle:
     width: float
 
 
-def new_figure(title: str, subtitle: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure of 1600 × 1000 pixels with `panels` axes side by side, without pyplot."""
-    figure = Figure(figsize=(10, 6.25), dpi=160, facecolor="white")
+def new_figure(
+    title: str, subtitle: str, panels: int = 1, height: float = HEIGHT
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `panels` axes side by side, without pyplot: 1600 pixels wide, 160 per inch of `height`."""
+    figure = Figure(figsize=(10, height), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1, panels, left=0.095, right=0.975, bottom=0.11, top=0.80, wspace=0.27)
-    figure.text(0.03, 0.945, title, size=16, weight="bold", color=TEXT_COLOR)
-    figure.text(0.03, 0.898, subtitle, size=11, color=MUTED_COLOR)
+    figure.text(0.03, 1 - 0.344 / height, title, size=16, weight="bold", color=TEXT_COLOR)
+    figure.text(0.03, 1 - 0.638 / height, subtitle, size=11, color=MUTED_COLOR)
     return figure, [clean_axes(figure.add_subplot(grid[0, index])) for index in range(panels)]
 
 
@@ -77,24 +84,45 @@ def label(axes: Axes, x: str, y: str) -> None:
     axes.set_ylabel(y, size=11.5, color=TEXT_COLOR, labelpad=8)
 
 
-def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> None:
-    """Put the legend above the axes, where it covers no data."""
+def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> Legend | None:
+    """Put the legend above the axes, where it covers no data; None without entries."""
     handles, names = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(
-            handles,
-            names,
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1.0),
-            ncols=columns,
-            frameon=False,
-            fontsize=10.5,
-            labelcolor=TEXT_COLOR,
-            handlelength=1.6,
-            columnspacing=1.4,
-            borderaxespad=0.1,
-            markerscale=marker_scale,
-        )
+    if not handles:
+        return None
+    return axes.legend(
+        handles,
+        names,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),
+        ncols=columns,
+        frameon=False,
+        fontsize=10.5,
+        labelcolor=TEXT_COLOR,
+        handlelength=1.6,
+        columnspacing=1.4,
+        borderaxespad=0.1,
+        markerscale=marker_scale,
+    )
+
+
+def fit_legends(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Put the legends of all panels above them, in as many columns as fit, and shrink the panels to make room."""
+    heights = [0.0]
+    lefts = [axes.get_window_extent().x0 for axes in panels]
+    ends = [*lefts[1:], figure.bbox.width]
+    for axes, left, end in zip(panels, lefts, ends, strict=True):
+        entries = len(axes.get_legend_handles_labels()[0])
+        for columns in range(entries, 0, -1):
+            placed = legend(axes, columns)
+            assert placed is not None
+            extent = placed.get_window_extent()
+            if extent.width <= end - left or columns == 1:
+                heights.append(extent.height / figure.bbox.height)
+                break
+    top = min(0.80, 1 - 0.72 / figure.get_figheight() - max(heights))
+    for axes in panels:
+        box = axes.get_position()
+        axes.set_position((box.x0, box.y0, box.width, top - box.y0))
 
 
 def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
@@ -138,19 +166,36 @@ def arm_styles(names: Sequence[str], baseline: str | None) -> dict[str, ArmStyle
 
 
 def side_legend(
-    figure: Figure, axes: Axes, final_values: Mapping[str, float], styles: Mapping[str, ArmStyle]
+    figure: Figure,
+    axes: Axes,
+    final_values: Mapping[str, float],
+    styles: Mapping[str, ArmStyle],
+    shading: str = "",
 ) -> None:
-    """Put a legend right of the axes, with the arms in the order of their final values, and shrink the axes to fit."""
+    """Put a legend right of the axes and shrink the axes to fit.
+
+    Args:
+        figure: the figure.
+        axes: its axes.
+        final_values: last value of each arm; the legend has the arms in the order of these, the largest first.
+        styles: the line style of each arm.
+        shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
+    """
     names = sorted(final_values, key=lambda name: -final_values[name])
-    handles = [
+    handles: list[Line2D | Patch] = [
         Line2D([], [], color=styles[name].color, linestyle=styles[name].dash, linewidth=styles[name].width)
         for name in names
     ]
+    texts = [styles[name].name for name in names]
+    if shading:
+        handles.append(Patch(facecolor=MUTED_COLOR, alpha=0.25, linewidth=0))
+        texts.append(shading)
+    top = 1 - HEADER / HEIGHT
     legend = figure.legend(
         handles,
-        [styles[name].name for name in names],
+        texts,
         loc="upper right",
-        bbox_to_anchor=(0.985, TOP + 0.02),
+        bbox_to_anchor=(0.985, top + 0.02),
         frameon=False,
         fontsize=10.5,
         labelcolor=TEXT_COLOR,
@@ -159,7 +204,7 @@ def side_legend(
     )
     width = legend.get_window_extent().width / figure.bbox.width
     box = axes.get_position()
-    axes.set_position((box.x0, box.y0, 0.985 - width - 0.02 - box.x0, TOP - box.y0))
+    axes.set_position((box.x0, box.y0, 0.985 - width - 0.02 - box.x0, top - box.y0))
 
 
 def shorten_middle(name: str) -> str:

@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RewardConfig, RunConfig
+from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
 from bandpo_cli.sampling.base import Sampler, SamplingParams, StaleEngineError
+from bandpo_cli.tasks.questions import TEMPLATES, build_prompt
 from bandpo_cli.types import Completion, Grader, Group, Message, Problem, Rollout
+
+_CHECKED_PROMPTS = 64
+"""Prompts that are encoded at a time until one is short enough; usually the first ones are."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +148,52 @@ def drop_long_prompts(
         raise ConfigError(f"'{label}' has no problems")
     fitting = encoder.filter_by_length(problems, limit)
     if not fitting:
-        raise ConfigError(
-            f"sampling.max_prompt_tokens = {limit}: all {len(problems):,} prompts of '{label}' are longer; "
-            "set a higher limit"
-        )
+        raise long_prompts_error(encoder, label, problems, config)
     if len(fitting) < len(problems):
         notes.append(
             f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
             f"more than {limit:,} tokens (sampling.max_prompt_tokens)"
         )
     return fitting
+
+
+def check_some_prompt_fits(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
+) -> None:
+    """Raise ConfigError if all prompts are longer than `sampling.max_prompt_tokens`; stop at the first that is not."""
+    for start in range(0, len(problems), _CHECKED_PROMPTS):
+        if encoder.filter_by_length(
+            problems[start : start + _CHECKED_PROMPTS], config.sampling.max_prompt_tokens
+        ):
+            return
+    raise long_prompts_error(encoder, label, problems, config)
+
+
+def long_prompts_error(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
+) -> ConfigError:
+    """Return the error for a set whose prompts are all too long: their lengths, and the share of the template."""
+    lengths = [len(prompt.token_ids) for prompt in encoder.encode(problems)]
+    longest = max(lengths)
+    template = _template_tokens(encoder, problems[lengths.index(longest)], config.task)
+    share = "" if template is None else f", of which the template takes {template:,}"
+    return ConfigError(
+        f"sampling.max_prompt_tokens = {config.sampling.max_prompt_tokens}: all {len(problems):,} prompts of '{label}' "
+        f"are longer: {min(lengths):,} to {longest:,} tokens{share}; --set sampling.max_prompt_tokens={longest} "
+        "keeps all of them"
+    )
+
+
+def _template_tokens(encoder: PromptEncoder, problem: Problem, task: TaskSettings) -> int | None:
+    """Return the length of a prompt with an empty question; None where `task.template` did not make the prompt."""
+    if not isinstance(task, DataTask):
+        return None
+    empty = build_prompt("", task.template, task.system)
+    before, _, after = TEMPLATES.get(task.template, task.template).partition("{question}")
+    user = problem.prompt[-1].content if isinstance(problem.prompt[-1], Message) else ""
+    if len(problem.prompt) != len(empty) or not (user.startswith(before) and user.endswith(after)):
+        return None  # chat messages of the data set, which no template changes
+    return len(encoder.encode([replace(problem, prompt=empty)])[0].token_ids)
 
 
 def sample_completions(

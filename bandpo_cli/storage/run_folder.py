@@ -97,9 +97,14 @@ class RunFolder:
         """Write `summary.json`."""
         return write_json(self.path / "summary.json", summary)
 
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> Path:
-        """Write every completion of `step` to `samples/step-000010.parquet`."""
-        return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", rows)
+    def write_samples(
+        self,
+        step: int,
+        rows: Sequence[SampleRow],
+        rewards: Mapping[str, Sequence[float | None]] | None = None,
+    ) -> Path:
+        """Write every completion of `step` to `samples/step-000010.parquet`; see `write_sample_table`."""
+        return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", rows, rewards)
 
     def write_tokens(self, step: int, columns: Mapping[str, Any]) -> Path:
         """Write the token columns of `step` to `tokens/step-000100.parquet`; see `write_token_table`."""

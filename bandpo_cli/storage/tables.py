@@ -52,7 +52,8 @@ class SampleRow(TypedDict):
     extra: str
     """The other inputs of the grader, as JSON: with them the completion can be graded again."""
     text: str
-    reward: float
+    reward: float | None
+    """Null where every reward function reports that it does not apply."""
     accuracy: float
     """1 for a correct answer, 0 for any other."""
     length: int
@@ -96,7 +97,7 @@ class GradedCompletion(TypedDict):
     accuracy: float
     verdict: str
     reward: float | None
-    """None in an evaluation, which has no rewards."""
+    """None in an evaluation, which has no rewards, and where no reward function applies."""
     length: int | None
     finish_reason: str | None
 
@@ -128,7 +129,7 @@ def sample_rows(groups: Iterable[Group]) -> list[SampleRow]:
             grader=rollout.problem.grader,
             extra=encode_extra(rollout.problem.extra),
             text=rollout.text,
-            reward=rollout.grade.reward,
+            reward=rollout.grade.reward if rollout.grade.has_reward else None,
             accuracy=float(rollout.grade.correct),
             length=len(rollout.completion.token_ids),
             finish_reason=rollout.completion.finish_reason,
@@ -140,19 +141,38 @@ def sample_rows(groups: Iterable[Group]) -> list[SampleRow]:
     ]
 
 
+def reward_columns(groups: Iterable[Group]) -> dict[str, list[float | None]]:
+    """Return the columns `reward/<name>`: the value of each of `task.rewards` before its weight, per rollout.
+
+    A value is None where the grader failed, timed out, or does not apply.
+    """
+    components = [rollout.grade.components for group in groups for rollout in group.rollouts_G]
+    names = components[0] if components else ()
+    return {f"reward/{name}": [each[name] for each in components] for name in names}
+
+
 def encode_extra(extra: Mapping[str, object]) -> str:
     """Return as JSON what a grader reads of a problem besides its answer."""
     return json.dumps(dict(extra), ensure_ascii=False)
 
 
-def write_sample_table(path: Path, rows: Sequence[SampleRow]) -> Path:
-    """Write the completions of a step."""
-    return _write_rows(path, rows, SampleRow)
+def write_sample_table(
+    path: Path, rows: Sequence[SampleRow], rewards: Mapping[str, Sequence[float | None]] | None = None
+) -> Path:
+    """Write the completions of a step; `rewards` are the further columns of `reward_columns`."""
+    import pyarrow as pa
+
+    table = pa.Table.from_pylist([dict(each) for each in rows], schema=_schema(SampleRow))
+    for name, values in (rewards or {}).items():
+        table = table.append_column(name, pa.array(values, type=pa.float64()))
+    return _write(path, table)
 
 
 def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
     """Write the completions of an evaluation."""
-    return _write_rows(path, rows, EvalRow)
+    import pyarrow as pa
+
+    return _write(path, pa.Table.from_pylist([dict(each) for each in rows], schema=_schema(EvalRow)))
 
 
 def read_eval_table(path: Path) -> list[EvalRow]:
@@ -291,12 +311,6 @@ def _schema(row: type) -> Any:
         return types[hint if hint in types else next(kind for kind in get_args(hint) if kind in types)]
 
     return pa.schema([(name, column_type(hint)) for name, hint in get_type_hints(row).items()])
-
-
-def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]], row: type) -> Path:
-    import pyarrow as pa
-
-    return _write(path, pa.Table.from_pylist([dict(each) for each in rows], schema=_schema(row)))
 
 
 def _write(path: Path, table: Any) -> Path:

@@ -18,9 +18,9 @@ from typing import Any
 
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import is_function_path
+from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.tasks.fields import as_answer, as_question, find_fields, to_json_value, value_at
-from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.questions import grader_columns, text_hash
 from bandpo_cli.tasks.rows import read_file, source_label
 from bandpo_cli.types import Problem, Prompt
 
@@ -136,10 +136,10 @@ def _set_label(value: Any, where: str) -> str:
 def _read_problem(row: Mapping[str, Any], label: str, grader: str | None, where: str) -> Problem:
     """Return the problem of a row of a table of this package.
 
-    A table never decides which code runs: a `module:function` in it is refused unless the user names it.
+    A table never decides which code runs: a custom grader in it is refused unless the user names it.
     """
     name = _checked_text(row.get("grader", "math"), "grader", where) if grader is None else grader
-    if grader is None and is_function_path(name):
+    if grader is None and is_custom_grader(name):
         raise ConfigError(
             f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
             f"add --grader {name:.100}"
@@ -202,7 +202,8 @@ def _read_question_rows(
             raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
         text, answer = _prompt_text(question), _replace_surrogates(answer)
         id_ = text_hash(json.dumps([text, answer]))
-        extra = {key: row[key] for key in ("data_source", "extra_info") if row.get(key) is not None}
+        columns = {key: value for key, value in row.items() if key != completions}
+        extra = grader_columns(columns, grader not in GRADERS)
         problem = Problem(id_, text, answer, path.stem, grader, _to_json_object(extra))
         stored = problems.setdefault(id_, StoredProblem(problem))
         stored.completions_G.extend(_read_texts(row, str(completions), where))

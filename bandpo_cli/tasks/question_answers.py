@@ -36,6 +36,9 @@ class QuestionAnswerTask:
         self.name: str = config.name
         self._config = config
         self._notes: list[str] = []
+        self._keep_columns = any(
+            each.grader is not None and each.grader not in GRADERS for each in config.rewards or ()
+        )
         self._heldout_sources = config.heldout or _default_heldout(config)
         _check_labels("heldout", self._heldout_sources)
         if not self._heldout_sources:
@@ -77,7 +80,7 @@ class QuestionAnswerTask:
             return {self._split_label: self._train_heldout_split[1]}
         sets = {}
         for source in self._heldout_sources:
-            loaded = load_questions(source, "heldout", self._config.grader)
+            loaded = load_questions(source, "heldout", self._config.answer_grader, self._keep_columns)
             self._add_note(loaded, "evaluation")
             sets[loaded.label] = _hash_order(loaded.questions)
         return sets
@@ -106,7 +109,7 @@ class QuestionAnswerTask:
         """The questions of all training sources, mixed in the order of a hash."""
         questions: dict[str, Question] = {}
         for source in self._train_sources:
-            loaded = load_questions(source, "train", self._config.grader)
+            loaded = load_questions(source, "train", self._config.answer_grader, self._keep_columns)
             self._add_note(loaded, "training")
             questions |= {question.id: question for question in loaded.questions}
         return _hash_order(questions.values())

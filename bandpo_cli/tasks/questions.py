@@ -86,7 +86,7 @@ class Question:
         answer: The reference answer.
         label: The label of the source.
         grader: The name of the grader, or `module:function`.
-        extra: Further values for the grader; JSON values.
+        extra: Further values for the grader: all columns of the row for a custom one; JSON values.
     """
 
     id: str
@@ -145,13 +145,16 @@ def text_hash(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def load_questions(source: Source, part: SplitName, grader: str | None = None) -> LoadedQuestions:
+def load_questions(
+    source: Source, part: SplitName, grader: str | None = None, keep_columns: bool = False
+) -> LoadedQuestions:
     """Read the questions of a source.
 
     Args:
         source: The source in the config.
         part: The setting that names the source, `train` or `heldout`.
         grader: The grader of its answers, instead of the one that the source names.
+        keep_columns: Keep all columns of a row for the grader, as is always done for a custom one.
 
     Raises:
         ConfigError: If the source cannot be read, has no field for the question or the answer, or has no usable row.
@@ -168,7 +171,7 @@ def load_questions(source: Source, part: SplitName, grader: str | None = None) -
     dropped: Counter[str] = Counter()
     questions: dict[str, Question] = {}
     for row in chain(first_rows, rows):
-        question = _question(row, names, source.levels, label, grader)
+        question = _question(row, names, source.levels, label, grader, keep_columns)
         if isinstance(question, str):
             dropped[question] += 1
         elif question.id in questions:
@@ -204,8 +207,24 @@ def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None
         )
 
 
+def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
+    """Return the columns of a row that its grader gets besides the answer, as JSON values.
+
+    Args:
+        row: The row.
+        all_columns: Return all columns, for a custom grader; otherwise those that verl's layout has for it.
+    """
+    names = row if all_columns else ("data_source", "extra_info")
+    return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
+
+
 def _question(
-    row: Mapping[str, Any], names: FieldNames, levels: Collection[int] | None, label: str, grader: str
+    row: Mapping[str, Any],
+    names: FieldNames,
+    levels: Collection[int] | None,
+    label: str,
+    grader: str,
+    keep_columns: bool,
 ) -> Question | str:
     """Return the question of a row, or the reason for dropping the row."""
     text = as_question(value_at(row, str(names.question)))
@@ -219,9 +238,7 @@ def _question(
     level = as_level(value_at(row, names.level)) if names.level else None
     if levels is not None and level not in levels:
         return "of other levels"
-    extra = {
-        key: to_json_value(row[key]) for key in ("data_source", "extra_info") if row.get(key) is not None
-    }
+    extra = grader_columns(row, keep_columns or grader not in GRADERS)
     if level is not None:
         extra["level"] = level
     name = (_name(value_at(row, names.id)) if names.id else None) or _hash_of(text, answer)

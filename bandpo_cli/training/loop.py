@@ -17,13 +17,14 @@ import torch
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
+from bandpo_cli.grading.rewards import check_not_all_failed, training_grader
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.tables import EvalRow, sample_rows
+from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
 from bandpo_cli.training.components import Components, save_checkpoint
 from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.training.metrics import (
@@ -79,6 +80,7 @@ def train(
     Raises:
         NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
         StaleEngineError: the sampler does not run the policy's weights.
+        GraderFailedError: every answer of a step or an evaluation is a grader error.
         RunError: a checkpoint cannot be written.
     """
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
@@ -109,7 +111,7 @@ def train(
             trained = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
-            folder.write_samples(step, sample_rows(rollouts.sampled))
+            folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))
         # → evaluation and checkpoint where due → the step's line
@@ -150,7 +152,7 @@ def _sample_batch(config: RunConfig, components: Components, seed: int, timer: S
     with timer.phase("grade"):
         return grade_groups(
             components.policy.tokenizer,
-            components.grader.grade,
+            training_grader(components.grader, config.task.rewards),
             problems,
             prompts,
             completions,
@@ -161,8 +163,10 @@ def _sample_batch(config: RunConfig, components: Components, seed: int, timer: S
 
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     """Return the advantage of each completion, [P, G] float32."""
-    rewards_PG = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
-    return group_advantages(rewards_PG, config.objective.advantage_std)
+    grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
+    rewards_PG = torch.tensor([[grade.reward for grade in grades] for grades in grades_PG])
+    has_reward_PG = torch.tensor([[grade.has_reward for grade in grades] for grades in grades_PG])
+    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG)
 
 
 def _prepare_updates(
@@ -250,6 +254,11 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
     for batch in batches:
         rows[batch.label] += batch.rows
+    check_not_all_failed(
+        [row["verdict"] for each in rows.values() for row in each],
+        [row["grader"] for each in rows.values() for row in each],
+        lambda: components.grader.errors,
+    )
     scores = {label: score(label, each, settings.k) for label, each in rows.items()}
     folder.write_eval(step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}})
     return metric_record(scores)

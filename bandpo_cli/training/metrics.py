@@ -15,7 +15,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateMetrics
-from bandpo_cli.types import Group, Rollout
+from bandpo_cli.types import Grade, Group, Rollout
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
@@ -54,7 +54,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return sum(map(value, rollouts)) / len(rollouts)
 
     return {
-        "train/reward": mean(lambda rollout: rollout.grade.reward),
+        **reward_metrics([rollout.grade for rollout in rollouts]),
         "train/accuracy": mean(lambda rollout: rollout.grade.correct),
         "train/response_length": mean(lambda rollout: len(rollout.completion.token_ids)),
         "train/truncated_fraction": mean(lambda rollout: rollout.completion.finish_reason == "length"),
@@ -64,6 +64,17 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "grade/timeout_fraction": mean(lambda rollout: rollout.grade.verdict == "timeout"),
         "grade/error_fraction": mean(lambda rollout: rollout.grade.verdict == "grader-error"),
     }
+
+
+def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
+    """Return the mean reward, and that of each of `task.rewards` before its weight, over those that have a value."""
+    values = {"train/reward": [grade.reward for grade in grades if grade.has_reward]}
+    for name in grades[0].components:
+        found = (grade.components[name] for grade in grades)
+        values[f"train/reward/{name}"] = [value for value in found if value is not None]
+    means = {key: sum(each) / len(each) for key, each in values.items() if each}
+    without = sum(not grade.has_reward for grade in grades)
+    return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 
 def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:

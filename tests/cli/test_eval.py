@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from scipy.stats import binomtest
 
 from bandpo_cli.config.layers import read_layer, resolve
 from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error
@@ -202,6 +203,9 @@ def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
     assert found["wins"] == sum(y > x for x, y in shares)
     assert found["losses"] == sum(y < x for x, y in shares)
     assert found["problems"] == {"shared": 6, "only_a": 0, "only_b": 0}
+    differing = found["wins"] + found["losses"]
+    expected = binomtest(found["wins"], differing).pvalue if differing else None
+    assert found["sign_test_p"] == pytest.approx(expected)
     assert done.err == ""
 
 

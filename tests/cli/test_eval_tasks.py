@@ -101,6 +101,10 @@ def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     arguments = ["--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
     line = usage_error("eval", *arguments, *SHORT, cwd=place)
     assert "all 6 prompts" in line
+    training = ["train", "--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
+    line = usage_error(*training, "--dry-run", cwd=place)
+    assert "prompts of 'training' are longer" in line
+    assert "of which the template takes" in line
 
 
 def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: Path) -> None:

@@ -34,11 +34,11 @@ def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     write_sweep(tmp_path / "runs" / "deltas", FINALS)
     code, out, err = report("deltas")
     assert (code, err) == (0, "")
-    assert "Against clip, final accuracy is higher for kl 0.02" in out
+    assert "Against clip, final held-out accuracy is higher for kl 0.02" in out
     rows = [line.split() for line in out.splitlines()]
     kl, clip = (
-        rows.index(["±0.038", "±0.019", "±0.038"]),
-        rows.index(["baseline", "±0.025", "±0.012", "±0.025"]),
+        rows.index(["±0.038", "±0.019", "±0.038", "1.25–1.25"]),
+        rows.index(["baseline", "±0.025", "±0.012", "±0.025", "1.25–1.25"]),
     )
     assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.817", "2.00%", "1.25"]
     assert rows[clip - 1][:4] == ["clip", "3", "0.410", "0.305"]
@@ -46,6 +46,16 @@ def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     for name in ("report.html", "report.md", "leaderboard.csv", "accuracy.png"):
         assert (tmp_path / "runs" / "deltas" / "report" / name).is_file()
         assert name in out
+
+
+def test_intervals_that_end_at_a_limit_are_shown_as_ranges(report, tmp_path):
+    finals = {"clip": {0: 0.40, 1: 0.42}, "kl 0.02": {0: 0.05, 1: 0.15}, "kl 0.03": {0: 0.1, 1: 0.9}}
+    write_sweep(tmp_path / "runs" / "deltas", finals)
+    _, out, _ = report("deltas")
+    cells = [cell for line in out.splitlines() for cell in line.split()]
+    # t(1, 97.5%) = 12.7062; half widths 12.7062·0.01 = 0.127, 12.7062·0.05 = 0.635 and 12.7062·0.4 = 5.08
+    for cell in ("±0.127", "0–0.735", "0–1"):
+        assert cell in cells
 
 
 def test_standard_output_is_json_only(report, tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import DataTask, task_from_arguments, task_names
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 
 
@@ -52,7 +54,9 @@ def test_invalid_sources_are_refused(settings: dict[str, Any], part: str) -> Non
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("grader", [*GRADERS, "module:function", "package.module:function"])
+@pytest.mark.parametrize(
+    "grader", [*GRADERS, "module:function", "package.module:function", "verl:a.b:c", "trl:a:b"]
+)
 def test_a_grader_is_a_name_or_a_function_path(grader: str) -> None:
     assert Source(path="x", grader=grader).grader == grader
 
@@ -98,3 +102,48 @@ def test_a_task_name_has_precedence_over_a_folder_of_that_name(
 
 def test_names_of_tasks() -> None:
     assert task_names() == ("countdown", "reasoning-gym", "data", *DATASETS)
+
+
+def resolve_rewards(rewards: Any, **task: Any) -> DataTask:
+    task = {"name": "gsm8k", "rewards": rewards, **task}
+    return cast(DataTask, resolve([{"task": task, "model": {"path": "a/b"}}]).task)
+
+
+def test_rewards_are_graders_with_weights() -> None:
+    task = resolve_rewards(["math", {"grader": "trl:mine.rewards:in_tags", "weight": 0.2}])
+    assert task.rewards is not None
+    assert [(each.label, each.weight) for each in task.rewards] == [("math", 1.0), ("in_tags", 0.2)]
+    assert task.answer_grader == "math"
+    assert resolve_rewards([{}, "a:b"], grader="number").answer_grader == "number"
+    assert resolve_rewards("a:b").answer_grader == "a:b"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([], r"task\.rewards = \[\]: the list is empty"),
+        (["math", {"grader": "a:b", "weight": float("nan")}], r"task\.rewards\[1\]\.weight = nan: .*finite"),
+        (["math", {"grader": "a:b", "weight": "x"}], r"task\.rewards\[1\]\.weight = 'x'"),
+        (["mth"], r"task\.rewards\[0\]\.grader = 'mth': .*did you mean 'math'"),
+        (["math", "vrl:a:b"], r"task\.rewards\[1\]\.grader = 'vrl:a:b': no grader of that name"),
+        (["math", {}], "each entry but the first needs a grader"),
+        (["a:b", "c:b"], "two entries have the name 'b'"),
+        ([{"grader": "a:b", "name": "x/y"}], r"task\.rewards\[0\]\.name = 'x/y'"),
+        (
+            [{"grader": "a:b", "wight": 1}],
+            r"rewards\[0\]\.wight: no such setting \(did you mean 'weight'\?\)",
+        ),
+        ([{"grader": "a:b", "weight": 0}], "every weight is 0"),
+    ],
+)
+def test_invalid_rewards_are_one_line(rewards: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        resolve_rewards(rewards)
+    assert "\n" not in str(error.value)
+
+
+def test_the_first_reward_is_the_only_grader_of_the_answers() -> None:
+    with pytest.raises(ConfigError, match="'number' and the first of the rewards, 'math', both grade"):
+        resolve_rewards(["math"], grader="number")
+    with pytest.raises(ConfigError, match="leave `grader` out of the first entry"):
+        resolve([{"task": {"name": "countdown", "rewards": ["math"]}}])

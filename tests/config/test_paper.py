@@ -34,6 +34,8 @@ NOT_COMPUTED = {
     "model.trust_remote_code": "a permission",
     "grading.workers": "the hardware",
     "grading.memory_gb": "the hardware",
+    "grading.batch": "used only by functions that take lists",
+    "task.rewards": "used only with several graders, and task.grader is stated",
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",

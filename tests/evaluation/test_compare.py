@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.compare import compare
-from bandpo_cli.evaluation.metrics import mean_intervals
+from bandpo_cli.evaluation.metrics import mean_intervals, sign_test
 from bandpo_cli.storage.files import replace_nonfinite
 
 
@@ -51,6 +52,31 @@ def test_a_comparison_by_hand() -> None:
     assert comparison.metrics["pass_at_4"].change.value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
     assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
+
+
+@pytest.mark.parametrize("ups", range(9))
+@pytest.mark.parametrize("downs", [0, 1, 3, 8, 25])
+def test_the_sign_test_is_scipys_exact_binomial_test(ups: int, downs: int) -> None:
+    changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
+    a = record(s={str(i): {"mean_at_4": 0.5} for i, _ in enumerate(changes)})
+    b = record(s={str(i): {"mean_at_4": 0.5 + change} for i, change in enumerate(changes)})
+    comparison = compare(a, b)["s"]
+    assert (comparison.wins, comparison.losses, comparison.ties) == (ups, downs, 4)
+    if ups + downs == 0:
+        assert comparison.sign_test_p is None
+    else:
+        assert comparison.sign_test_p == pytest.approx(binomtest(ups, ups + downs).pvalue)
+    assert comparison.as_json()["sign_test_p"] == comparison.sign_test_p
+
+
+def test_sign_test_by_hand() -> None:
+    assert sign_test(0, 0) is None
+    assert sign_test(1, 0) == 1
+    assert sign_test(5, 0) == pytest.approx(2 / 32)
+    assert sign_test(0, 6) == pytest.approx(2 / 64)
+    assert sign_test(7, 1) == pytest.approx(2 * (1 + 8) / 256)
+    assert sign_test(3, 3) == 1
+    assert 0 < sign_test(700, 300) < 1e-30  # type: ignore[operator]
 
 
 def test_a_swapped_comparison_has_the_opposite_signs() -> None:

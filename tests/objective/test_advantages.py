@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread, shaped_reward
-from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from bandpo_cli.types import NOT_APPLICABLE, Completion, Grade, Group, Problem, Rollout
 
 RIGHT, WRONG, HALF = Grade(1.0, True, "correct"), Grade(0.0, False, "wrong"), Grade(0.5, False, "partly")
 
@@ -90,3 +90,24 @@ def test_advantages_by_hand() -> None:
         normalized[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (1 / math.sqrt(3) + 1e-6)
     )
     assert torch.equal(normalized[1], torch.zeros(4))
+
+
+def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> None:
+    """The others of each group have the advantages of a smaller group; a single one and none have 0."""
+    rewards = torch.tensor(
+        [[1.0, 9.0, 0.0, 0.5], [9.0, 9.0, 1.0, 9.0], [9.0, 9.0, 9.0, 9.0], [1.0, 0.0, 0.0, 0.0]]
+    )
+    has_reward = rewards != 9
+    found = group_advantages(rewards, True, has_reward)
+    spread = statistics.stdev([1.0, 0.0, 0.5]) + 1e-6
+    assert found[0].tolist() == pytest.approx([0.5 / spread, 0.0, -0.5 / spread, 0.0])
+    assert found[1:3].tolist() == [[0.0] * 4] * 2
+    assert torch.equal(found[3], group_advantages(rewards)[3])
+
+
+def test_a_missing_reward_is_no_spread() -> None:
+    problem = Problem("p", "", "", "test", "math")
+    completion = Completion((1,), (-0.1,), "stop", 0)
+    grades = (RIGHT, NOT_APPLICABLE, RIGHT)
+    group = Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
+    assert not has_reward_spread(group)

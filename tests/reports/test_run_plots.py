@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import success_histogram
 from bandpo_cli.reports import style
 from bandpo_cli.reports.clip_map import ClipMapTokens, read_clip_map_tokens
@@ -98,12 +100,77 @@ def test_curves_show_the_values_of_the_records(run, figures):
     plot_run(run.path)
     (axes,) = figures["accuracy.png"].axes
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert list(lines) == ["training, sampled answers", "countdown mean@16", "countdown pass@16"]
-    assert list(lines["countdown mean@16"].get_xdata()) == [10, 20, 30]
-    assert list(lines["countdown mean@16"].get_ydata()) == [0.1, 0.2, 0.3]
+    assert list(lines) == ["training accuracy", "held-out countdown mean@16", "held-out countdown pass@16"]
+    assert list(lines["held-out countdown mean@16"].get_xdata()) == [10, 20, 30]
+    assert list(lines["held-out countdown mean@16"].get_ydata()) == [0.1, 0.2, 0.3]
     left, right = figures["clip.png"].axes
     assert len(left.get_lines()) == 4
     assert [line.get_label() for line in right.get_lines()] == ["p 0.9 – 1"]
+
+
+def _write_interval(run: RunFolder, step: int, low: float | None, high: float | None) -> None:
+    scores = {"figures": {"mean_at_16": {"value": 0.3, "low": low, "high": high}}}
+    run.write_eval(step, {"step": step, "sets": {"countdown": scores}})
+
+
+def test_accuracy_has_the_interval_of_the_evaluations(run, figures):
+    for step in (10, 20, 30, 40):
+        run.append_metrics({"step": step, **RECORD})
+    for step, ends in {10: (None, None), 20: (0.1, 0.5), 30: (0.2, 0.6), 50: (0.8, 0.9)}.items():
+        _write_interval(run, step, *ends)
+    plot_run(run.path)
+    (axes,) = figures["accuracy.png"].axes
+    band, handle = axes.collections
+    corners = {(float(x), float(y)) for x, y in band.get_paths()[0].vertices}
+    assert corners == {(20, 0.1), (20, 0.5), (30, 0.2), (30, 0.6)}  # the run has no line of step 50
+    assert handle.get_label() == "mean: 95% interval over problems"
+    assert "mean: 95% interval over problems" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_interval_of_a_single_evaluation_is_a_line(run, figures):
+    run.append_metrics({"step": 10, **RECORD})
+    _write_interval(run, 10, 0.1, 0.5)
+    plot_run(run.path)
+    line = figures["accuracy.png"].axes[0].collections[0]
+    assert [segment.tolist() for segment in line.get_segments()] == [[[10.0, 0.1], [10.0, 0.5]]]
+
+
+def test_run_without_intervals_has_no_shading(run, figures):
+    run.append_metrics({"step": 10, **RECORD})
+    _write_interval(run, 10, None, None)
+    plot_run(run.path)
+    assert not figures["accuracy.png"].axes[0].collections
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "3", "{}", '{"sets": {"a": 3}}', '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'],
+)
+def test_damaged_record_of_an_evaluation_is_named(run, content):
+    run.append_metrics({"step": 10, **RECORD})
+    _write_interval(run, 10, 0.1, 0.5)
+    (run.path / "evals" / "step-000010.json").write_text(content)
+    with pytest.raises(UserError, match=r"step-000010\.json"):
+        plot_run(run.path)
+
+
+@pytest.mark.parametrize("sets", [1, 4])
+def test_legends_of_a_run_fit_between_subtitle_and_axes(run, figures, sets):
+    names = [f"a-problem-set-of-some-kind-{index}" for index in range(sets)]
+    measures = ("mean_at_16", "pass_at_4", "pass_at_16")
+    values = {f"eval/{name}/{measure}": 0.3 for name in names for measure in measures}
+    run.append_metrics({"step": 10, **RECORD, **values})
+    plot_run(run.path)
+    for name in ("accuracy.png", "clip.png"):
+        figure = figures[name]
+        figure.canvas.draw()
+        legends = [axes.get_legend().get_window_extent() for axes in figure.axes]
+        for axes, extent in zip(figure.axes, legends, strict=True):
+            assert extent.x1 <= figure.bbox.width
+            assert extent.y1 <= figure.texts[1].get_window_extent().y0
+            assert extent.y0 >= axes.get_window_extent().y1 - 2
+            assert axes.get_window_extent().height > 0.35 * figure.bbox.height
+        assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(legends))
 
 
 def test_clip_map_is_plotted_from_the_last_token_table(run, figures):
@@ -189,26 +256,64 @@ def test_plots_import_neither_torch_nor_pyplot(run):
     assert done.stdout.strip() == "[]"
 
 
-def _write_evaluation(folder: Path, sets: dict[str, list[float]]) -> Path:
+def _write_evaluation(
+    folder: Path, sets: dict[str, list[float]], sizes: list[list[int]] | None = None
+) -> Path:
+    """Write the record of an evaluation with 8 completions per problem, or with fewest and most of each set."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         label: {
             "problems": len(shares),
+            "completions_per_problem": (sizes or [[8, 8]] * len(sets))[position],
             "by_problem": {
                 str(index): {"mean_at_8": share, "pass_at_4": 1.0} for index, share in enumerate(shares)
             },
         }
-        for label, shares in sets.items()
+        for position, (label, shares) in enumerate(sets.items())
     }
     (folder / "eval.json").write_text(json.dumps({"sets": content}))
     return folder
 
 
-def test_bins_of_the_success_histogram_agree_with_fractions() -> None:
+@pytest.mark.parametrize(
+    ("n", "names"),
+    [
+        (1, ["wrong", "correct"]),
+        (2, ["never", "1", "always"]),
+        (4, ["never", "1", "2", "3", "always"]),
+        (16, ["never", *map(str, range(1, 16)), "always"]),
+        (64, ["never", "1 – 7", "8 – 14", "15 – 21", "22 – 28", "29 – 35", "36 – 42", "43 – 49", "50 – 56", "57 – 63",
+              "always"]),
+    ],
+)  # fmt: skip
+def test_bins_of_the_success_histogram_by_hand(n: int, names: list[str]) -> None:
+    counts = success_histogram([c / n for c in range(n + 1)], n)
+    assert [name for name, _ in counts] == names
+    assert sum(count for _, count in counts) == n + 1
+
+
+def test_bins_of_the_success_histogram_fit_every_n() -> None:
+    """Each possible number of correct completions is in the bin that names it, and the bins differ by one at most."""
+    for n in range(2, 130):
+        counts = success_histogram([c / n for c in range(n + 1)], n)
+        assert [counts[0], counts[-1]] == [("never", 1), ("always", 1)]
+        sizes = [count for _, count in counts[1:-1]]
+        assert sum(sizes) == n - 1
+        assert max(sizes) - min(sizes) <= 1
+        assert len(sizes) <= 15
+        if n <= 16:
+            assert sizes == [1] * (n - 1)
+        for c in range(1, n):
+            (name,) = [name for name, count in success_histogram([c / n], n) if count]
+            low, *high = map(int, name.split(" – "))
+            assert low <= c <= (high or [low])[0]
+
+
+def test_bins_of_shares_agree_with_fractions() -> None:
     """Compare all c of n up to 64 with exact arithmetic: 3 of 10 is in 0.3 – 0.4 though 0.3 is not exact in binary."""
     for n in range(1, 65):
         for c in range(n + 1):
-            (name,) = [name for name, count in success_histogram([c / n]) if count]
+            (name,) = [name for name, count in success_histogram([c / n], None) if count]
             if c in (0, n):
                 assert name == ("never" if c == 0 else "always")
             else:
@@ -217,14 +322,31 @@ def test_bins_of_the_success_histogram_agree_with_fractions() -> None:
 
 
 def test_bars_of_the_success_histogram_are_the_counts(tmp_path: Path, figures: dict[str, Figure]) -> None:
-    shares = [0, 0, 0.125, 0.3, 0.5, 1, 1, 1]
+    shares = [0, 0, 0.125, 0.375, 0.5, 1, 1, 1]
     plot_success_histogram(_write_evaluation(tmp_path / "e", {"one": shares}))
     axes = figures["success.png"].axes[0]
     heights = [bar.get_height() for bar in axes.containers[0]]
-    assert heights == [count / len(shares) for _, count in success_histogram(shares)]
-    assert heights == pytest.approx([2 / 8, 0, 1 / 8, 0, 1 / 8, 0, 1 / 8, 0, 0, 0, 0, 3 / 8])
+    assert heights == pytest.approx([2 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 0, 0, 0, 3 / 8])
     labels = [text.get_text() for text in axes.get_xticklabels()]
-    assert (labels[0], labels[4], labels[-1]) == ("never", "0.3–0.4", "always")
+    assert labels == ["never", "1", "2", "3", "4", "5", "6", "7", "always"]
+    assert axes.get_xlabel() == "number of correct completions, of 8"
+
+
+def test_sets_with_other_numbers_of_completions_share_bins_of_shares(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    folder = _write_evaluation(tmp_path / "e", {"one": [0, 0.3], "two": [0.5, 1]}, sizes=[[8, 8], [4, 6]])
+    plot_success_histogram(folder)
+    axes = figures["success.png"].axes[0]
+    assert axes.get_xlabel() == "share of correct completions"
+    assert len(axes.get_xticklabels()) == 12
+
+
+def test_one_completion_per_problem_is_wrong_or_correct(tmp_path: Path, figures: dict[str, Figure]) -> None:
+    plot_success_histogram(_write_evaluation(tmp_path / "e", {"one": [0, 0, 1]}, sizes=[[1, 1]]))
+    axes = figures["success.png"].axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["wrong", "correct"]
+    assert [bar.get_height() for bar in axes.containers[0]] == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.style import arm_styles, shorten_middle
@@ -37,7 +38,9 @@ def _lines(figure):
     (axes,) = figure.axes
     legend = figure.legends[0]
     lines = {}
-    for handle, text in zip(legend.get_lines(), legend.get_texts(), strict=True):
+    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+        if isinstance(handle, Patch):  # the shading
+            continue
         lines[text.get_text()] = next(
             line
             for line in axes.get_lines()
@@ -47,7 +50,7 @@ def _lines(figure):
     return lines
 
 
-def test_lines_are_means_and_the_subtitle_describes_the_bands(tmp_path, figures):
+def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     _write_report(write_sweep(tmp_path / "s", FINALS))
     figure = figures["accuracy.png"]
     lines = _lines(figure)
@@ -59,9 +62,59 @@ def test_lines_are_means_and_the_subtitle_describes_the_bands(tmp_path, figures)
     ends = sorted((float(v[v[:, 0] == 4][:, 1].min()), float(v[v[:, 0] == 4][:, 1].max())) for v in bands)
     interval = estimate(list(FINALS["clip"].values()))
     assert ends == [pytest.approx((interval.low, interval.high)), pytest.approx((0.5, 0.6))]
-    assert figure.texts[1].get_text() == (
-        "s · band: 95% t-interval over seeds, range of two seeds, no band for one seed"
+    assert figure.texts[1].get_text() == "s"
+    assert figure.legends[0].get_texts()[-1].get_text() == (
+        "95% interval over seeds\nrange of two seeds\nnone for one seed"
     )
+
+
+@pytest.mark.parametrize(
+    ("seeds", "shading"), [(1, None), (2, "range of two seeds"), (3, "95% interval over seeds")]
+)
+def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
+    finals = dict(list({0: 0.4, 1: 0.42, 2: 0.45}.items())[:seeds])
+    _write_report(write_sweep(tmp_path / "s", {"clip": finals, "kl 0.02": finals}))
+    for name in ("accuracy.png", "entropy.png"):
+        figure = figures[name]
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert texts[2:] == ([] if shading is None else [shading])
+        assert bool(figure.axes[0].collections) == (shading is not None)
+        assert ("no interval" in figure.texts[1].get_text()) == (shading is None)
+
+
+@pytest.mark.parametrize("arms", [1, 2, 4])
+def test_plots_of_few_arms_have_no_empty_space_and_no_overlap(tmp_path, figures, arms):
+    finals = {name: {0: 0.4, 1: 0.5} for name in ("clip", "kl 0.02", "kl 0.03", "kl 0.04")[:arms]}
+    _write_report(write_sweep(tmp_path / "s", finals))
+    table = figures["clip_by_probability.png"]
+    (axes,) = table.axes
+    table.canvas.draw()
+    box = axes.get_window_extent()
+    subtitle, title = table.texts[1].get_window_extent(), table.texts[0].get_window_extent()
+    assert box.y1 < subtitle.y0
+    assert subtitle.y1 < title.y0
+    assert title.y1 < table.bbox.height
+    assert 0 < axes.xaxis.label.get_window_extent().y0 < 0.3 * table.dpi  # inches of space below the texts
+    assert box.height / arms == pytest.approx(0.7 * table.dpi, rel=0.01)
+    for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png"):
+        figure = figures[name]
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        extent = legend.get_window_extent()
+        assert figure.axes[0].get_window_extent().x1 < extent.x0
+        assert extent.x1 <= figure.bbox.width
+        assert extent.y1 < figure.texts[1].get_window_extent().y0
+
+
+def test_axes_show_the_bands_in_full(tmp_path, figures):
+    _write_report(
+        write_sweep(tmp_path / "s", {"clip": {0: 0.3, 1: 0.5, 2: 0.6}, "kl 0.02": {0: 0.1, 1: 0.2}})
+    )
+    low, high = figures["accuracy.png"].axes[0].get_ylim()
+    interval = estimate([0.3, 0.5, 0.6])
+    assert interval.high > 0.8
+    assert 0 <= low < interval.low
+    assert interval.high < high < 1
 
 
 def test_curves_cover_the_common_steps():
@@ -102,7 +155,7 @@ def test_many_arms_with_long_names_fit_into_the_figure(tmp_path, figures):
         assert box.width > 0.4 * figure.bbox.width
         shown = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
         for legend in figure.legends:
-            assert len(legend.get_texts()) == MAX_ARMS_PLOTTED + 1
+            assert len(legend.get_texts()) == MAX_ARMS_PLOTTED + 1  # one seed per arm: no shading
             assert "clip (baseline)" in [text.get_text() for text in legend.get_texts()]
             assert legend.get_window_extent().x0 > box.x1
             assert legend.get_window_extent().y0 > 0

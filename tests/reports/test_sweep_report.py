@@ -14,7 +14,7 @@ from scipy import stats
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.sweep import ArmRun, Report, read_sweep, write_report
-from tests.reports.sweep_folders import CLIP, KL, write_run, write_sweep
+from tests.reports.sweep_folders import CLIP, KL, edit_line, write_run, write_sweep
 
 CLEAR = {
     "clip": {0: 0.40, 1: 0.42, 2: 0.41},
@@ -68,6 +68,53 @@ def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     assert [arm.name for arm in report.arms] == [row["arm"] for row in rows]
 
 
+def test_intervals_of_shares_are_within_0_and_1_in_all_outputs(tmp_path):
+    sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.02, 1: 0.04}, "kl 0.02": {0: 0.3, 1: 0.6}})
+    report = _report(sweep)
+    with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for key in ("accuracy", "area", "pass_at_16"):
+        assert all(0 <= float(row[f"{key}_low"]) <= float(row[f"{key}_high"]) <= 1 for row in rows)
+    assert rows[0]["accuracy_low"] == "0.0"
+    assert rows[0]["accuracy_high"] == "1.0"
+    changes = [each.paired.change for each in report.differences if each.figure == "accuracy"]
+    assert [(each.low, each.high) for each in changes] == [(-1, 1)]
+    for name in ("report.html", "report.md"):
+        text = report.files[name].read_text()
+        assert "0.000 – 1.000" in text
+        assert not re.search(r"-0\.\d+ – ", text)
+
+
+def test_time_per_step_has_the_range_of_its_steps(tmp_path):
+    sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4, 1: 0.5}})
+    seconds = {0: [9.0, 1.0, 1.2, 1.4], 1: [8.0, 2.0, 2.2, 2.4]}
+    for seed, values in seconds.items():
+        for step, value in enumerate(values, start=1):
+            times = {"time/step": value + 0.75, "time/checkpoint": 0.5, "time/eval": 0.25}
+            edit_line(sweep / f"clip-s{seed}", step, **times)
+    report = _report(sweep)
+    (arm,) = report.arms
+    low, high = np.percentile(seconds[0] + seconds[1], [10, 90])
+    assert arm.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
+    assert arm.spreads == {"seconds_per_step": (pytest.approx(low), pytest.approx(high))}
+    with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["seconds_per_step_p10"]) == pytest.approx(low)
+    assert float(row["seconds_per_step_p90"]) == pytest.approx(high)
+    for name in ("report.html", "report.md"):
+        assert f"{low:.2f} – {high:.2f}" in report.files[name].read_text()
+    assert "largest" in json.loads(json.dumps(report.as_json()))["figures"][0]
+
+
+def test_all_outputs_say_held_out_accuracy(sweep, with_plots):
+    report = _report(sweep)
+    for name in ("report.html", "report.md"):
+        text = (
+            report.files[name].read_text().replace("held-out accuracy", "").replace("Held-out accuracy", "")
+        )
+        assert not re.search("accuracy(?!_entropy|\\.png|_)", text), name
+
+
 def test_differences_are_paired_by_seed_and_adjusted(sweep):
     report = _report(sweep)
     found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
@@ -86,8 +133,8 @@ def test_differences_are_paired_by_seed_and_adjusted(sweep):
 
 def test_finding_names_significant_arms_and_counts_the_others(sweep):
     assert re.fullmatch(
-        r"Against clip, final accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ over 3 "
-        r"seeds, Holm-adjusted p = 0\.0\d+\); the other arm does not differ significantly from it\.",
+        r"Against clip, final held-out accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ "
+        r"over 3 seeds, Holm-adjusted p = 0\.0\d+\); the other arm does not differ significantly from it\.",
         _report(sweep).finding,
     )
 
@@ -95,7 +142,9 @@ def test_finding_names_significant_arms_and_counts_the_others(sweep):
 def test_finding_names_significantly_lower_arms(tmp_path):
     finals = {"clip": CLEAR["kl 0.02"], "kl 0.02": CLEAR["clip"]}
     finding = _report(write_sweep(tmp_path / "s", finals)).finding
-    assert finding.startswith("Against clip, final accuracy is lower for kl 0.02 (-0.107, 95% interval -0.")
+    assert finding.startswith(
+        "Against clip, final held-out accuracy is lower for kl 0.02 (-0.107, 95% interval -0."
+    )
     assert "Holm" not in finding
 
 
@@ -115,7 +164,7 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     each = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", "accuracy"))
     assert each.paired.p < 0.05 < each.p_holm
     assert each.verdict == "higher, but not after Holm's adjustment"
-    assert report.finding.startswith("No arm differs significantly from clip in final accuracy")
+    assert report.finding.startswith("No arm differs significantly from clip in final held-out accuracy")
 
 
 def test_one_seed_has_no_interval_in_any_output(tmp_path):
@@ -124,8 +173,8 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert all(value.low is None for arm in report.arms for value in arm.figures.values())
     assert {each.verdict for each in report.differences} == {"one seed: no test"}
     assert report.finding == (
-        "kl 0.02 ends with the highest accuracy, 0.600 (one seed, no interval); with these seeds no difference from "
-        "clip can be tested."
+        "kl 0.02 ends with the highest held-out accuracy, 0.600 (one seed, no interval); with these seeds no "
+        "difference from clip can be tested."
     )
     assert "±" not in (sweep / "report" / "report.md").read_text()
 
@@ -235,7 +284,7 @@ def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     notes = " ".join(write_report(runs, "t", None, tmp_path / "out").notes)
     assert "Runs of unequal length in a" in notes
     assert "The runs of a differ in more than their seed: steps, task.max_number" in notes
-    assert "their accuracies come from different problems" in notes
+    assert "their held-out accuracies come from different problems" in notes
 
 
 class _Page(HTMLParser):

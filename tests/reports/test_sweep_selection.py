@@ -199,6 +199,40 @@ def test_seed_and_tracking_do_not_separate_arms(settings):
     assert arm_names(runs) == ["kl 0.05", "kl 0.05"]
 
 
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ("checkpoint.every=5", "checkpoint.keep_last=null", "checkpoint.best_metric=train/accuracy"),
+        ("grading.workers=3",),
+        ("model.gradient_checkpointing=true",),
+    ],
+)
+def test_settings_without_effect_do_not_separate_arms(settings, assignments):
+    runs = [settings("seed=0"), settings("seed=1", *assignments)]
+    assert differing_settings(runs) == []
+    assert len(set(arm_names(runs))) == 1
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "grading.deadline=1",
+        "grading.memory_gb=1",
+        "optim.micro_batch_tokens=512",
+        "optim.max_skips=3",
+        "sampling.max_sequences=64",
+        "sampling.vllm.memory_fraction=0.3",
+        "evaluation.every=5",
+        "evaluation.batch=64",
+        "model.device=cpu",
+    ],
+)
+def test_settings_that_can_change_a_number_separate_arms(settings, assignment):
+    runs = [settings(), settings(assignment)]
+    assert differing_settings(runs) == [assignment.split("=")[0]]
+    assert len(set(arm_names(runs))) == 2
+
+
 def test_tasks_are_distinguished_by_name_only():
     runs = [
         {"bounds.method": "clip", "task.name": "countdown", "task.numbers": 4},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,6 +45,37 @@ def test_interval_has_the_nominal_coverage():
     samples = np.random.default_rng(0).normal(0.4, 0.02, size=(4000, 3))
     covered = [found.low <= 0.4 <= found.high for found in map(estimate, samples)]
     assert 0.94 < np.mean(covered) < 0.96
+
+
+def test_intervals_stay_within_the_limits_of_the_metric():
+    assert estimate([0.02, 0.03, 0.1], (0, 1)).low == 0
+    assert estimate([0.9, 0.99], (0, 1)).high == 1
+    wide, free = estimate([0.4, 0.6], (0, 1)), estimate([0.4, 0.6])
+    assert (wide.mean, wide.low, wide.high) == (free.mean, 0, 1)
+    inside = [0.474, 0.470, 0.481]
+    assert estimate(inside, (0, 1)) == estimate(inside)
+    assert estimate([0.1, 2.0], (0, math.inf)).low == 0
+    assert estimate([0.1, 2.0], (0, math.inf)).high == estimate([0.1, 2.0]).high
+
+
+def test_differences_of_shares_stay_within_minus_one_and_one():
+    arm, baseline = {0: 1.0, 1: 0.2}, {0: 0.1, 1: 0.1}
+    found, free = paired_test(arm, baseline, (0, 1)), paired_test(arm, baseline)
+    assert (found.change.low, found.change.high) == (-1, 1)
+    assert free.change.low < -1 < 1 < free.change.high
+    assert (found.p, found.change.mean) == (free.p, free.change.mean)
+
+
+def test_limits_do_not_change_the_coverage():
+    """Shares of 16 completions whose mean is near 0, where a t-interval often reaches below 0."""
+    mean = 0.03
+    samples = np.random.default_rng(0).binomial(16, mean, size=(4000, 4)) / 16
+    pairs = [(estimate(values), estimate(values, (0, 1))) for values in samples]
+    pairs = [(free, cut) for free, cut in pairs if free.low is not None]
+    assert sum(free.low < 0 for free, _ in pairs) > 1000
+    assert [free.low <= mean <= free.high for free, _ in pairs] == [
+        cut.low <= mean <= cut.high for _, cut in pairs
+    ]
 
 
 def test_paired_test_uses_common_seeds_and_agrees_with_scipy():

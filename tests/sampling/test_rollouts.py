@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,19 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
-from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder, grade_groups, sample_completions
+from bandpo_cli.sampling.rollouts import (
+    EncodedPrompt,
+    PromptEncoder,
+    check_some_prompt_fits,
+    drop_long_prompts,
+    grade_groups,
+    sample_completions,
+)
+from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
 
 TEMPLATE = (
@@ -143,3 +153,28 @@ def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
         sample_completions(sampler, PROMPTS, PARAMS, seed=1, version=4)
     sampler = SimpleNamespace(sample=lambda prompts, params, seed: [[new, new], [new, new]])
     assert sample_completions(sampler, PROMPTS, PARAMS, seed=1, version=4) == [[new, new], [new, new]]
+
+
+def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_template() -> None:
+    """Words are tokens here. The template has 6 and the chat template 5: <s> user ... </s> <s> assistant."""
+    config = resolve(
+        [
+            {"sampling": {"max_prompt_tokens": 12}, "model": {"path": "a/b"}},
+            {"task": {"name": "gsm8k", "template": "be brief be {question} brief be brief"}},
+        ]
+    )
+    questions = ["2 plus 2", "2 plus 2 plus 2"]
+    problems = [problem(build_prompt(each, "be brief be {question} brief be brief")) for each in questions]
+    encoder = PromptEncoder(tokenizer_of(TEMPLATE))
+    message = (
+        "sampling.max_prompt_tokens = 12: all 2 prompts of 'training' are longer: 14 to 16 tokens, of which the "
+        "template takes 11; --set sampling.max_prompt_tokens=16 keeps all of them"
+    )
+    for check in (check_some_prompt_fits, partial(drop_long_prompts, notes=[])):
+        with pytest.raises(ConfigError) as error:
+            check(encoder, "training", problems, config)
+        assert str(error.value) == message
+    long_chat = problem((Message("user", "2 plus 2 plus 2 plus 2 plus 2 plus 2"),))
+    with pytest.raises(ConfigError, match="are longer: 16 to 16 tokens; --set"):
+        check_some_prompt_fits(encoder, "training", [long_chat], config)
+    check_some_prompt_fits(encoder, "training", [*problems, problem((Message("user", "2"),))], config)

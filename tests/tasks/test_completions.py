@@ -159,12 +159,22 @@ def test_depth_of_extra_is_limited(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(problems[0].problem.extra)) == problems[0].problem.extra
 
 
-def test_a_file_cannot_choose_code_to_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grader", ["os:system", "verl:os:system", "trl:os:system"])
+def test_a_file_cannot_choose_code_to_run(tmp_path: Path, grader: str) -> None:
     """Otherwise a downloaded table could have any importable function called with a text of its choice."""
-    path = write_eval_table(tmp_path / "a.parquet", [{**ROW, "grader": "os:system", "text": "echo no"}])
-    assert "--grader os:system" in error_of(path)
-    (problems,) = read_completions(path, "os:system").values()
-    assert problems[0].problem.grader == "os:system"
+    path = write_eval_table(tmp_path / "a.parquet", [{**ROW, "grader": grader, "text": "echo no"}])
+    assert f"--grader {grader}" in error_of(path)
+    (problems,) = read_completions(path, grader).values()
+    assert problems[0].problem.grader == grader
+
+
+def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": "so 2\n#### 2", "hint": "two", "completions": ["2"]}
+    path = jsonl(tmp_path / "a.jsonl", row)
+    (problems,) = read_completions(path, "trl:mine:reward").values()
+    assert problems[0].problem.extra == {"question": "1+1?", "answer": "so 2\n#### 2", "hint": "two"}
+    (problems,) = read_completions(path, "math").values()
+    assert problems[0].problem.extra == {}
 
 
 @pytest.mark.parametrize("grader", ["math", "countdown", "my_module:judge"])

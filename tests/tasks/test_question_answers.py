@@ -328,3 +328,15 @@ def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(
             for source in ("y, evaluation", "x, training")
         ]
     )
+
+
+def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> None:
+    content = [{**row, "solution": f"${row['answer']}$", "hint": None} for row in rows(0, 4)]
+    path = jsonl(tmp_path / "a.jsonl", content)
+    for settings in ({"grader": "trl:mine:reward"}, {"rewards": ["math", "mine:reward"]}):
+        problem = data_task(path, **settings).train_problems()[0]
+        n = int(problem.answer) // 2
+        expected = {"question": f"What is {n}+{n}?", "answer": str(2 * n), "solution": f"${2 * n}$"}
+        assert problem.extra == expected
+    assert data_task(path).train_problems()[0].extra == {}
+    assert data_task(path, rewards=["number", "mine:reward"]).train_problems()[0].grader == "number"

@@ -243,6 +243,7 @@ class RecordingGrader:
 
     def __init__(self, uniform: Collection[str] = ()) -> None:
         self.recording: Recording
+        self.errors: dict[str, str] = {}
         self._uniform = uniform
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
@@ -273,9 +274,9 @@ class RecordingFolder(RunFolder):
 
     recording: Recording
 
-    def write_samples(self, step: int, rows: Any) -> Path:
+    def write_samples(self, step: int, rows: Any, rewards: Any = None) -> Path:
         self.recording.current.order.append("write samples")
-        return super().write_samples(step, rows)
+        return super().write_samples(step, rows, rewards)
 
     def write_tokens(self, step: int, columns: Any) -> Path:
         self.recording.current.order.append("write tokens")

@@ -11,9 +11,20 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
+from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.storage.checkpoints import model_checkpoints
+from bandpo_cli.types import GRADER_ERROR, Grade, Problem
+from tests.training import recording as recording_module
 from tests.training.by_hand import shaped
-from tests.training.recording import Recording, Sampled, execute, prepare_run, run, same_weights
+from tests.training.recording import (
+    Recording,
+    Sampled,
+    execute,
+    hashed_grade,
+    prepare_run,
+    run,
+    same_weights,
+)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -273,3 +284,26 @@ def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_mo
     execute(recording, stop=stop)
     assert list(recording.steps) == [0, 1, 2, 3]
     assert written == [(recording.folder.checkpoint_dir(3) / "config.json").stat().st_ino]
+
+
+@pytest.mark.parametrize(
+    ("failing", "answers", "lines"),
+    [("eval", 24, 0), ("training", 16, 1)],
+)
+def test_a_step_with_grader_errors_only_ends_the_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, failing: str, answers: int, lines: int
+) -> None:
+    """Held-out problems are graded before training; errors on them alone, or on the training problems alone."""
+    recording = prepare_run(tmp_path / "a", small_model)
+    heldout = {each.id for problems in recording.components.heldout.values() for each in problems}
+
+    def grade(problem: Problem, text: str) -> Grade:
+        return GRADER_ERROR if (problem.id in heldout) == (failing == "eval") else hashed_grade(problem, text)
+
+    monkeypatch.setattr(recording_module, "hashed_grade", grade)
+    with pytest.raises(
+        GraderFailedError, match=rf"all {answers} answers are .* grader 'countdown': no message"
+    ):
+        execute(recording)
+    assert len(recording.folder.read_metrics()) == lines
+    assert not list(recording.folder.path.glob("samples/*"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.layers import flatten, resolve
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
@@ -141,6 +141,42 @@ def test_gradient_checkpointing_can_change_at_a_resume(tmp_path: Path) -> None:
     run_until(config, resumed, build_components(config, build_task(config.task)), 0, 3)
     resume(resolve([SMALL, {"model": {"gradient_checkpointing": True}}]), resumed, 5)
     check_same(uninterrupted, resumed)
+
+
+@pytest.mark.slow
+def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of `WITHOUT_EFFECT` has another value; reports treat such runs as one arm."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parity.py").write_text(  # a custom grader runs in the worker processes
+        "def even(text, answer, extra):\n    return sum(map(ord, text)) % 2 == 0\n"
+    )
+    rows = [json.dumps({"question": f"1 1 {n} {n}={2 * n}:", "answer": "0"}) for n in range(1, 10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    data = {"name": "data", "train": ["sums.jsonl"], "heldout_fraction": 0.4, "grader": "parity:even"}
+    layers: list[dict[str, Any]] = [
+        SMALL,
+        {"steps": 3, "task": {**data, "template": "{question}"}, "grading": {"deadline": 60}},
+        {"sampling": {"max_tokens": 8, "max_prompt_tokens": 64}},
+    ]
+    other: dict[str, Any] = {
+        "tracking": {"mlflow": False},
+        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
+        "grading": {"workers": 1},
+        "model": {"gradient_checkpointing": True},
+    }
+    assert {name if name in WITHOUT_EFFECT else name.split(".")[0] for name in flatten(other)} == {
+        *WITHOUT_EFFECT
+    }
+    one, two = (RunFolder.create(tmp_path, name) for name in ("one", "two"))
+    for folder, config in ((one, resolve(layers)), (two, resolve([*layers, other]))):
+        run_until(config, folder, build_components(config, build_task(config.task)), 0, config.steps)
+    assert record(one) == record(two)
+    assert any(line["optim/grad_norm"] > 0 for line in record(one)[1:])
+    ours, theirs = (
+        {name: data for name, data in files(folder).items() if not name.startswith("checkpoints")}
+        for folder in (one, two)
+    )
+    assert ours == theirs
 
 
 @pytest.mark.slow

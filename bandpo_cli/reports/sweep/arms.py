@@ -5,18 +5,35 @@ All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, mean
 from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting
-from bandpo_cli.reports.sweep.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
+from bandpo_cli.reports.sweep.statistics import (
+    LEVEL,
+    Estimate,
+    Limits,
+    PairedTest,
+    estimate,
+    holm,
+    paired_test,
+)
 
 ValueOf = Callable[[ArmRunData], float | None]
 """Returns the value of a metric for a run, None where the run has no value."""
+
+HELD_OUT_ACCURACY = "held-out accuracy"
+"""Heading of the accuracy, which is that of the evaluations; the accuracy of training is not in a report."""
+
+SPREAD = (0.1, 0.9)
+"""Quantiles of the single steps that the spread of a metric lies between: the middle 80% of the steps."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Metric:
         compared: whether arms are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
+        largest: largest possible value, null for none; the smallest possible value of every metric is 0.
     """
 
     key: str
@@ -38,6 +56,12 @@ class Metric:
     compared: bool = True
     pattern: str = ".3f"
     percent: bool = False
+    largest: float | None = 1.0
+
+    @property
+    def limits(self) -> Limits:
+        """Smallest and largest possible value."""
+        return 0.0, math.inf if self.largest is None else self.largest
 
     def text(self, value: float, sign: bool = False) -> str:
         """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
@@ -55,6 +79,7 @@ class Arm:
         steps: smallest and largest number of steps of these runs.
         settings: the settings in which the arms differ, as a user would type them.
         figures: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
+        spreads: range of the middle 80% of the steps of all runs, by key of the metric; only for the seconds per step.
     """
 
     name: str
@@ -62,6 +87,7 @@ class Arm:
     steps: tuple[int, int]
     settings: Mapping[str, str]
     figures: Mapping[str, Estimate]
+    spreads: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -126,10 +152,16 @@ class Report:
 
 @dataclass(frozen=True)
 class ArmMetric:
-    """A metric and the function that returns its value for a run."""
+    """A metric and how it is read from a run.
+
+    Attributes:
+        value: returns its value for a run.
+        steps: returns its values at the single steps of a run, where a report shows their spread.
+    """
 
     metric: Metric
     value: ValueOf
+    steps: Callable[[ArmRunData], Sequence[float]] | None = None
 
 
 def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
@@ -183,7 +215,7 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
     metrics = [
         ArmMetric(
-            Metric("accuracy", "accuracy", f"{over}mean@{n} of the last evaluation"),
+            Metric("accuracy", HELD_OUT_ACCURACY, f"{over}mean@{n} of the last evaluation"),
             _mean_over(sets, _final_accuracy),
         ),
         ArmMetric(
@@ -191,7 +223,9 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
             _mean_over(sets, _area),
         ),
         ArmMetric(
-            Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token"),
+            Metric(
+                "entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None
+            ),
             lambda record: record.final_entropy,
         ),
     ]
@@ -218,11 +252,14 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
             Metric(
                 "seconds_per_step",
                 "s/step",
-                "seconds, without evaluations and checkpoints",
+                "seconds per step, without evaluations and checkpoints; the range is that of the middle 80% of the "
+                "steps of all seeds",
                 compared=False,
                 pattern=".2f",
+                largest=None,
             ),
             lambda record: record.seconds,
+            steps=lambda record: record.step_seconds,
         ),
     ]
     for label in sets if len(sets) > 1 else ():
@@ -235,7 +272,11 @@ def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], metrics: Sequence[Ar
     keys = differing_settings(record.settings for records in arms.values() for record in records)
     evaluated = []
     for name, records in arms.items():
-        estimates = {each.metric.key: estimate(list(_by_seed(records, each).values())) for each in metrics}
+        estimates = {
+            each.metric.key: estimate(list(_by_seed(records, each).values()), each.metric.limits)
+            for each in metrics
+        }
+        spreads = {each.metric.key: _spread(records, each) for each in metrics}
         values = {
             key: dict.fromkeys(format_setting(record.settings.get(key, ABSENT)) for record in records)
             for key in keys
@@ -247,6 +288,7 @@ def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], metrics: Sequence[Ar
                 steps=(min(record.steps for record in records), max(record.steps for record in records)),
                 settings={key: " or ".join(texts) for key, texts in values.items()},
                 figures={key: found for key, found in estimates.items() if found is not None},
+                spreads={key: found for key, found in spreads.items() if found is not None},
             )
         )
     return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
@@ -265,7 +307,9 @@ def compare_arms(
             continue
         base = _by_seed(arms[baseline], each)
         pairs = {
-            name: paired_test(_by_seed(runs, each), base) for name, runs in arms.items() if name != baseline
+            name: paired_test(_by_seed(runs, each), base, each.metric.limits)
+            for name, runs in arms.items()
+            if name != baseline
         }
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
@@ -294,7 +338,9 @@ def verdict(pair: PairedTest | None, p_holm: float | None) -> str:
 
 def _metrics_of_set(label: str, n: str, k: int | None) -> list[ArmMetric]:
     """Return the metrics of one of several sets; arms are compared by its accuracy, not by its area and pass@k."""
-    accuracy = Metric(f"accuracy/{label}", f"accuracy, {label}", f"mean@{n} of the last evaluation")
+    accuracy = Metric(
+        f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", f"mean@{n} of the last evaluation"
+    )
     area = Metric(
         f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", compared=False
     )
@@ -331,6 +377,15 @@ def _mean_over(sets: Sequence[str], value_of_set: Callable[[ArmRunData, str], fl
         return mean(known) if len(known) == len(values) else None
 
     return value
+
+
+def _spread(records: Iterable[ArmRunData], metric: ArmMetric) -> tuple[float, float] | None:
+    """Return the quantiles `SPREAD` of the metric over the steps of all runs; None for fewer than two steps."""
+    values = [value for record in records for value in (metric.steps(record) if metric.steps else ())]
+    if len(values) < 2:
+        return None
+    low, high = np.quantile(values, SPREAD)
+    return float(low), float(high)
 
 
 def _by_seed(records: Iterable[ArmRunData], metric: ArmMetric) -> dict[int, float]:

@@ -49,16 +49,16 @@ def headline(
     significant = sorted(filter(_is_significant, tested), key=lambda each: -abs(_mean(each)))
     if significant:
         others = _others_text(len(differences) - len(significant))
-        return f"Against {baseline}, final accuracy is {_significant_text(significant, metric)}{others}."
+        return f"Against {baseline}, final held-out accuracy is {_significant_text(significant, metric)}{others}."
     if len(differences) == 1:
         (only,) = tested
         return (
-            f"{only.arm} and {baseline} do not differ significantly in final accuracy: "
+            f"{only.arm} and {baseline} do not differ significantly in final held-out accuracy: "
             f"the difference is {_evidence_text(only, metric)}."
         )
     largest = max(tested, key=lambda each: abs(_mean(each)))
     return (
-        f"No arm differs significantly from {baseline} in final accuracy; the largest difference is that of "
+        f"No arm differs significantly from {baseline} in final held-out accuracy; the largest difference is that of "
         f"{largest.arm}: {_evidence_text(largest, metric)}."
     )
 
@@ -138,7 +138,7 @@ def _evidence_text(difference: ArmDifference, metric: Metric) -> str:
 
 
 def _ranking(arms: Sequence[Arm], metric: Metric) -> str:
-    """Return a sentence on the final accuracy of the first arm, which adds that a ranking is not a test."""
+    """Return a sentence on the final held-out accuracy of the first arm, which adds that a ranking is not a test."""
     best = arms[0]
     value = best.figures[metric.key]
     ends = (
@@ -149,9 +149,11 @@ def _ranking(arms: Sequence[Arm], metric: Metric) -> str:
         else f"95% interval {metric.text(value.low)} to {metric.text(value.high)} over {value.n} seeds"
     )
     if len(arms) == 1:
-        return f"{best.name} ends at an accuracy of {metric.text(value.mean)} ({ends})."
+        return f"{best.name} ends at a held-out accuracy of {metric.text(value.mean)} ({ends})."
     untested = "" if value.n == 1 else "; a ranking, not a test"
-    return f"{best.name} ends with the highest accuracy, {metric.text(value.mean)} ({ends}){untested}."
+    return (
+        f"{best.name} ends with the highest held-out accuracy, {metric.text(value.mean)} ({ends}){untested}."
+    )
 
 
 def _notes_on_seeds(
@@ -209,8 +211,8 @@ def _notes_on_settings(
     ]
     if incomparable:
         yield (
-            f"The runs differ in {', '.join(incomparable[:_MAX_LISTED])}: their accuracies come from different "
-            "problems or different sampling."
+            f"The runs differ in {', '.join(incomparable[:_MAX_LISTED])}: their held-out accuracies come from "
+            "different problems or different sampling."
         )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
-from bandpo_cli.reports.style import TOP, ArmStyle, arm_styles, escape_mathtext, side_legend
+from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
 from bandpo_cli.reports.sweep.runs import ArmRunData
 from bandpo_cli.reports.sweep.statistics import interval_band
 
@@ -25,6 +25,9 @@ Arms = Mapping[str, Sequence[ArmRunData]]
 
 MAX_ARMS_PLOTTED = 12
 """Lines of more arms cannot be distinguished: only the most accurate ones and the baseline are plotted."""
+
+_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
+"""Inches: height of a row of the table of clipped tokens where there are few, and of the texts below the table."""
 
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
@@ -77,13 +80,17 @@ def plot_all(
     )
     figures: dict[str, Figure | None] = {
         "accuracy": _plot_over_steps(
-            plotted, styles, accuracy, ("Held-out accuracy", subtitle, f"correct answers, {mean_at_n}"), True
+            plotted,
+            styles,
+            accuracy,
+            ("Held-out accuracy", subtitle, f"held-out accuracy, {mean_at_n}"),
+            True,
         ),
         "entropy": _plot_over_steps(
             plotted, styles, entropy_of, ("Entropy of the policy", subtitle, "entropy, nats per token"), False
         ),
         "accuracy_entropy": _plot_accuracy_entropy(
-            plotted, styles, accuracy, subtitle, f"correct answers, {mean_at_n}"
+            plotted, styles, accuracy, subtitle, f"held-out accuracy, {mean_at_n}"
         ),
         "clip_by_probability": plot_clip_table(plotted, styles, subtitle),
     }
@@ -108,6 +115,7 @@ def plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -
     figure, (axes,) = style.new_figure(
         "Clipped tokens by probability",
         f"{subtitle} · clipped share of the tokens of each bin, mean over steps and seeds",
+        height=min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT),
     )
     shares = np.where(values >= _MIN_SHARE, values, _MIN_SHARE)
     colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
@@ -134,7 +142,7 @@ def plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -
         color=style.TEXT_COLOR,
         labelpad=8,
     )
-    _fit_row_names(figure, axes, len(names))
+    _fit_row_names(figure, axes)
     return figure
 
 
@@ -166,7 +174,7 @@ def _plot_over_steps(
     texts: tuple[str, str, str],
     percent: bool,
 ) -> Figure | None:
-    """Plot one line per arm with its band.
+    """Plot one line per arm with its band; the legend says what the bands are.
 
     Args:
         arms: the runs of each arm.
@@ -180,14 +188,24 @@ def _plot_over_steps(
     if not curves:
         return None
     title, subtitle, y_label = texts
-    figure, (axes,) = style.new_figure(title, f"{subtitle} · {_describe_bands(curves.values())}")
+    bands = _describe_bands(curves.values())
+    figure, (axes,) = style.new_figure(
+        title, subtitle if bands else f"{subtitle} · one seed per arm, no interval"
+    )
     show_edges = len(curves) <= 4  # the edges of more bands are unreadable
+    shown = [curve.values_RS for curve in curves.values()]
     for name, curve in curves.items():
         line, edges = styles[name], interval_band(curve.values_RS)
         if edges is not None:
             low, high = np.clip(edges, 0, 1 if percent else None)
+            shown += [low, high]
             axes.fill_between(
-                curve.steps, low, high, color=line.color, alpha=0.12 if show_edges else 0.09, linewidth=0
+                curve.steps,
+                low,
+                high,
+                color=line.color,
+                alpha=0.12 if len(curves) <= 2 else 0.07,
+                linewidth=0,
             )
             for edge in (low, high) if show_edges else ():
                 axes.plot(curve.steps, edge, color=line.color, alpha=0.45, linewidth=0.8)
@@ -201,12 +219,13 @@ def _plot_over_steps(
             markersize=5,
             zorder=3,
         )
-    _fit_y_axis(axes, list(curves.values()))
+    _fit_y_axis(axes, shown)
     style.steps_axis(axes, [step for curve in curves.values() for step in curve.steps])
     if percent:
         style.percent_axis(axes)
     style.label(axes, "step", y_label)
-    side_legend(figure, axes, {name: float(curve.mean[-1]) for name, curve in curves.items()}, styles)
+    final_values = {name: float(curve.mean[-1]) for name, curve in curves.items()}
+    side_legend(figure, axes, final_values, styles, bands)
     return figure
 
 
@@ -228,7 +247,7 @@ def _plot_accuracy_entropy(
     if not paths:
         return None
     figure, (axes,) = style.new_figure(
-        "Accuracy against entropy",
+        "Held-out accuracy against entropy",
         f"{subtitle} · one dot per evaluation, a large one for the last; means over seeds",
     )
     for name, (entropies, accuracies) in paths.items():
@@ -260,21 +279,20 @@ def _plot_accuracy_entropy(
 
 
 def _describe_bands(curves: Collection[Curve]) -> str:
-    """Return what the bands of a plot show."""
+    """Return what the bands of a plot show, a line for each kind; '' if there are none."""
     runs = {len(curve.values_RS) for curve in curves}
     texts = [
-        "95% t-interval over seeds" if max(runs) > 2 else "",
+        "95% interval over seeds" if max(runs) > 2 else "",
         "range of two seeds" if 2 in runs else "",
-        "no band for one seed" if 1 in runs and max(runs) > 1 else "",
+        "none for one seed" if 1 in runs and max(runs) > 1 else "",
     ]
-    return "band: " + ", ".join(filter(None, texts)) if max(runs) > 1 else "one seed per arm, no band"
+    return "\n".join(filter(None, texts)) if max(runs) > 1 else ""
 
 
-def _fit_y_axis(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Set the y limits to the values of all runs. Wider bands are cut off, since they would flatten the lines."""
-    low = min(float(curve.values_RS.min()) for curve in curves)
-    high = max(float(curve.values_RS.max()) for curve in curves)
-    pad = 0.25 * (high - low) or 0.05 * max(abs(high), 0.1)
+def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:
+    """Set the y limits to the values of all runs and the ends of all bands, with some space."""
+    low, high = min(float(each.min()) for each in shown), max(float(each.max()) for each in shown)
+    pad = 0.06 * (high - low) or 0.05 * max(abs(high), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
 
@@ -283,13 +301,13 @@ def _share_text(value: float) -> str:
     return f"{100 * value:.2g}% of all" if value < 0.995 else "100% of all"
 
 
-def _fit_row_names(figure: Figure, axes: Axes, rows: int) -> None:
-    """Move the left edge of the axes to fit the row names, and limit the height of the rows."""
+def _fit_row_names(figure: Figure, axes: Axes) -> None:
+    """Move the left edge of the axes to fit the row names; above are the titles, below the names of the bins."""
     figure.canvas.draw()
     widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
     left = 0.03 + widest + 0.012
-    height = min(TOP - 0.15, 0.22 * rows)
-    axes.set_position((left, TOP - height, 0.975 - left, height))
+    height = figure.get_figheight()
+    axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
 
 
 def _mean_over_runs(values: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -61,7 +61,7 @@ class ArmRunData:
         clipped: mean of `clip/active_fraction` over the steps.
         clipped_by_bin: clipped share of the tokens in each bin of π_old, over all steps of the run.
         token_share: each bin's share of all tokens.
-        seconds: mean seconds per step, without evaluations and checkpoints.
+        step_seconds: seconds of each step, without evaluations and checkpoints.
     """
 
     run: ArmRun
@@ -72,7 +72,12 @@ class ArmRunData:
     clipped: float | None
     clipped_by_bin: dict[str, float]
     token_share: dict[str, float]
-    seconds: float | None
+    step_seconds: list[float]
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean of `step_seconds`."""
+        return mean(self.step_seconds)
 
     @property
     def final_entropy(self) -> float | None:
@@ -131,7 +136,7 @@ def _read_finished_run(run: ArmRun) -> ArmRunData:
         clipped=mean(series(training, "clip/active_fraction")[1]),
         clipped_by_bin={name: clipped / share for name, (clipped, share) in bins.items() if share > 0},
         token_share={name: share / tokens for name, (_, share) in bins.items() if tokens > 0},
-        seconds=mean([seconds for seconds in map(_training_seconds, training) if seconds is not None]),
+        step_seconds=[seconds for seconds in map(_training_seconds, training) if seconds is not None],
     )
 
 

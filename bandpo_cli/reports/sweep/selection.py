@@ -1,7 +1,8 @@
 """Selection of the runs of a report and their grouping into arms.
 
 The runs of a sweep have the arms of its plan (`sweep.yaml`). Other runs are grouped by their settings: runs whose
-configs differ only in `seed` and `tracking` are one arm, named by its method and by the settings that differ.
+configs differ only in `seed` and in settings without effect on the results (`tracking`, `checkpoint`, ...) are one arm,
+named by its method and by the settings that differ.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
@@ -27,8 +29,8 @@ ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
-_IGNORED_SECTIONS = ("seed", "tracking")
-"""The seed makes repetitions of an arm; tracking does not affect the training."""
+_SAME_ARM = ("seed", *WITHOUT_EFFECT)
+"""Settings and sections in which the runs of an arm may differ: the seed makes repetitions of an arm."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
-    """Return the keys whose values differ between the runs, in the order of the configs, without seed and tracking."""
+    """Return the keys outside `_SAME_ARM` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
     keys = dict.fromkeys(key for run in listed for key in run)
     return [
         key
         for key in keys
-        if key.split(".")[0] not in _IGNORED_SECTIONS
+        if not any(key == name or key.startswith(f"{name}.") for name in _SAME_ARM)
         and len({format_setting(run.get(key, ABSENT)) for run in listed}) > 1
     ]
 

@@ -11,6 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.95
+
+Limits = tuple[float, float]
+"""Smallest and largest value that a metric can have."""
+
+NO_LIMITS: Limits = (-math.inf, math.inf)
+
 _ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
@@ -21,8 +27,8 @@ class Estimate:
     Attributes:
         n: number of seeds.
         mean: mean over the seeds.
-        low, high: ends of Student's t-interval; None for a single seed, and where all seeds have the same value:
-            neither shows how far the value of another seed may be.
+        low, high: ends of Student's t-interval within the limits of the metric; None for a single seed, and where all
+            seeds have the same value: neither shows how far the value of another seed may be.
     """
 
     n: int
@@ -49,8 +55,17 @@ class PairedTest:
     lower: int
 
 
-def estimate(values: ArrayLike) -> Estimate | None:
-    """Return the mean of `values` [n] with its t-interval; None for no values."""
+def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
+    """Return the mean of `values` [n] with its t-interval; None for no values.
+
+    The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
+    the part covers it exactly when the t-interval does: the coverage stays the same. An interval on the logit scale
+    would be for another mean, and undefined where a seed has the value 0 or 1.
+
+    Args:
+        values: [n], one value per seed.
+        limits: smallest and largest value that the metric can have, such as 0 and 1 for a share.
+    """
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return None
@@ -59,10 +74,12 @@ def estimate(values: ArrayLike) -> Estimate | None:
     if error is None:
         return Estimate(array.size, mean, None, None)
     half = float(stdtrit(array.size - 1, (1 + LEVEL) / 2)) * error
-    return Estimate(array.size, mean, mean - half, mean + half)
+    return Estimate(array.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
 
 
-def paired_test(arm: Mapping[int, float], baseline: Mapping[int, float]) -> PairedTest | None:
+def paired_test(
+    arm: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = NO_LIMITS
+) -> PairedTest | None:
     """Return the paired comparison of two arms over their common seeds; None without a common seed.
 
     Pairing removes what a seed changes in both arms alike: the order of the problems, the evaluation before training.
@@ -70,9 +87,11 @@ def paired_test(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Pair
     Args:
         arm: value of the metric by seed.
         baseline: the same for the baseline.
+        limits: smallest and largest value that the metric can have; its differences have those that follow from them.
     """
     changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
-    change = estimate(changes)
+    widest = limits[1] - limits[0]
+    change = estimate(changes, (-widest, widest))
     if change is None:
         return None
     error = _standard_error(changes)

@@ -6,14 +6,19 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from bandpo_cli.reports.sweep.arms import ArmDifference, Metric, Report
+from bandpo_cli.reports.sweep.arms import SPREAD, Arm, ArmDifference, Metric, Report
 from bandpo_cli.reports.sweep.findings import p_text
 from bandpo_cli.reports.sweep.statistics import Estimate
+
+LEADERBOARD_CAPTION = (
+    "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
+    "more seeds with different values"
+)
 
 CAPTIONS = {
     "accuracy": "Held-out accuracy over steps",
     "entropy": "Entropy of the policy over steps",
-    "accuracy_entropy": "Accuracy against entropy",
+    "accuracy_entropy": "Held-out accuracy against entropy",
     "clip_by_probability": "Share of clipped tokens by probability",
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
@@ -44,11 +49,26 @@ def interval_text(metric: Metric, estimate: Estimate | None, sign: bool = False)
     return between.join(metric.text(end, sign) for end in (estimate.low, estimate.high))
 
 
-def half_width(metric: Metric, estimate: Estimate | None) -> str:
-    """Return `±0.023`, half of the interval's width; '' in the same cases as `interval_text`."""
-    if not metric.compared or estimate is None or estimate.high is None:
-        return ""
-    return f"±{metric.text(estimate.high - estimate.mean)}"
+def range_text(metric: Metric, arm: Arm) -> str:
+    """Return the interval of a metric of an arm, or the spread of its steps where the metric has one; else ''."""
+    spread = arm.spreads.get(metric.key)
+    if spread is not None:
+        return " – ".join(map(metric.text, spread))
+    return interval_text(metric, arm.figures.get(metric.key))
+
+
+def short_range_text(metric: Metric, arm: Arm) -> str:
+    """Return the same for narrow columns: `±0.023`, or `0–0.797` for an interval that ends at a limit of the metric."""
+    estimate = arm.figures.get(metric.key)
+    if metric.key in arm.spreads or not interval_text(metric, estimate):
+        return range_text(metric, arm).replace(" ", "")
+    assert estimate is not None
+    assert estimate.low is not None
+    assert estimate.high is not None
+    if estimate.low > metric.limits[0] and estimate.high < metric.limits[1]:
+        return f"±{metric.text(estimate.high - estimate.mean)}"
+    ends = (estimate.low, estimate.high)
+    return "–".join(f"{end:g}" if end in metric.limits else metric.text(end) for end in ends)
 
 
 def difference_cells(report: Report, difference: ArmDifference) -> list[str]:
@@ -70,17 +90,24 @@ def difference_cells(report: Report, difference: ArmDifference) -> list[str]:
 
 
 def leaderboard_csv(report: Report) -> str:
-    """Return one row per arm, highest accuracy first, with unrounded numbers; a missing value is an empty cell."""
+    """Return one row per arm, highest accuracy first, with unrounded numbers; a missing value is an empty cell.
+
+    The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     keys = [metric.key for metric in report.figures]
     ends = ("", "_low", "_high")
-    writer.writerow(["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ends)])
+    spread_keys = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
+    quantiles = [f"{key}_p{100 * share:.0f}" for key in spread_keys for share in SPREAD]
+    writer.writerow(["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ends), *quantiles])
     for arm in report.arms:
         cells: list[object] = [arm.name, len(arm.seeds), arm.steps[1]]
         for key in keys:
             value = arm.figures.get(key)
             cells += ["", "", ""] if value is None else [value.mean, value.low, value.high]
+        for key in spread_keys:
+            cells += arm.spreads.get(key, ("", ""))
         writer.writerow(cells)
     return out.getvalue()
 
@@ -106,7 +133,7 @@ def markdown(report: Report) -> str:
     parts += [
         "## Leaderboard",
         _leaderboard(report),
-        "Mean over seeds, below it the 95% interval (Student's t).",
+        f"{LEADERBOARD_CAPTION}.",
     ]
     parts += ["\n".join(f"- {metric.name}: {metric.about}" for metric in report.figures)]
     if report.differences:
@@ -138,7 +165,7 @@ def _leaderboard(report: Report) -> str:
         cells = [f"{arm.name} (baseline)" if arm.name == report.baseline else arm.name, str(len(arm.seeds))]
         for metric in report.figures:
             value = arm.figures.get(metric.key)
-            cells.append("<br>".join(filter(None, (value_text(metric, value), interval_text(metric, value)))))
+            cells.append("<br>".join(filter(None, (value_text(metric, value), range_text(metric, arm)))))
         rows.append(cells)
     return _table(("arm", "seeds", *(metric.name for metric in report.figures)), rows, breaks=True)
 

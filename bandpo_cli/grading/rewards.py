@@ -1,0 +1,93 @@
+"""Weighted rewards: the sum of several graders' rewards, and the error of a grader that grades nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, UNGRADED_VERDICTS, Grade, Grader, Problem
+
+
+class ErrorReportingGrader(Protocol):
+    """The part of `GraderPool` that is used here."""
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """The first error of each grader that failed, by name."""
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        """Return the grades [N] of texts [N], each as an answer to its problem [N]."""
+
+
+def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardComponent] | None) -> Grader:
+    """Return the grader of the completions of training.
+
+    Without components it is that of the pool. With components, each of them grades every completion. The reward is the
+    sum of weight times value over the components; one without a value (an error, a timeout, or a reward function that
+    does not apply) adds nothing. Verdict and correctness are those of the first component.
+
+    Args:
+        pool: grades completions, each with the grader of its problem.
+        components: `task.rewards`.
+
+    Raises:
+        GraderFailedError: when it is called: every verdict of a component is `grader-error`.
+    """
+
+    def grade_component(
+        component: RewardComponent | None, problems: Sequence[Problem], texts: Sequence[str]
+    ) -> list[Grade]:
+        grader = None if component is None else component.grader
+        named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
+        grades = pool.grade(named, texts)
+        check_not_all_failed(
+            [each.verdict for each in grades], [each.grader for each in named], lambda: pool.errors
+        )
+        return grades
+
+    def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        if not components:
+            return grade_component(None, problems, texts)
+        grades_by_component = [grade_component(component, problems, texts) for component in components]
+        return [weighted_grade(components, grades) for grades in zip(*grades_by_component, strict=True)]
+
+    return grade
+
+
+def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
+    """Return the grade of a completion from those of its components, in their order."""
+    values = [None if each.verdict in UNGRADED_VERDICTS else each.reward for each in grades]
+    return replace(
+        grades[0],
+        reward=sum(
+            each.weight * value for each, value in zip(components, values, strict=True) if value is not None
+        ),
+        has_reward=any(each.verdict != NOT_APPLICABLE.verdict for each in grades),
+        components={each.label: value for each, value in zip(components, values, strict=True)},
+    )
+
+
+def check_not_all_failed(
+    verdicts: Collection[str], graders: Iterable[str], errors: Callable[[], Mapping[str, str]]
+) -> None:
+    """Raise GraderFailedError if there are verdicts and all are `grader-error`.
+
+    Args:
+        verdicts: the verdicts of one step or evaluation.
+        graders: the names of the graders that gave them.
+        errors: returns the first error of each grader, by name.
+    """
+    if not verdicts or Counter(verdicts)[GRADER_ERROR.verdict] < len(verdicts):
+        return
+    first_errors = errors()
+    causes = "; ".join(
+        f"grader '{name}': {first_errors.get(name, 'no message')}" for name in dict.fromkeys(graders)
+    )
+    raise GraderFailedError(
+        f"all {len(verdicts):,} answers are grader errors, so there is no reward to learn from or to report: {causes}; "
+        "repair the grader, then continue with --resume"
+    )

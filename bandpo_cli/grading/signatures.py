@@ -1,0 +1,310 @@
+"""Signatures of custom grader functions: this package's, verl's and TRL's, behind one interface for the worker.
+
+The interfaces are those of verl 0.9.1 (`reward_manager/naive.py` and `batch.py`) and TRL 1.16
+(`GRPOTrainer._calculate_rewards`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from bandpo_cli.registries import SIGNATURES, load_attribute, load_function, split_signature
+from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Problem
+
+MAX_VERDICT_CHARS = 40
+"""Maximal length of the verdict of a custom grader."""
+
+_TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
+"""What a reward of TRL gets besides the columns of the rows."""
+
+_TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns that TRL does not pass on under their names."""
+
+_NOT_AVAILABLE = frozenset({"completion_ids", "trainer_state", "environments"})
+"""Arguments of TRL's trainer that do not exist here."""
+
+
+class Answer(NamedTuple):
+    """A completion with its problem, as it is sent to a worker; JSON values only.
+
+    Attributes:
+        text: the completion.
+        answer: the reference answer.
+        extra: the columns of the row.
+        prompt: the chat messages of the prompt, as dictionaries with `role` and `content`.
+        source: the task or data set of the problem.
+    """
+
+    text: str
+    answer: str
+    extra: dict[str, Any]
+    prompt: list[dict[str, str]]
+    source: str
+
+
+@dataclass(frozen=True)
+class BatchGrader:
+    """A grader function with its signature adapted.
+
+    Attributes:
+        grade: a function from answers [N] to grades [N].
+        batched: whether it takes any number of answers; otherwise N is 1.
+    """
+
+    grade: Callable[[Sequence[Any]], list[Grade]]
+    batched: bool = False
+
+
+def answer_of(problem: Problem, text: str) -> Answer:
+    """Return what a worker receives for a completion."""
+    if isinstance(problem.prompt, str):
+        prompt = [{"role": "user", "content": problem.prompt}]
+    else:
+        prompt = [{"role": turn.role, "content": turn.content} for turn in problem.prompt]
+    return Answer(text, problem.answer, dict(problem.extra), prompt, problem.source)
+
+
+def load_grader(name: str) -> BatchGrader:
+    """Import a custom grader and adapt its signature, which `name` states or its parameter names show.
+
+    Raises:
+        ValueError: the import fails, or the function cannot be called in the way that `name` states.
+    """
+    signature, path = split_signature(name)
+    function = load_function(path)
+    if signature is None:
+        names = set(_parameters(function))
+        matching = (key for key, entry in SIGNATURES.items() if any(map(names.issuperset, entry.parameters)))
+        signature = next(matching, None)
+    if signature is None:
+        return BatchGrader(lambda answers: [_grade_answer(function, Answer(*each)) for each in answers])
+    adapted: BatchGrader = load_attribute(SIGNATURES[signature].adapter)(function)
+    return adapted
+
+
+def grade_from_result(result: Any) -> Grade:
+    """Convert the return value of a grader function into a grade.
+
+    Args:
+        result: A bool; a score in [0, 1], correct if it is 1; or a mapping with `score` and optionally `correct` (a
+            bool) and `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
+
+    Raises:
+        ValueError: If `result` is anything else.
+    """
+    fields = result if isinstance(result, Mapping) else {"score": result}
+    score = _unit_score(fields.get("score"))
+    correct = fields.get("correct", score >= 1)
+    if not isinstance(correct, bool):
+        raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
+    verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
+    if (
+        not isinstance(verdict, str)
+        or not 0 < len(verdict) <= MAX_VERDICT_CHARS
+        or verdict in UNGRADED_VERDICTS
+    ):
+        raise ValueError(
+            f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
+        )
+    return Grade(score, correct=correct, verdict=verdict)
+
+
+def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
+    """Adapt verl's `compute_score`: one completion per call, or lists where it has the parameters of the batch form.
+
+    The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
+    functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly.
+
+    Raises:
+        ValueError: the function has the parameters of neither form.
+    """
+    names = _parameters(function)
+    batched = "solution_strs" in names
+    arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
+    if batched:
+        arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    _check_callable(function, "verl", arguments, needed={arguments[1]})
+
+    def grade(answers: Sequence[Any]) -> list[Grade]:
+        columns = zip(*(_verl_arguments(Answer(*each)) for each in answers), strict=True)
+        by_name = {name: list(column) for name, column in zip(arguments, columns, strict=True)}
+        if batched:
+            results = _returned_list(_call(function, by_name), len(answers))
+        else:
+            results = [_call(function, {name: column[0] for name, column in by_name.items()})]
+        return [_grade_from_verl(result) for result in results]
+
+    return BatchGrader(grade, batched)
+
+
+def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
+    """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
+
+    Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
+    is annotated as `completions: list[str]` gets texts.
+
+    Raises:
+        ValueError: the function has no parameter `completions`, or needs an argument that only TRL's trainer has.
+    """
+    names = _parameters(function)
+    _check_callable(function, "trl", ("prompts", "completions", "**columns"), needed={"completions"})
+    required = {name for name, each in names.items() if _is_required(each)}
+    if missing := required & _NOT_AVAILABLE:
+        raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
+    annotation = names["completions"].annotation if "completions" in names else None
+    as_text = annotation in (list[str], "list[str]", "List[str]")
+
+    def grade(answers: Sequence[Any]) -> list[Grade]:
+        batch = [Answer(*each) for each in answers]
+        columns = _trl_columns(batch)
+        if missing := required - _TRL_ARGUMENTS - set(columns):
+            raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
+        arguments: dict[str, Any] = {
+            "prompts": [each.prompt for each in batch],
+            "completions": [[{"role": "assistant", "content": each.text}] for each in batch],
+        }
+        if as_text:
+            arguments = {
+                "prompts": ["\n\n".join(turn["content"] for turn in each.prompt) for each in batch],
+                "completions": [each.text for each in batch],
+            }
+        result = _call(function, {**columns, **arguments, "log_extra": _ignore, "log_metric": _ignore})
+        return [_grade_from_trl(reward) for reward in _returned_list(result, len(batch))]
+
+    return BatchGrader(grade, batched=True)
+
+
+def _grade_answer(function: Callable[..., Any], answer: Answer) -> Grade:
+    return grade_from_result(_finished(function(answer.text, answer.answer, answer.extra)))
+
+
+def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
+    """Return data source, completion, reference and extra information, in verl's order.
+
+    A row in verl's layout has its own values, which are not always text.
+    """
+    row = answer.extra
+    source, reward_model, extra_info = (row.get(key) for key in ("data_source", "reward_model", "extra_info"))
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    return (
+        source if isinstance(source, str) else answer.source,
+        answer.text,
+        answer.answer if truth is None or isinstance(truth, str) else truth,
+        dict(extra_info) if isinstance(extra_info, Mapping) else row,
+    )
+
+
+def _grade_from_verl(result: Any) -> Grade:
+    """Convert a score, or a dictionary with `score` and, optionally, `acc`."""
+    fields = result if isinstance(result, Mapping) else {"score": result}
+    score = _finite(fields.get("score"), "a score or a dict with 'score'")
+    accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
+    return _grade(score, correct=accuracy >= 1)
+
+
+def _grade_from_trl(reward: Any) -> Grade:
+    """Convert a reward; None and, as in TRL, NaN mean that the function does not apply to the completion."""
+    if hasattr(reward, "item"):
+        reward = reward.item()
+    if reward is None or (isinstance(reward, float) and math.isnan(reward)):
+        return NOT_APPLICABLE
+    value = _finite(reward, "a number or None for each completion")
+    return _grade(value, correct=value >= 1)
+
+
+def _grade(reward: float, *, correct: bool) -> Grade:
+    return Grade(reward, correct=correct, verdict=(CORRECT if correct else WRONG).verdict)
+
+
+def _trl_columns(batch: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Return the columns of the rows, one value per completion, and `answer`, the reference, where no row has one."""
+    columns = dict.fromkeys(key for each in batch for key in each.extra if key not in _TRL_PROMPT_COLUMNS)
+    found = {key: [each.extra.get(key) for each in batch] for key in columns}
+    return {"answer": [each.answer for each in batch], **found}
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that it has."""
+    names = _parameters(function)
+    if not any(each.kind is each.VAR_KEYWORD for each in names.values()):
+        arguments = {name: value for name, value in arguments.items() if name in names}
+    return _finished(function(**arguments))
+
+
+def _finished(value: Any) -> Any:
+    """Return `value`; of an asynchronous function, the result after running it."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait_for(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
+
+    return asyncio.run(wait_for(value))
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters by name; none for a function in C that does not tell them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_callable(
+    function: Callable[..., Any], signature: str, arguments: Sequence[str], needed: set[str]
+) -> None:
+    """Raise ValueError unless the function has the parameters `needed`, or takes any by name."""
+    names = _parameters(function)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    if not takes_any and not needed <= set(names):
+        raise ValueError(
+            f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are {_enumerate(names)}"
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return by_name and parameter.default is parameter.empty
+
+
+def _enumerate(names: Any) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _returned_list(result: Any, count: int) -> list[Any]:
+    """Return the results of a call on `count` completions as a list; raise ValueError for another number of them."""
+    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+        raise ValueError(f"it must return a list with one reward per completion, not {result!r:.60}")
+    results = list(result)
+    if len(results) != count:
+        raise ValueError(f"it returned {len(results)} rewards for {count} completions")
+    return results
+
+
+def _finite(value: Any, expected: str) -> float:
+    """Return a finite number, also of NumPy or torch; raise ValueError for anything else."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"it must return {expected}, not {value!r:.60}")
+    return float(value)
+
+
+def _unit_score(value: Any) -> float:
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        value = value.item()
+    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ValueError(
+            f"a grader must return a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
+        )
+    return float(value)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Do nothing; TRL's `log_extra` and `log_metric`, which write to its own tables."""

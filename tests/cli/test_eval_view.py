@@ -1,0 +1,74 @@
+"""Console view of evaluations: the histogram of problems and the counts and sign test of a comparison."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bandpo_cli.cli.eval_view import histogram, print_comparison
+from bandpo_cli.evaluation.compare import compare
+from bandpo_cli.evaluation.scores import Scores
+from bandpo_cli.experiments.compare import ComparisonResult
+
+
+def _printed(ups: int, downs: int, ties: int) -> str:
+    """Return the printed comparison of two evaluations with that many problems up, down and equal."""
+    changes = [0.25] * ups + [-0.5] * downs + [0.0] * ties
+    a, b = (
+        {"sets": {"s": {"by_problem": {str(i): {"mean_at_4": value} for i, value in enumerate(values)}}}}
+        for values in ([0.5] * len(changes), [0.5 + change for change in changes])
+    )
+    out = io.StringIO()
+    result = ComparisonResult(Path("a"), Path("b"), compare(a, b))
+    print_comparison(Console(file=out, width=200), result, 0, "table")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ((4, 1, 3), "problems that differ: 5, p = 0.375; with fewer than 6 it cannot be below 0.05"),
+        ((7, 1, 0), "problems that differ: 8, p = 0.070; with so few, the 95% interval is approximate"),
+        ((30, 2, 9), "problems that differ: 32, p < 0.001\n"),
+    ],
+)
+def test_a_comparison_counts_the_problems_and_tests_their_signs(
+    counts: tuple[int, int, int], line: str
+) -> None:
+    up, down, same = counts
+    text = _printed(*counts)
+    assert f"higher in B on {up} problems, lower on {down}, the same on {same}" in text
+    assert f"exact sign test, {line}" in text
+
+
+def test_a_comparison_without_differences_has_no_test() -> None:
+    text = _printed(0, 0, 4)
+    assert "higher in B on 0 problems, lower on 0, the same on 4" in text
+    assert "sign test" not in text
+
+
+def _lines(n: int, most: int, shares: list[float]) -> list[str]:
+    by_problem = {str(i): {f"mean_at_{n}": share} for i, share in enumerate(shares)}
+    return [line.plain for line in histogram(Scores(n, most, {}, by_problem, {}))]
+
+
+def test_the_histogram_has_a_line_per_number_of_correct_completions() -> None:
+    title, *lines = _lines(4, 4, [0.0, 0.25, 0.25, 1.0])
+    assert title == "problems by number of correct completions, of 4"
+    assert [line.split()[0] for line in lines] == ["never", "1", "2", "3", "always"]
+    assert [line.split()[-1] for line in lines] == ["1", "2", "·", "·", "1"]
+
+
+def test_the_histogram_of_one_completion_is_wrong_or_correct() -> None:
+    title, *lines = _lines(1, 1, [0.0, 1.0, 1.0])
+    assert title == "problems by result of the only completion"
+    assert [(line.split()[0], line.split()[-1]) for line in lines] == [("wrong", "1"), ("correct", "2")]
+
+
+def test_the_histogram_of_unequal_numbers_is_by_share() -> None:
+    title, *lines = _lines(2, 5, [0.2, 0.5])
+    assert title == "problems by share of correct completions"
+    assert len(lines) == 12

@@ -1,0 +1,160 @@
+"""Weighted rewards and failing graders in complete runs: records, resume, and what a failed run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.experiments import evaluate, resume, train
+from bandpo_cli.experiments.evaluate import resume_evaluation
+from bandpo_cli.experiments.train import plan_training
+
+SMALL: dict[str, Any] = {
+    "steps": 1,
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2},
+    "evaluation": {"problems": 4, "samples": 2, "k": [2], "every": 2},
+    "checkpoint": {"every": 1},
+    "grading": {"workers": 1},
+    "tracking": {"mlflow": False},
+}
+PLUSES = """
+def pluses(prompts, completions, numbers, **kwargs):
+    # The mean over the call shows that one call has all completions of a step.
+    counts = [turns[0]["content"].count("+") for turns in completions]
+    return [None if "*" in turns[0]["content"] else count - len(counts) for turns, count in zip(completions, counts)]
+"""
+BROKEN = """
+def judge(answer):
+    return True
+"""
+REPAIRED = """
+def judge(text, answer, extra):
+    return True
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pluses_reward.py").write_text(PLUSES)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_with(*rewards: dict[str, Any], name: str = "a", **settings: Any) -> Path:
+    config = resolve([SMALL, {"task": {"rewards": list(rewards)}}, settings])
+    return train(config, name=name).folder
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+def test_the_records_of_weighted_rewards() -> None:
+    """The values are computed again from the texts in the samples."""
+    folder = run_with({"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5})
+    samples = pd.read_parquet(folder / "samples" / "step-000001.parquet")
+    applies = ~samples.text.str.contains("*", regex=False)
+    assert applies.any()
+    pluses = (samples.text.str.count(r"\+") - len(samples)).where(applies)
+    assert samples["reward/answer"].equals(samples.accuracy)
+    assert samples["reward/pluses"].equals(pluses.astype(float))
+    expected = 2 * samples.accuracy + 0.5 * pluses.fillna(0)
+    assert samples.reward.tolist() == pytest.approx(expected.tolist())
+    line = read_metrics(folder)[-1]
+    assert line["train/reward"] == pytest.approx(samples.reward.mean())
+    assert line["train/reward/answer"] == pytest.approx(samples.accuracy.mean())
+    assert line["train/reward/pluses"] == pytest.approx(pluses.mean())
+    assert line["train/accuracy"] == samples.accuracy.mean()
+    assert "grade/not_applicable_fraction" not in line
+
+
+@pytest.mark.slow
+def test_a_component_changes_neither_the_first_evaluation_nor_a_resume() -> None:
+    rewards = ({}, {"grader": "pluses_reward:pluses", "weight": 0.5})
+    folder = run_with(*rewards, steps=2)
+    plain = train(resolve([SMALL]), name="plain").folder
+    assert read_metrics(folder)[0] == read_metrics(plain)[0]
+    shorter = run_with(*rewards, name="shorter")
+    resume("shorter", settings=[{"steps": 2}])
+    assert read_metrics(shorter)[2] == read_metrics(folder)[2]
+
+
+@pytest.mark.slow
+def test_a_weight_of_zero_records_values_without_training_on_them() -> None:
+    Path("no_reward.py").write_text("def none(completions):\n    return [None for _ in completions]\n")
+    folder = run_with({"weight": 0}, {"grader": "no_reward:none"}, evaluation={"every": 0})
+    (line,) = read_metrics(folder)
+    samples = pd.read_parquet(folder / "samples" / "step-000001.parquet")
+    assert 0 < line["train/accuracy"] < 1
+    assert line["optim/grad_norm"] == 0
+    assert "train/reward/none" not in line
+    assert samples["reward/none"].isna().all()
+
+
+@pytest.mark.slow
+def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
+    Path("failing_judge.py").write_text(BROKEN)
+    with pytest.raises(
+        GraderFailedError, match=r"all 16 answers are grader errors.*'failing_judge:judge'.*1 po"
+    ):
+        run_with({}, {"grader": "failing_judge:judge"})
+    folder = Path("runs/a")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("FAILED", 0)
+    assert [line["step"] for line in read_metrics(folder)] == [0]
+    Path("failing_judge.py").write_text(REPAIRED)
+    assert resume("a").status == "FINISHED"
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1]
+
+
+def test_an_evaluation_with_errors_only_fails_and_its_answers_are_graded_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Path("failing_eval.py").write_text(BROKEN)
+    rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [{"tracking": {"mlflow": False}, "evaluation": {"k": [2]}}]
+    with pytest.raises(
+        GraderFailedError, match=r"all 6 answers are grader errors.*'failing_eval:judge': TypeError"
+    ):
+        evaluate(samples="a.jsonl", grader="failing_eval:judge", settings=settings, name="e")
+    assert json.loads(Path("runs/e/eval.json").read_text())["status"] == "failed"
+    Path("failing_eval.py").write_text(
+        "def judge(text, answer, extra):\n    assert text == 'a', 'not a'\n    return True\n"
+    )
+    result = resume_evaluation("e")
+    assert result.scores["a"].metrics["mean_at_2"].value == 0.5
+    assert "failed on 3 of 6 answers (50.0%)" in caplog.text
+    assert "AssertionError: not a" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["the evaluation set 'a' has only 1 problem: its accuracy is that of one question"]),
+        ({"evaluation": {"every": 0}}, []),
+        (
+            {"sampling": {"prompts": 16}},
+            ["the evaluation set 'a' has only 1 problem", "8 training problems for 16 prompts per step"],
+        ),
+        (
+            {"task": {"heldout_fraction": 0.5}, "sampling": {"prompts": 3}, "optim": {"updates": 3}},
+            ["the evaluation set 'a' has only 6 problems: one problem moves"],
+        ),
+    ],
+)
+def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[str]) -> None:
+    rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}}
+    plan = plan_training(resolve([task, {"sampling": {"prompts": 4}}, settings]))
+    assert len(plan.warnings) == len(expected)
+    for warning, part in zip(plan.warnings, expected, strict=True):
+        assert part in warning

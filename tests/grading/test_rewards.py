@@ -1,0 +1,94 @@
+"""Weighted rewards: the sum by hand, components without a value, and graders that fail on every answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.errors import GraderFailedError, RunError
+from bandpo_cli.grading.rewards import check_not_all_failed, training_grader, weighted_grade
+from bandpo_cli.types import CORRECT, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT, WRONG, Grade, Problem
+
+MATH = RewardComponent(grader="math")
+FORMAT = RewardComponent(grader="trl:mine:in_tags", weight=0.25)
+LENGTH = RewardComponent(grader="mine:length", weight=-0.5, name="long")
+PROBLEM = Problem("p", "?", "2", "s", "number")
+
+
+class Grades:
+    """A pool whose graders give stored grades to every text."""
+
+    def __init__(self, **by_grader: Sequence[Grade]) -> None:
+        self.by_grader = {name.replace("_", ":"): grades for name, grades in by_grader.items()}
+        self.errors = {"mine:length": "KeyError: 'x'"}
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        return [
+            self.by_grader[problem.grader][index]
+            for index, (problem, _) in enumerate(zip(problems, texts, strict=True))
+        ]
+
+
+def partial(reward: float) -> Grade:
+    return Grade(reward, False, "wrong")
+
+
+@pytest.mark.parametrize(
+    ("grades", "reward", "values"),
+    [
+        ((CORRECT, partial(0.5), partial(3.0)), 1 + 0.125 - 1.5, (1.0, 0.5, 3.0)),
+        ((WRONG, CORRECT, partial(-2.0)), 0 + 0.25 + 1.0, (0.0, 1.0, -2.0)),
+        ((CORRECT, TIMEOUT, GRADER_ERROR), 1.0, (1.0, None, None)),
+        ((TIMEOUT, CORRECT, partial(0.0)), 0.25, (None, 1.0, 0.0)),
+        ((NOT_APPLICABLE, CORRECT, NOT_APPLICABLE), 0.25, (None, 1.0, None)),
+    ],
+)
+def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first(
+    grades: tuple[Grade, ...], reward: float, values: tuple[float | None, ...]
+) -> None:
+    found = weighted_grade([MATH, FORMAT, LENGTH], grades)
+    assert found.reward == reward
+    assert (found.correct, found.verdict) == (grades[0].correct, grades[0].verdict)
+    assert found.components == dict(zip(("math", "in_tags", "long"), values, strict=True))
+    assert found.has_reward
+
+
+def test_a_completion_to_which_nothing_applies_has_no_reward() -> None:
+    assert not weighted_grade([FORMAT, LENGTH], [NOT_APPLICABLE, NOT_APPLICABLE]).has_reward
+    assert weighted_grade([FORMAT, LENGTH], [NOT_APPLICABLE, TIMEOUT]).has_reward
+
+
+def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own() -> None:
+    pool = Grades(number=[CORRECT, WRONG], mine_length=[partial(0.5), partial(1.0)])
+    own = RewardComponent()
+    grades = training_grader(pool, [own, LENGTH])([PROBLEM, PROBLEM], ["a", "b"])
+    assert [grade.reward for grade in grades] == [0.75, -0.5]
+    assert [grade.correct for grade in grades] == [True, False]
+    assert [*grades[0].components] == ["answer", "long"]
+    assert training_grader(pool, None)([PROBLEM, PROBLEM], ["a", "b"]) == [CORRECT, WRONG]
+
+
+def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
+    pool = Grades(number=[CORRECT, WRONG], mine_length=[GRADER_ERROR, GRADER_ERROR])
+    grade = training_grader(pool, [RewardComponent(), LENGTH])
+    message = "all 2 answers are grader errors.*grader 'mine:length': KeyError: 'x'; repair the grader"
+    with pytest.raises(GraderFailedError, match=message) as error:
+        grade([PROBLEM, PROBLEM], ["a", "b"])
+    assert isinstance(error.value, RunError)
+    assert "'number'" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "verdicts",
+    [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]],
+    ids=str,
+)
+def test_some_errors_or_timeouts_do_not_stop_the_run(verdicts: list[str]) -> None:
+    check_not_all_failed(verdicts, ["a:b"] * len(verdicts), dict)
+
+
+def test_every_grader_that_failed_is_named_once() -> None:
+    with pytest.raises(GraderFailedError, match=r"all 3 .*grader 'a:b': E; grader 'c:d': no message; repair"):
+        check_not_all_failed(["grader-error"] * 3, ["a:b", "c:d", "a:b"], lambda: {"a:b": "E"})

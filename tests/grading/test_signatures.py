@@ -1,0 +1,243 @@
+"""Custom graders with the signatures of verl and TRL: what they receive, and what becomes of what they return."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading import GraderPool, check_grader
+from bandpo_cli.grading.signatures import BatchGrader, answer_of, load_grader
+from bandpo_cli.types import NOT_APPLICABLE, Grade, Message, Problem
+
+REWARDS = """
+import json, math
+
+def _note(arguments):
+    with open("calls.jsonl", "a") as file:
+        file.write(json.dumps(arguments) + "\\n")
+
+def plain(text, answer, extra): return text == answer
+async def plain_async(text, answer, extra): return text == answer
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    _note([data_source, solution_str, ground_truth, extra_info])
+    return {"score": 1.0 if solution_str == ground_truth else -1.0, "acc": solution_str == ground_truth, "pred": "x"}
+def result_of(solution_str, ground_truth): return eval(solution_str)
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    _note([data_sources, solution_strs, ground_truths, extra_infos])
+    return [-0.5 if text == "wrong" else {"score": 2, "acc": True} for text in solution_strs]
+def any_name(**kwargs): _note(sorted(kwargs)); return 1.0
+
+def reward(prompts, completions, level, answer, **kwargs):
+    _note([prompts, completions, level, answer, sorted(kwargs)])
+    kwargs["log_metric"]("name", 1.0)
+    return [float(len(turns[0]["content"])) for turns in completions]
+def without_kwargs(completions): return [1.0 for _ in completions]
+def on_texts(completions: list[str], prompts, **kwargs): _note([prompts, completions]); return [0.5] * len(completions)
+def results_of(completions, **kwargs): return eval(completions[0][0]["content"])
+async def reward_async(completions, **kwargs): return [1.0 for _ in completions]
+def needs_gold(completions, gold, **kwargs): return [1.0 for _ in completions]
+def needs_ids(completions, completion_ids, **kwargs): return [1.0 for _ in completions]
+def centred(completions, **kwargs):
+    sizes = [len(turns[0]["content"]) for turns in completions]
+    return [size - sum(sizes) / len(sizes) for size in sizes]
+def failing(completions, **kwargs):
+    if any(turns[0]["content"] == "bad" for turns in completions): raise RuntimeError("bad text")
+    if any(turns[0]["content"] == "hang" for turns in completions):
+        while True: pass
+    return [1.0 for _ in completions]
+"""
+CHAT = (Message("system", "be brief"), Message("user", "1 + 1?"))
+
+
+@pytest.fixture(autouse=True)
+def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foreign_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+
+def problem(id_: str = "p", function: str = "reward", **extra: object) -> Problem:
+    return Problem(id_, CHAT, "2", "sums", function, extra)
+
+
+def load(function: str, signature: str = "") -> BatchGrader:
+    return load_grader(f"{signature}foreign_rewards:{function}")
+
+
+def calls() -> list[object]:
+    return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("function", "batched"),
+    [
+        *(("plain", False), ("plain_async", False), ("compute_score", False), ("result_of", False)),
+        *(("compute_scores", True), ("reward", True), ("without_kwargs", True), ("reward_async", True)),
+    ],
+)
+def test_the_signature_is_recognised_by_the_names_of_the_parameters(function: str, batched: bool) -> None:
+    assert load(function).batched is batched
+
+
+def test_asynchronous_functions_are_run() -> None:
+    answers = [answer_of(problem(), "2")]
+    assert load("plain_async").grade(answers) == [Grade(1.0, True, "correct")]
+    assert load("reward_async").grade(answers) == [Grade(1.0, True, "correct")]
+
+
+@pytest.mark.parametrize("signature", ["", "verl:"])
+def test_verl_gets_the_label_and_the_columns_of_the_row(signature: str) -> None:
+    grader = load("compute_score", signature)
+    right = grader.grade([answer_of(problem(level=3), "2")])
+    wrong = grader.grade([answer_of(problem(), "3")])
+    assert calls() == [["sums", "2", "2", {"level": 3}], ["sums", "3", "2", {}]]
+    assert right == [Grade(1.0, True, "correct")]
+    assert wrong == [Grade(-1.0, False, "wrong")]
+
+
+def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["2", "two"]}},
+        "extra_info": {"index": 7},
+        "ability": "math",
+    }
+    load("compute_score").grade([answer_of(problem(**row), "2")])
+    assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}]]
+
+
+def test_verl_calls_a_function_of_any_keywords_with_its_four_names() -> None:
+    load("any_name", "verl:").grade([answer_of(problem(), "2")])
+    assert calls() == [["data_source", "extra_info", "ground_truth", "solution_str"]]
+
+
+def test_the_batch_form_of_verl_gets_lists() -> None:
+    answers = [answer_of(problem("p", level=1), "right"), answer_of(problem("q"), "wrong")]
+    assert load("compute_scores").grade(answers) == [Grade(2.0, True, "correct"), Grade(-0.5, False, "wrong")]
+    assert calls() == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
+
+
+@pytest.mark.parametrize(
+    ("result", "grade"),
+    [
+        ("-3.5", Grade(-3.5, False, "wrong")),
+        ("True", Grade(1.0, True, "correct")),
+        ("{'score': 0.9, 'acc': True}", Grade(0.9, True, "correct")),
+        ("{'score': 1.0, 'acc': 0.0}", Grade(1.0, False, "wrong")),
+        ("__import__('numpy').float32(0.5)", Grade(0.5, False, "wrong")),
+    ],
+)
+def test_verl_may_return_any_finite_score(result: str, grade: Grade) -> None:
+    assert load("result_of").grade([answer_of(problem(), result)]) == [grade]
+
+
+@pytest.mark.parametrize("result", ["None", "'1'", "math.nan", "{}", "{'score': 1, 'acc': 'yes'}", "[1.0]"])
+def test_other_results_of_verl_are_errors(result: str) -> None:
+    with pytest.raises(ValueError, match="it must return"):
+        load("result_of").grade([answer_of(problem(), result)])
+
+
+def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
+    answers = [
+        answer_of(problem("p", level=3, solution="1 + 1 = 2", prompt="raw"), "two"),
+        answer_of(problem("q", level=4), "2"),
+    ]
+    assert load("reward").grade(answers) == [Grade(3.0, True, "correct"), Grade(1.0, True, "correct")]
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
+    completions = [[{"role": "assistant", "content": text}] for text in ("two", "2")]
+    further = ["log_extra", "log_metric", "solution"]
+    assert calls() == [[[prompt, prompt], completions, [3, 4], ["2", "2"], further]]
+
+
+def test_the_column_answer_of_the_row_comes_before_the_reference() -> None:
+    load("reward").grade([answer_of(problem(level=3, answer="so it is #### 2"), "2")])
+    assert calls()[0][3] == ["so it is #### 2"]  # type: ignore[index]
+
+
+def test_a_function_annotated_for_texts_gets_texts() -> None:
+    load("on_texts").grade([answer_of(problem(), "two")])
+    assert calls() == [[["be brief\n\n1 + 1?"], ["two"]]]
+
+
+def test_the_column_that_a_function_needs_is_named() -> None:
+    with pytest.raises(ValueError, match="no column gold in the rows, which have answer, level"):
+        load("needs_gold").grade([answer_of(problem(level=3), "2")])
+
+
+@pytest.mark.parametrize(
+    ("result", "grade"),
+    [
+        ("[None]", NOT_APPLICABLE),
+        ("[float('nan')]", NOT_APPLICABLE),
+        ("[-2]", Grade(-2.0, False, "wrong")),
+        ("__import__('numpy').array([0.25])", Grade(0.25, False, "wrong")),
+    ],
+)
+def test_none_means_that_a_reward_does_not_apply(result: str, grade: Grade) -> None:
+    assert load("results_of").grade([answer_of(problem(), result)]) == [grade]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("[]", "returned 0 rewards for 1 completions"),
+        ("[1, 2]", "returned 2 rewards for 1 completions"),
+        ("1.0", "must return a list"),
+        ("'1'", "must return a list"),
+        ("{'score': 1}", "must return a list"),
+        ("[math.inf]", "a number or None"),
+        ("['1']", "a number or None"),
+    ],
+)
+def test_other_results_of_trl_are_errors(result: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("results_of").grade([answer_of(problem(), result)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("verl:foreign_rewards:plain", "its parameters are answer, extra, text"),
+        ("trl:foreign_rewards:plain", "calls it with prompts, completions"),
+        ("trl:foreign_rewards:needs_ids", "it needs completion_ids, which only TRL's trainer has"),
+    ],
+)
+def test_a_function_of_another_signature_is_refused_before_the_run(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check_grader(name)
+    assert str(error.value).startswith(f"grader '{name}': ")
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_call_has_whole_problems_up_to_the_batch_size(size: int) -> None:
+    """Three problems with 2, 2 and 3 completions; deviations from the mean of a call show what it saw."""
+    counts, texts = {"p": 2, "q": 2, "r": 3}, ["1", "333", "1", "55555", "4444", "7777777", "1"]
+    problems = [
+        problem(id_, "foreign_rewards:centred") for id_, count in counts.items() for _ in range(count)
+    ]
+    with GraderPool(GradingConfig(workers=2, deadline=30, batch=size)) as pool:
+        grades = pool.grade(problems, texts)
+    sizes = [len(text) for text in texts]
+    expected = [
+        size - sum(call) / len(call) for call in (sizes[:4], sizes[4:]) for size in call
+    ]  # p and q together, r alone
+    assert [grade.reward for grade in grades] == expected
+
+
+def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
+    names = "abcdef"
+    problems = [problem(name, "foreign_rewards:failing") for name in names]
+    with GraderPool(GradingConfig(workers=1, deadline=0.5, batch=2)) as pool:
+        grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
+        assert [grade.verdict for grade in grades] == [
+            *(["correct"] * 2),
+            *(["grader-error"] * 2),
+            *(["timeout"] * 2),
+        ]
+        assert pool.warnings() == [
+            "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which get the reward of a wrong "
+            "answer; the first error: RuntimeError: bad text"
+        ]
