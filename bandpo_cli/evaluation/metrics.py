@@ -149,6 +149,8 @@ def sign_test(higher: int, lower: int) -> float | None:
     differing = higher + lower
     if not differing:
         return None
+    from scipy.stats import binom
+
     return min(1.0, 2.0 * float(binom.cdf(min(higher, lower), differing, 0.5)))
 
 
