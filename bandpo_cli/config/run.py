@@ -164,9 +164,40 @@ class ObjectiveConfig(Section):
     """Coefficient of the k3 estimate of KL(π‖π_reference); 0 loads no reference model."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""
+    importance: Literal[
+        "token-truncate", "sequence-truncate", "token-mask", "sequence-mask", "sequence-mask-any"
+    ] = "token-truncate"
+    """The correction where the sampler runs another engine than the trainer and `old_logprobs` are the trainer's: the
+    weight w of each token's loss. w is π_old/π_sampler of the token (`token-...`, `sequence-mask-any`), or its geometric
+    mean over the completion (`sequence-...`). It is limited to importance_cap (`...-truncate`) or 0 outside
+    [importance_floor, importance_cap] (`...-mask`); `sequence-mask-any` drops a completion with any such token."""
     importance_cap: Positive | None = 2.0
-    """Truncated importance sampling: where the sampler runs another engine than the trainer and `old_logprobs` are
-    the trainer's, each token's loss is weighted by min(π_old/π_sampler, importance_cap); null for no correction."""
+    """Largest weight of `importance`; null for no correction."""
+    importance_floor: Positive | None = None
+    """Smallest weight that is kept by the masks of `importance`; null for 1/importance_cap."""
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> ObjectiveConfig:
+        floor, cap = self.importance_floor, self.importance_cap
+        if "mask" not in self.importance:
+            if floor is not None:
+                raise ValueError(
+                    f"importance_floor = {floor:g} has no effect with importance = {self.importance!r}; "
+                    "set importance to token-mask, sequence-mask or sequence-mask-any, or leave it out"
+                )
+            return self
+        if cap is None:
+            raise ValueError(
+                f"importance = {self.importance!r} needs importance_cap, the largest weight; "
+                "importance_cap = null is no correction"
+            )
+        lowest = 1 / cap if floor is None else floor
+        if not lowest < cap or not lowest <= 1 <= cap:
+            raise ValueError(
+                f"importance = {self.importance!r} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor "
+                "≤ 1 ≤ importance_cap, so that a token on which sampler and trainer agree is kept"
+            )
+        return self
 
 
 class OptimConfig(Section):

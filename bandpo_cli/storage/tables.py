@@ -33,7 +33,7 @@ BAD_BATCH_COLUMNS = {
     "ratios": "π/π_old, the log ratio clamped to ±20",
     "lower": "ratio bound",
     "upper": "ratio bound",
-    "importance": "min(π_old/π_sampler, cap), where it weights the loss",
+    "importance": "π_old/π_sampler as truncated or masked by objective.importance, where it weights the loss",
     "advantages": "of the completion",
 }
 """Columns with a list of float32 per completion, one number per token; null where they were not computed."""

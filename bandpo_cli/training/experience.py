@@ -17,7 +17,7 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, rows_from_groups
-from bandpo_cli.objective.importance import truncated_importance
+from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
 from bandpo_cli.types import Group
 
@@ -34,8 +34,8 @@ class Experience:
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them.
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
         entropy: [N] float32, entropy of π_old at T=1 at each token's position.
-        correction: [N] float32, π_old/π_sampler truncated at `objective.importance_cap`; None where the sampler runs
-            the trainer's own model, or where no correction is configured.
+        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
+            sampler runs the trainer's own model, or where no correction is configured.
         loss: the policy loss of the method.
         columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
             `upper`, the ratio bounds.
@@ -55,6 +55,13 @@ class Experience:
     columns: Columns
     advantages: torch.Tensor
     ref_logprobs: torch.Tensor | None
+
+    @property
+    def trained_advantages(self) -> torch.Tensor:
+        """The advantages, and 0 for tokens whose importance weight is 0: these have no part in the loss, [N]."""
+        if self.correction is None:
+            return self.advantages
+        return torch.where(self.correction == 0, 0.0, self.advantages)
 
     def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
         """Return the inputs of the loss for a micro-batch of n tokens.
@@ -164,9 +171,9 @@ def prepare_experience(
     sampler_logprobs = torch.tensor(reported, device=device)
     by_trainer = objective.old_logprobs == "trainer"
     old_logprobs = trainer_logprobs if by_trainer else sampler_logprobs
-    correction, cap = None, objective.importance_cap
-    if by_trainer and not sampler_shares_weights and cap is not None:
-        correction = truncated_importance(trainer_logprobs, sampler_logprobs, cap)
+    correction = None
+    if by_trainer and not sampler_shares_weights:
+        correction = importance_weights(trainer_logprobs, sampler_logprobs, lengths, objective)
     advantages = advantages_PG.flatten().to(device).repeat_interleave(lengths)
     return Experience(
         groups=groups,

@@ -90,6 +90,7 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         weights = torch.cat(corrections)
         metrics["sampler/importance_mean"] = weights.mean().item()
         metrics["sampler/importance_max"] = weights.max().item()
+        metrics["sampler/importance_masked_fraction"] = (weights == 0).double().mean().item()
     return metrics
 
 
@@ -102,8 +103,8 @@ def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
 def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens of a step's applied updates, each at its own update.
 
-    A method without ratio bounds has the bounds 0 and infinity. If there are more than `CLIP_MAP_TOKENS` tokens, only
-    every second, third, ... of them.
+    A method without ratio bounds has the bounds 0 and infinity, a token that the importance correction masks has the
+    advantage 0. If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
     experiences = updates.trained
     ratios = torch.cat(updates.ratios)
@@ -112,7 +113,7 @@ def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
         "ratio": ratios,
         "lower": _column(experiences, "lower", torch.zeros_like(ratios)),
         "upper": _column(experiences, "upper", torch.full_like(ratios, math.inf)),
-        "advantage": torch.cat([experience.advantages for experience in experiences]),
+        "advantage": torch.cat([experience.trained_advantages for experience in experiences]),
         "gradient_weight": torch.cat(updates.gradient_weights),
     }
     stride = -(-len(columns["ratio"]) // CLIP_MAP_TOKENS)

@@ -82,7 +82,7 @@ class UpdateMetrics:
     def add(self, experience: Experience, forward: Forward, grad_norm: float) -> None:
         """Add an applied update."""
         state = experience.loss.clip_state(
-            experience.columns, forward.ratios, experience.advantages, forward.gradient_weights
+            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
         )
         for name, count in clip_counts(state, experience.old_logprobs).items():
             self.counts[name] = self.counts[name] + count if name in self.counts else count
@@ -105,7 +105,7 @@ class UpdateMetrics:
             **clip_metrics(self.counts),
             **gradient_metrics(
                 torch.cat(self.gradient_weights),
-                torch.cat([experience.advantages for experience in self.trained]),
+                torch.cat([experience.trained_advantages for experience in self.trained]),
                 torch.cat([experience.old_logprobs for experience in self.trained]),
             ),
             "ratio/mean": ratios.mean().item(),

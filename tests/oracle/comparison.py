@@ -302,15 +302,20 @@ def relative(value: float, expected: float) -> float:
     return abs(value - expected) / max(abs(expected), 0.01)
 
 
+TABLE_COLUMNS = ("old_logprob", "ratio", "lower", "upper")
+
+
 def _column_difference(path: Path, result: StepResult) -> float:
     """Return the largest relative difference between the token table and the tokens of the reference."""
     table = pd.read_parquet(path)
     tokens = [token for update in result.updates for token in update.tokens]
     assert len(table) == len(tokens)
+    expected = {name: [getattr(token, name) for token in tokens] for name in TABLE_COLUMNS}
+    expected["advantage"] = [token.advantage if token.importance else 0.0 for token in tokens]
     return max(
-        relative(value, getattr(token, column))
-        for column in ("old_logprob", "ratio", "lower", "upper", "advantage")
-        for value, token in zip(table[column].tolist(), tokens, strict=True)
+        relative(*values)
+        for column, wanted in expected.items()
+        for values in zip(table[column].tolist(), wanted, strict=True)
     )
 
 

@@ -179,14 +179,12 @@ class ReferenceTrainer:
                     if objective["reference_kl"] > 0:
                         ref = self._logprobs(self._logits(self.start, rollout), rollout).tolist()
                     entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
+                importance = self._importance(own, rollout.sampler_logprobs)
                 for i, sampler in enumerate(rollout.sampler_logprobs):
                     old = own[i] if objective["old_logprobs"] == "trainer" else sampler
                     lower, upper = ratio_bounds(bounds, old)
-                    importance = 1.0
-                    if self._corrects():
-                        importance = min(math.exp(own[i] - sampler), objective["importance_cap"])
                     tokens.append(
-                        Token(old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance)
+                        Token(old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance[i])
                     )
         return tokens
 
@@ -204,6 +202,24 @@ class ReferenceTrainer:
         objective = self.settings["objective"]
         by_trainer = objective["old_logprobs"] == "trainer"
         return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
+
+    def _importance(self, own: Sequence[float], sampler: Sequence[float]) -> list[float]:
+        """Return the weights of the tokens of a completion, by cases of the rule's name."""
+        if not self._corrects():
+            return [1.0] * len(own)
+        objective = self.settings["objective"]
+        level, _, rule = objective["importance"].partition("-")
+        cap, floor = objective["importance_cap"], objective["importance_floor"]
+        floor = 1 / cap if floor is None else floor
+        weights = [math.exp(ours - theirs) for ours, theirs in zip(own, sampler, strict=True)]
+        outside = [not floor <= weight <= cap for weight in weights]
+        if rule == "mask-any":
+            return [0.0] * len(weights) if any(outside) else weights
+        if level == "sequence":
+            weights = [math.prod(weights) ** (1 / len(weights))] * len(weights)
+        if rule == "truncate":
+            return [min(weight, cap) for weight in weights]
+        return [weight if floor <= weight <= cap else 0.0 for weight in weights]
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""
@@ -332,8 +348,9 @@ class ReferenceTrainer:
             return len(chosen) / len(of)
 
         gaps = [abs(t.sampler_logprob - t.own_logprob) for t in tokens]
-        at_upper = [t for t in tokens if t.advantage > 0 and t.ratio > t.upper]
-        at_lower = [t for t in tokens if t.advantage < 0 and t.ratio < t.lower]
+        weighted = [t for t in tokens if t.importance != 0]
+        at_upper = [t for t in weighted if t.advantage > 0 and t.ratio > t.upper]
+        at_lower = [t for t in weighted if t.advantage < 0 and t.ratio < t.lower]
         outside = [t for t in tokens if not t.lower <= t.ratio <= t.upper]
         record = {
             "train/entropy": mean([t.entropy for t in tokens]),
@@ -353,6 +370,7 @@ class ReferenceTrainer:
         if self._corrects():
             record["sampler/importance_mean"] = mean([t.importance for t in tokens])
             record["sampler/importance_max"] = max(t.importance for t in tokens)
+            record["sampler/importance_masked_fraction"] = share([t for t in tokens if t.importance == 0], tokens)
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
@@ -362,7 +380,7 @@ class ReferenceTrainer:
             record[f"clip/token_share/p_{low:g}_{high:g}"] = share(inside, tokens)
             if inside:
                 record[f"clip/active_fraction/p_{low:g}_{high:g}"] = share(active, inside)
-        used = [t for t in tokens if t.advantage != 0]
+        used = [t for t in weighted if t.advantage != 0]
         for sign, name in ((1, "positive"), (-1, "negative")):
             for low, high in itertools.pairwise(edges):
                 chosen = [t for t in used if t.advantage * sign > 0 and low < math.exp(t.old_logprob) <= high]

@@ -73,6 +73,36 @@ def weights_tokens(cap: float) -> Callable[[Case], bool]:
     return holds
 
 
+def corrected(rule: str, cap: float, **more: Any) -> dict[str, Any]:
+    return {**CLIP, "objective": {"importance": rule, "importance_cap": cap, "reference_kl": 0.1, **more}}
+
+
+def by_completion(case: Case) -> list[list[float]]:
+    """Return the importance weights of each completion's tokens."""
+    found = []
+    for result in case.results:
+        weights = iter([token.importance for update in result.updates for token in update.tokens])
+        rollouts = [rollout for group in result.trained for rollout in group]
+        found += [[next(weights) for _ in rollout.token_ids] for rollout in rollouts]
+    return found
+
+
+def truncates_completions(cap: float) -> Callable[[Case], bool]:
+    """Some completions have the weight of the cap and some do not."""
+    return lambda case: 2 <= sum(weights[0] == cap for weights in by_completion(case)) <= 30
+
+
+def masks_tokens(case: Case) -> bool:
+    """Some completions have tokens of both kinds."""
+    return clips_both_ways(case) and sum(0 < weights.count(0.0) < len(weights) for weights in by_completion(case)) > 5
+
+
+def masks_completions(case: Case) -> bool:
+    """Some completions of several tokens are dropped and some are not."""
+    kinds = [all(weight == 0 for weight in weights) for weights in by_completion(case) if len(weights) > 1]
+    return 2 <= sum(kinds) <= len(kinds) - 2
+
+
 def shapes_rewards(case: Case) -> bool:
     """Penalties of several sizes, on right and wrong answers."""
     rewards = {round(reward, 6) for result in case.results for reward in result.rewards}
@@ -143,6 +173,10 @@ VARIANTS = [
         weights_tokens(1.5),
         False,
     ),
+    Variant("sequence-truncate", corrected("sequence-truncate", 1.05), truncates_completions(1.05), False),
+    Variant("token-mask", corrected("token-mask", 1.3, importance_floor=0.8), masks_tokens, False),
+    Variant("sequence-mask", corrected("sequence-mask", 1.1), masks_completions, False),
+    Variant("sequence-mask-any", corrected("sequence-mask-any", 1.6), masks_completions, False),
     Variant("no importance correction", {"objective": {"importance_cap": None}}, learns, False),
     Variant(
         "ratios to the sampler", {**CLIP, "objective": {"old_logprobs": "sampler"}}, clips_both_ways, False
