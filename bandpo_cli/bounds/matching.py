@@ -1,4 +1,4 @@
-"""Matching radii: the δ at which a Band is as wide as another method, at one probability or on recorded tokens."""
+"""Matching radii: the δ at which a region is as wide as another method, at one probability or on recorded tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bandpo_cli.bounds.arrays import TokenProbs
 from bandpo_cli.bounds.divergences import divergence_at, find_divergence
 from bandpo_cli.bounds.methods import clip_state, ratio_bounds
-from bandpo_cli.config.methods import BandSettings, MethodSettings
+from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ class RecordedTokens:
 
 
 class Match(NamedTuple):
-    """A radius, with the active clip fractions of the method (`wanted`) and of the Band (`reached`) on the tokens."""
+    """A radius, with the active clip fractions of the method (`wanted`) and of the region (`reached`) on the tokens."""
 
     delta: float
     wanted: float
@@ -66,34 +66,38 @@ class Match(NamedTuple):
 
 
 def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
-    """Return the share of tokens with an active clip: above `upper` with a > 0, or below `lower` with a < 0."""
+    """Return the share of tokens with an active clip: above `upper` with a > 0, or below `lower` with a < 0.
+
+    Raises:
+        ConfigError: the method has no interval of ratios.
+    """
     bounds = ratio_bounds(config)(tokens.old_logprobs)
     return float(np.mean(clip_state(tokens.ratios, *bounds, tokens.advantages).active))
 
 
-def match_clip_fraction(band: BandSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
-    """Return the δ at which `band` clips the share of `tokens` that `method` clips; the δ of `band` is ignored.
+def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
+    """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
-    A wider Band clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
+    A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
     `reached` is the value nearest to `wanted` at the step. It applies to these ratios; a run with that δ has others.
 
     Raises:
-        ConfigError: the method clips none of the tokens, or more than any Band does.
+        ConfigError: the method clips none of the tokens, or more than any region does, or has no interval.
     """
     wanted = clip_fraction(method, tokens)
 
     def clipped(delta: float) -> float:
-        return clip_fraction(band.model_copy(update={"delta": delta}), tokens)
+        return clip_fraction(region.model_copy(update={"delta": delta}), tokens)
 
     if wanted == 0.0:
         raise ConfigError(
-            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens, so every wide enough Band "
+            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens, so every wide enough region "
             "matches it; record a run in which its clip is active (more optim.updates, a higher optim.lr)"
         )
     if clipped(MIN_DELTA) < wanted or clipped(MAX_DELTA) > wanted:
         raise ConfigError(
-            f"no Band of {band.divergence} clips {wanted:.3%} of the recorded tokens, as {method.method} does: it can "
-            f"clip between {clipped(MAX_DELTA):.3%} and {clipped(MIN_DELTA):.3%}"
+            f"no radius of {region.region()} clips {wanted:.3%} of the recorded tokens, as {method.method} does: it "
+            f"can clip between {clipped(MAX_DELTA):.3%} and {clipped(MIN_DELTA):.3%}"
         )
     low, high = math.log(MIN_DELTA), math.log(MAX_DELTA)
     for _ in range(_HALVINGS):

@@ -29,6 +29,7 @@ from bandpo_cli.config.methods import (
     MethodSettings,
     NoClipSettings,
 )
+from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings, DppoSettings, GmpoSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
 
@@ -40,12 +41,12 @@ def ratio_bounds(config: MethodSettings) -> BoundsFunction:
     """Return the bounds function of the method that `config` describes.
 
     Raises:
-        ConfigError: the method is not an interval of ratios.
+        ConfigError: the method has no interval of ratios; the message gives the reason.
     """
-    bounds = METHODS[config.method].bounds
-    if bounds is None:
-        raise ConfigError(f"method {config.method!r} is not an interval of ratios")
-    function: BoundsFunction = load_attribute(bounds)(config)
+    method = METHODS[config.method]
+    if method.bounds is None:
+        raise ConfigError(f"{method.name} has no interval of ratios: {method.without_bounds}")
+    function: BoundsFunction = load_attribute(method.bounds)(config)
     return function
 
 
@@ -92,9 +93,23 @@ def band(config: BandSettings) -> BoundsFunction:
     return bounds
 
 
-def clip(config: ClipSettings | ClipHigherSettings) -> BoundsFunction:
+def clip(config: ClipSettings | ClipHigherSettings | AspoSettings | ClipCovSettings) -> BoundsFunction:
     """Return [1−eps_low, 1+eps_high] for every token."""
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
+
+
+def gmpo(config: GmpoSettings) -> BoundsFunction:
+    """Return [e^−log_eps_low, e^log_eps_high] for every token."""
+    return _fixed(math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
+
+
+def dppo(config: DppoSettings) -> BoundsFunction:
+    """Return the Band of the same divergence and radius, without a cap.
+
+    A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
+    proportion.
+    """
+    return lambda old_logprobs: band_bounds(old_logprobs, config.divergence, config.delta)
 
 
 def no_clip(config: NoClipSettings) -> BoundsFunction:

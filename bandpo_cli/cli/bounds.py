@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.registries import DIVERGENCES, METHODS
+from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
 
 FORMATS = ("table", "json", "csv")
+
+
+def _is_comparable(method: MethodEntry) -> bool:
+    return method.bounds is not None and not method.named_by_region
+
+
+def _is_matchable(method: MethodEntry) -> bool:
+    return _is_comparable(method) and method.bounded and not method.trust_region
 
 
 def bounds(
@@ -46,7 +54,7 @@ def bounds(
         list[str] | None,
         typer.Option(
             metavar="METHODS",
-            help=f"Add {METHODS.names_text(lambda method: not method.trust_region)}, separated by commas.",
+            help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
         ),
     ] = None,
     max_ratio: Annotated[
@@ -65,7 +73,7 @@ def bounds(
         typer.Option(
             metavar="METHOD",
             help="Find the delta whose upper bound equals this method's: "
-            f"{METHODS.names_text(lambda method: method.bounded and not method.trust_region)}.",
+            f"{METHODS.names_text(_is_matchable)}.",
         ),
     ] = None,
     at: Annotated[str | None, typer.Option(metavar="PROB", help="The probability at which to match.")] = None,
@@ -89,14 +97,14 @@ def bounds(
     from bandpo_cli.bounds.divergences import find_divergence
     from bandpo_cli.cli import bounds_view as view
     from bandpo_cli.errors import UserError
-    from bandpo_cli.reports.interval_table import PEERS, as_csv, as_json, band_rows, method_rows
+    from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
     (style,) = view.names("--format", [format_], FORMATS)
     radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
         find_divergence(name)  # raises for an unknown name
-    peers = view.names("--compare", compare or [], tuple(PEERS))
+    peers = view.compared_methods(compare or [])
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:

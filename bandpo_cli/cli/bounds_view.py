@@ -29,7 +29,7 @@ _MAX_TEXT_BYTES = 2**28
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded)
+MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region)
 """Methods whose upper bound `--match` can match."""
 
 
@@ -93,6 +93,22 @@ def names(option: str, texts: Iterable[str], allowed: Sequence[str]) -> list[str
                 f"{option}: '{name}' is not known{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
             )
     return found
+
+
+def compared_methods(texts: Iterable[str]) -> list[str]:
+    """Return the methods of `--compare`, each one of `PEERS`.
+
+    Raises:
+        UserError: a name is unknown, or that of a method that is no interval of ratios; the message says why.
+    """
+    found = [name.strip() for text in texts for name in text.split(",")]
+    for name in found:
+        if name in METHODS and METHODS[name].without_bounds:
+            raise UserError(
+                f"--compare: {name} has no interval of ratios: {METHODS[name].without_bounds}; "
+                f"allowed: {', '.join(PEERS)}"
+            )
+    return names("--compare", texts, tuple(PEERS))
 
 
 def check_plot_file(file: Path) -> None:

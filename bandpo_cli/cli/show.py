@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _SHOWN_STEPS = 6
 _FIRST_METRICS = (
     "train/accuracy", "train/reward", "train/entropy", "train/response_length", "clip/active_fraction",
-    "clip/outside_fraction", "ratio/max", "kl/old_new", "kl/ref", "optim/grad_norm", "optim/lr",
+    "clip/outside_fraction", "gradient/weight_mean", "ratio/max", "kl/old_new", "kl/ref", "optim/grad_norm",
+    "optim/lr",
 )  # fmt: skip
 """The metrics of the table, in this order, before the scores of evaluations; --all prints every metric."""
 

@@ -41,7 +41,7 @@ def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
             f"{config.task.name}, {len(task.train_problems()):,} problems, "
             f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         ),
-        ("method", config.bounds.describe()),
+        ("method", "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()]))),
         (
             "a step",
             f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "

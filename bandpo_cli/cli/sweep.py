@@ -35,11 +35,14 @@ def sweep(
         typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="M,M", help=f"Ratio bounds: {METHODS.names_text()}.")
+        str | None, typer.Option(metavar="M,M", help=f"Policy losses: {METHODS.names_text()}.")
     ] = None,
     divergence: Annotated[
         str | None,
-        typer.Option(metavar="D,D", help=f"Trust regions of the Band: {DIVERGENCES.names_text()}."),
+        typer.Option(
+            metavar="D,D",
+            help=f"Trust regions of {METHODS.names_text(lambda each: each.trust_region)}: {DIVERGENCES.names_text()}.",
+        ),
     ] = None,
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
     model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,

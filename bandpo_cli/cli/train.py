@@ -39,7 +39,7 @@ def train(
         typer.Option(
             metavar="METHOD",
             parser=single("--method"),
-            help=f"Ratio bounds: {METHODS.names_text()}; grpo and ppo mean clip.",
+            help=f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.",
             show_default="band",
         ),
     ] = None,
@@ -48,7 +48,7 @@ def train(
         typer.Option(
             metavar="DIVERGENCE",
             parser=single("--divergence"),
-            help=f"Trust region of the Band: {DIVERGENCES.names_text()}.",
+            help=f"Trust region of {METHODS.names_text(lambda each: each.trust_region)}: {DIVERGENCES.names_text()}.",
             show_default="kl",
         ),
     ] = None,

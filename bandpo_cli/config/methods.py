@@ -1,6 +1,7 @@
-"""Settings of the ratio-bound methods (`bounds:` in a config file): one class per method, chosen by `method`.
+"""Settings of the methods that are an interval of ratios (`bounds:` in a config file), one class per method.
 
-A new method needs a class here, a function in `bounds.methods` and an entry in `registries.METHODS`.
+`bounds.method` chooses the class. The other methods are in `config.policy_losses`. A new method needs a class, a
+function in `bounds.methods` or a loss in `objective`, and an entry in `registries.METHODS`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,21 @@ class MethodSettings(Section):
     def slug(self) -> str:
         """Return the method's component of a run's name."""
         return self.method
+
+    def published(self) -> Self:
+        """Return the method with the default settings, which are those of its paper or of public code that it names."""
+        return type(self)()
+
+    def source(self) -> str:
+        """Return the method's paper, and which settings differ from the published ones; "" without a paper."""
+        paper = METHODS[self.method].paper
+        if not paper:
+            return ""
+        published = self.published()
+        changed = [
+            name for name in type(self).model_fields if getattr(self, name) != getattr(published, name)
+        ]
+        return f"{paper}, {', '.join(changed)} changed" if changed else f"{paper}, published defaults"
 
     def scheduled(self, step: int, steps: int) -> dict[str, float]:
         """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
@@ -88,6 +104,10 @@ class TrustRegionSettings(MethodSettings):
     def schedules_over_run(self) -> dict[str, str]:
         """Return the radius' schedule if it runs over all steps."""
         return {"bounds.delta_schedule": self.delta_schedule} if self.delta_steps is None else {}
+
+    def region(self) -> str:
+        """Return the trust region without its radius, as names of arms have it: `kl`, `dppo kl`."""
+        return self.divergence if METHODS[self.method].named_by_region else f"{self.method} {self.divergence}"
 
     def describe_radius(self) -> str:
         """Return the radius, and its schedule where it has one."""
@@ -213,6 +233,13 @@ def method_classes() -> dict[str, type[MethodSettings]]:
 METHOD_CHOICE = Choice(method_classes, "method")
 
 
-def method_defaults() -> dict[str, MethodSettings]:
-    """Return the default settings of each method that is compared by its name: all but those with a trust region."""
-    return {name: cls() for name, cls in method_classes().items() if not METHODS[name].trust_region}  # type: ignore[call-arg]
+def bounded_methods() -> dict[str, MethodSettings]:
+    """Return the default settings of each method that is an interval of ratios, apart from the Band itself.
+
+    The Band is described by divergence and radius, and not by its name.
+    """
+    return {
+        name: cls()
+        for name, cls in method_classes().items()
+        if METHODS[name].bounds is not None and not METHODS[name].named_by_region
+    }

@@ -6,7 +6,7 @@ Defaults are those that the source named in each class publishes. A new method n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,8 +31,13 @@ class DppoSettings(TrustRegionSettings):
     @classmethod
     def _default_delta(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("delta") is None:
-            return {**values, "delta": DPPO_DELTAS.get(values.get("divergence", "kl"), DPPO_DELTAS["kl"])}
+            divergence = str(values.get("divergence"))  # an invalid one is reported after this
+            return {**values, "delta": DPPO_DELTAS.get(divergence, DPPO_DELTAS["kl"])}
         return values
+
+    def published(self) -> Self:
+        """Return the defaults with this divergence, which determines the radius."""
+        return type(self)(divergence=self.divergence)
 
     def describe(self) -> str:
         return f"DPPO: mask outside the binary {self.divergence} trust region, {self.describe_radius()}"

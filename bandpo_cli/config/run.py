@@ -167,14 +167,14 @@ class ObjectiveConfig(Section):
     importance: Literal[
         "token-truncate", "sequence-truncate", "token-mask", "sequence-mask", "sequence-mask-any"
     ] = "token-truncate"
-    """The correction where the sampler runs another engine than the trainer and `old_logprobs` are the trainer's: the
-    weight w of each token's loss. w is π_old/π_sampler of the token (`token-...`, `sequence-mask-any`), or its geometric
-    mean over the completion (`sequence-...`). It is limited to importance_cap (`...-truncate`) or 0 outside
-    [importance_floor, importance_cap] (`...-mask`); `sequence-mask-any` drops a completion with any such token."""
+    """Where the sampler runs another engine than the trainer and `old_logprobs` are the trainer's: the weight of each
+    token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over the completion
+    (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
+    [importance_floor, importance_cap]. `sequence-mask-any` masks a completion if any of its tokens is outside."""
     importance_cap: Positive | None = 2.0
-    """Largest weight of `importance`; null for no correction."""
+    """The largest importance weight; null for no correction."""
     importance_floor: Positive | None = None
-    """Smallest weight that is kept by the masks of `importance`; null for 1/importance_cap."""
+    """With a mask: the smallest importance weight that is not masked; null for 1/importance_cap."""
 
     @model_validator(mode="after")
     def _check_importance(self) -> ObjectiveConfig:

@@ -19,6 +19,7 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading import check_grader
 from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
@@ -75,7 +76,8 @@ def check_config(config: RunConfig) -> Task:
 
     from bandpo_cli.bounds import ratio_bounds
 
-    ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
+    if METHODS[config.bounds.method].bounds is not None:
+        ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     check_model_path(config.model.path)
     check_engine(config.sampling.engine)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
@@ -105,17 +107,36 @@ def check_graders(problems: Iterable[Problem]) -> None:
 def config_warnings(config: RunConfig) -> list[str]:
     """Return warnings about the settings of the optimizer."""
     found = []
-    if config.optim.updates == 1 and config.bounds.method != "none":
-        found.append(
-            "clipping can never bind: with one update per batch the ratio is always 1 and every method gives the same "
-            "run; use --set optim.updates=4 or more to compare methods"
-        )
+    method = METHODS[config.bounds.method]
+    if _ratio_is_one(config) and not method.control:
+        found.append(_one_update_warning(method))
     if config.optim.warmup_steps >= config.steps * config.optim.updates:
         found.append(
             f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
             f"the run {config.steps * config.optim.updates}"
         )
     return found
+
+
+def _ratio_is_one(config: RunConfig) -> bool:
+    """Return whether the ratio is 1 in every update: one update per batch, and π_old of the trainer's own model."""
+    objective, engine = config.objective, ENGINES.get(config.sampling.engine)
+    by_trainer = objective.old_logprobs == "trainer" or (engine is not None and engine.shares_weights)
+    return config.optim.updates == 1 and by_trainer
+
+
+def _one_update_warning(method: MethodEntry) -> str:
+    """Return which effect the method keeps where every ratio is 1."""
+    others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
+    effect = (
+        f"and all that {method.name} changes is the gradient of the tokens that it chooses"
+        if method.differs_at_ratio_one
+        else f"and {method.name} gives the same run as every method{f' but {others}' if others else ''}"
+    )
+    return (
+        f"clipping can never bind: with one update per batch the ratio is always 1, {effect}; {method.name} needs "
+        "several updates: use --set optim.updates=4 or more to compare methods"
+    )
 
 
 def checkpoint_warnings(config: RunConfig) -> list[str]:

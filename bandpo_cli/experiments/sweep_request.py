@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import Layer, resolve, validation_message
-from bandpo_cli.config.methods import BandSettings
+from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.preflight import check_config, choose_run_name
@@ -117,10 +117,10 @@ def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> D
     columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
 
-    def match(band: BandSettings, method: str) -> float:
+    def match(region: TrustRegionSettings, method: str) -> float:
         peer = resolve([{"bounds": {"method": method}}]).bounds
-        found = match_clip_fraction(band, peer, tokens)
-        matches[f"{band.divergence} {MATCH_PREFIX}{method}"] = found._asdict()
+        found = match_clip_fraction(region, peer, tokens)
+        matches[f"{region.region()} {MATCH_PREFIX}{method}"] = found._asdict()
         return found.delta
 
     return match

@@ -1,4 +1,4 @@
-"""Methods: settings class and ratio bounds of each policy loss."""
+"""Methods: settings class, policy loss and ratio bounds of each."""
 
 from __future__ import annotations
 
@@ -13,70 +13,89 @@ class MethodEntry(Entry):
 
     Attributes:
         settings: a subclass of `config.methods.MethodSettings`; the default of its field `method` is the entry's name.
-        bounds: a function from these settings to a `bounds.methods.BoundsFunction`; None for a method that is not an
-            interval of ratios.
+        bounds: a function from these settings to a `bounds.methods.BoundsFunction`: the interval of ratios beyond which
+            the method removes a token's gradient, by the sign of its advantage; None for a method without one.
         loss: a subclass of `objective.loss.PolicyLoss`.
-        trust_region: the method has a divergence and a radius, so it is compared by them and not by its name.
+        paper: the source of the method and of its default settings; "" for none.
+        without_bounds: why there are no bounds, as the end of a sentence; "" where there are.
+        trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
+        named_by_region: in names of arms, divergence and radius stand for the method: `kl 0.05`.
         bounded: the upper bound is finite, so that a Band can match it.
+        differs_at_ratio_one: its gradient differs from that of the other methods also in the first update of a batch,
+            where every ratio is 1.
+        control: the plain policy gradient, without an effect of its own.
         aliases: other names that `--method` and `bounds.method` accept.
     """
 
     settings: str
     bounds: str | None = None
     loss: str = "bandpo_cli.objective.interval:IntervalLoss"
+    paper: str = ""
+    without_bounds: str = ""
     trust_region: bool = False
+    named_by_region: bool = False
     bounded: bool = True
+    differs_at_ratio_one: bool = False
+    control: bool = False
     aliases: tuple[str, ...] = ()
 
 
 # fmt: off
 METHODS = Registry("method", [
-    MethodEntry("band", "the Band of an f-divergence trust region (arXiv 2603.04918)",
+    MethodEntry("band", "the Band of an f-divergence trust region", paper="arXiv 2603.04918",
                 settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.methods:band",
-                trust_region=True),
-    MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)",
+                trust_region=True, named_by_region=True),
+    MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)", paper="arXiv 1707.06347",
                 settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.methods:clip",
                 aliases=("grpo", "ppo")),
-    MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)",
+    MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", paper="arXiv 2503.14476",
                 settings="bandpo_cli.config.methods:ClipHigherSettings", bounds="bandpo_cli.bounds.methods:clip"),
-    MethodEntry("dcpo", "bounds that widen as the token gets rarer (arXiv 2509.02333)",
+    MethodEntry("dcpo", "bounds that widen as the token gets rarer", paper="arXiv 2509.02333",
                 settings="bandpo_cli.config.methods:DcpoSettings", bounds="bandpo_cli.bounds.methods:dcpo"),
     MethodEntry("none", "no clipping",
                 settings="bandpo_cli.config.methods:NoClipSettings", bounds="bandpo_cli.bounds.methods:no_clip",
-                bounded=False),
-    MethodEntry("dppo", "a mask outside a binary trust region (arXiv 2602.04879)",
-                settings="bandpo_cli.config.policy_losses:DppoSettings",
-                loss="bandpo_cli.objective.token_losses:DppoLoss", bounded=False, trust_region=True),
-    MethodEntry("cispo", "truncated importance weights (arXiv 2506.13585)",
+                bounded=False, control=True),
+    MethodEntry("dppo", "a mask outside a binary trust region", paper="arXiv 2602.04879",
+                settings="bandpo_cli.config.policy_losses:DppoSettings", bounds="bandpo_cli.bounds.methods:dppo",
+                loss="bandpo_cli.objective.token_losses:DppoLoss", trust_region=True, bounded=False),
+    MethodEntry("cispo", "truncated importance weights", paper="arXiv 2506.13585",
                 settings="bandpo_cli.config.policy_losses:CispoSettings",
-                loss="bandpo_cli.objective.token_losses:CispoLoss", bounded=False),
-    MethodEntry("sapo", "a soft gate on the ratio (arXiv 2511.20347)",
+                loss="bandpo_cli.objective.token_losses:CispoLoss", bounded=False,
+                without_bounds="it truncates the weight of the gradient and keeps that of every token"),
+    MethodEntry("sapo", "a soft gate on the ratio", paper="arXiv 2511.20347",
                 settings="bandpo_cli.config.policy_losses:SapoSettings",
-                loss="bandpo_cli.objective.token_losses:SapoLoss", bounded=False),
-    MethodEntry("gspo", "the clipped ratio of a completion (arXiv 2507.18071)",
+                loss="bandpo_cli.objective.token_losses:SapoLoss", bounded=False,
+                without_bounds="its gate falls smoothly and has no edge"),
+    MethodEntry("gspo", "the clipped ratio of a completion", paper="arXiv 2507.18071",
                 settings="bandpo_cli.config.policy_losses:GspoSettings",
-                loss="bandpo_cli.objective.sequence_losses:GspoLoss", bounded=False),
-    MethodEntry("gmpo", "the geometric mean of clipped ratios (arXiv 2507.20673)",
-                settings="bandpo_cli.config.policy_losses:GmpoSettings",
-                loss="bandpo_cli.objective.sequence_losses:GmpoLoss", bounded=False),
-    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens (arXiv 2509.20712)",
+                loss="bandpo_cli.objective.sequence_losses:GspoLoss", bounded=False,
+                without_bounds="it clips the ratio of a completion, not that of a token"),
+    MethodEntry("gmpo", "the geometric mean of clipped ratios", paper="arXiv 2507.20673",
+                settings="bandpo_cli.config.policy_losses:GmpoSettings", bounds="bandpo_cli.bounds.methods:gmpo",
+                loss="bandpo_cli.objective.sequence_losses:GmpoLoss"),
+    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", paper="arXiv 2509.20712",
                 settings="bandpo_cli.config.policy_losses:CeGppoSettings",
-                loss="bandpo_cli.objective.token_losses:CeGppoLoss", bounded=False),
-    MethodEntry("aspo", "inverse ratios for positive advantages (arXiv 2510.06062)",
-                settings="bandpo_cli.config.policy_losses:AspoSettings",
-                loss="bandpo_cli.objective.token_losses:AspoLoss", bounded=False),
-    MethodEntry("drpo", "a quadratic penalty in place of a mask (arXiv 2606.09821)",
+                loss="bandpo_cli.objective.token_losses:CeGppoLoss", bounded=False,
+                without_bounds="tokens outside its interval keep a scaled gradient"),
+    MethodEntry("aspo", "inverse ratios for positive advantages", paper="arXiv 2510.06062",
+                settings="bandpo_cli.config.policy_losses:AspoSettings", bounds="bandpo_cli.bounds.methods:clip",
+                loss="bandpo_cli.objective.token_losses:AspoLoss"),
+    MethodEntry("drpo", "a quadratic penalty in place of a mask", paper="arXiv 2606.09821",
                 settings="bandpo_cli.config.policy_losses:DrpoSettings",
-                loss="bandpo_cli.objective.token_losses:DrpoLoss", bounded=False),
-    MethodEntry("topr", "truncated importance of negative completions (arXiv 2503.14286)",
+                loss="bandpo_cli.objective.token_losses:DrpoLoss", bounded=False,
+                without_bounds="its penalty grows smoothly and has no edge"),
+    MethodEntry("topr", "truncated importance of negative completions", paper="arXiv 2503.14286",
                 settings="bandpo_cli.config.policy_losses:ToprSettings",
-                loss="bandpo_cli.objective.sequence_losses:ToprLoss", bounded=False),
-    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance (arXiv 2505.22617)",
-                settings="bandpo_cli.config.policy_losses:ClipCovSettings",
-                loss="bandpo_cli.objective.covariance_losses:ClipCovLoss", bounded=False),
-    MethodEntry("kl-cov", "a penalty on tokens of high covariance (arXiv 2505.22617)",
+                loss="bandpo_cli.objective.sequence_losses:ToprLoss", bounded=False,
+                without_bounds="it truncates the weight of a completion, not the ratio of a token"),
+    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance",
+                paper="arXiv 2505.22617",
+                settings="bandpo_cli.config.policy_losses:ClipCovSettings", bounds="bandpo_cli.bounds.methods:clip",
+                loss="bandpo_cli.objective.covariance_losses:ClipCovLoss", differs_at_ratio_one=True),
+    MethodEntry("kl-cov", "a penalty on tokens of high covariance", paper="arXiv 2505.22617",
                 settings="bandpo_cli.config.policy_losses:KlCovSettings",
-                loss="bandpo_cli.objective.covariance_losses:KlCovLoss", bounded=False),
+                loss="bandpo_cli.objective.covariance_losses:KlCovLoss", bounded=False,
+                without_bounds="it has a penalty and clips no ratio"),
 ])
 # fmt: on
 

@@ -42,7 +42,10 @@ class ClipMapTokens:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Clipped: the method removes the token's gradient, dual clip apart."""
+        """Clipped: the method removes the token's gradient, dual clip apart.
+
+        Tables of earlier versions have no gradient weights, and are of methods with bounds or without any clipping.
+        """
         active: NDArray[np.bool_] = (self.gradient_weight == 0) & (self.advantage != 0)
         if self.has_bounds:
             active = clip_state(self.ratio, self.lower, self.upper, self.advantage).active
@@ -74,6 +77,7 @@ def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
     low, high = _ratio_limits(tokens)
     if tokens.has_bounds:
         _plot_interval(axes, tokens, low, high)
+    _plot_limit(axes, tokens)
     _plot_tokens(axes, tokens)
     axes.set(xscale="log", yscale="log", xlim=(tokens.prob.min() / 1.3, 1.25), ylim=(low, high))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -112,7 +116,11 @@ def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -
     for bound in (lower, upper):  # a bound beyond the axes gets no line at their edge
         visible = np.where((bound > low) & (bound < high), bound, np.nan)
         axes.plot(prob, visible, color=style.BLUE, linewidth=1.6, zorder=4)
-    limit = np.geomspace(prob[0] / 1.3, 1.0, 200)
+
+
+def _plot_limit(axes: Axes, tokens: ClipMapTokens) -> None:
+    """Plot the largest possible ratio, 1/p, and the ratio 1."""
+    limit = np.geomspace(tokens.prob.min() / 1.3, 1.0, 200)
     axes.plot(
         limit,
         1 / limit,
@@ -126,14 +134,17 @@ def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -
 
 
 def _plot_tokens(axes: Axes, tokens: ClipMapTokens) -> None:
-    """Plot the tokens inside the interval first and the clipped ones on top, with the share of each kind."""
+    """Plot the tokens with a gradient first and the clipped ones on top, with the share of each kind.
+
+    A method without bounds has no inside and outside.
+    """
     active = tokens.active
-    not_clipped = tokens.outside & ~active
-    kinds = (
-        (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40),
-        (not_clipped, "outside, not clipped", style.ORANGE, 9, 0.7),
-        (active, "clipped (zero gradient)", style.RED, 9, 0.7),
-    )
+    kinds = [(active, "clipped (zero gradient)", style.RED, 9, 0.7)]
+    if tokens.has_bounds:
+        kinds.insert(0, (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40))
+        kinds.insert(1, (tokens.outside & ~active, "outside, not clipped", style.ORANGE, 9, 0.7))
+    else:
+        kinds.insert(0, (~active, "not clipped", style.MUTED_COLOR, 5, 0.40))
     for mask, text, color, size, alpha in kinds:
         index = np.flatnonzero(mask)
         name = f"{text} ({_percent(len(index) / len(mask))})"

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports import style
-from bandpo_cli.reports.interval_table import PEERS
+from bandpo_cli.reports.interval_table import PEERS, peer_name
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
 _LEGEND_COLUMNS = 5
@@ -40,7 +40,7 @@ def plot_intervals(
     Args:
         path: file to write.
         divergences, deltas: a Band is plotted for each divergence and each radius.
-        peers: names in `PEERS`, the methods without a divergence.
+        peers: names in `PEERS`.
         max_ratio: cap on the upper bounds of the Bands; None for no cap.
         marked: probabilities to mark with a dotted line; the first 12 are shown.
 
@@ -95,7 +95,9 @@ def _curves(
             color, dash = style.LINE_COLORS[index % len(style.LINE_COLORS)], dashes[delta_index % len(dashes)]
             yield _Curve(f"{name} δ={delta:g}", band, color, dash)
     for index, name in enumerate(peers):
-        yield _Curve(name, ratio_bounds(PEERS[name])(logp), style.MUTED_COLOR, dashes[1 + index % 3])
+        yield _Curve(
+            peer_name(PEERS[name]), ratio_bounds(PEERS[name])(logp), style.MUTED_COLOR, dashes[1 + index % 3]
+        )
 
 
 def _plot_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences import find_divergence
-from bandpo_cli.config.methods import method_defaults
+from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings, bounded_methods
 
-PEERS = method_defaults()
-"""Methods without a divergence that an interval can be compared with, at their papers' settings."""
+PEERS = bounded_methods()
+"""Methods that a Band can be compared with, at their published settings."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class IntervalRow:
 
     Attributes:
         prob: probability of the token under π_old.
-        divergence: divergence of the trust region, or the name of a method in `PEERS`.
-        delta: radius of the trust region; None for a method in `PEERS`.
+        divergence: divergence of the trust region, or the name of a method in `PEERS` (`peer_name`).
+        delta: radius of the trust region; None for a method without one.
         lower: smallest allowed ratio.
         upper: largest allowed ratio.
         prob_lower: smallest allowed new probability.
@@ -71,11 +71,21 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """Return one row per probability for a method in `PEERS`."""
-    lower, upper = ratio_bounds(PEERS[name])(_logs(probs))
+    settings = PEERS[name]
+    lower, upper = ratio_bounds(settings)(_logs(probs))
     return [
-        _row(prob, name, None, low, high, low <= 0.0, high * prob >= 1.0)
+        _row(prob, peer_name(settings), _radius(settings), low, high, low <= 0.0, high * prob >= 1.0)
         for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True)
     ]
+
+
+def peer_name(settings: MethodSettings) -> str:
+    """Return the name of a method, with its divergence where it has one: `clip`, `dppo kl`."""
+    return settings.region() if isinstance(settings, TrustRegionSettings) else settings.method
+
+
+def _radius(settings: MethodSettings) -> float | None:
+    return settings.delta if isinstance(settings, TrustRegionSettings) else None
 
 
 def _row(

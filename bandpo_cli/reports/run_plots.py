@@ -37,6 +37,10 @@ _SETTING_SYMBOLS = {
     "delta_end": "to δ ",
     "eps_low": "ε₋ ",
     "eps_high": "ε₊ ",
+    "eps": "ε ",
+    "tau_positive": "τ₊ ",
+    "tau_negative": "τ₋ ",
+    "max_weight": "w ≤ ",
 }
 
 _PASS_MARKERS = ("s", "^", "D", "v", "P")
@@ -47,8 +51,8 @@ _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+)")
 _CLIP_LINES = (
     ("clip/outside_fraction", "outside the interval", style.MUTED_COLOR),
     ("clip/active_fraction", "clipped (zero gradient)", style.TEXT_COLOR),
-    ("clip/upper_fraction", "clipped at the upper bound", style.RED),
-    ("clip/lower_fraction", "clipped at the lower bound", style.BLUE),
+    ("clip/upper_fraction", "clipped, positive advantage", style.RED),
+    ("clip/lower_fraction", "clipped, negative advantage", style.BLUE),
 )
 
 

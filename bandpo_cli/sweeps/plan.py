@@ -9,18 +9,19 @@ from itertools import product
 from typing import Any
 
 from bandpo_cli.config.layers import Layer, nest, read_value, resolve
-from bandpo_cli.config.methods import BandSettings, method_classes
+from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 MATCH_PREFIX = "match:"
-"""`match:clip` as a radius stands for the δ at which the Band clips as many recorded tokens as the method clip."""
+"""`match:clip` as a radius stands for the δ at which the trust region clips as many recorded tokens as clip does."""
 
-DeltaMatcher = Callable[[BandSettings, str], float]
-"""(settings of the Band, name of a method) -> the δ at which the Band clips as many tokens as that method."""
+DeltaMatcher = Callable[[TrustRegionSettings, str], float]
+"""(settings of a trust region, name of a method) -> the δ at which the region clips as many tokens as that method."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,10 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
             f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
-    band = resolve([*base, *map(nest, _method_before_rest(others))]).bounds
-    if not isinstance(band, BandSettings):
-        raise ConfigError(f"bounds.delta = {delta!r}: only a Band has a radius, not '{band.method}'")
-    return {**settings, _DELTA: match(band, delta.removeprefix(MATCH_PREFIX))}
+    region = resolve([*base, *map(nest, _method_before_rest(others))]).bounds
+    if not isinstance(region, TrustRegionSettings):
+        raise ConfigError(f"bounds.delta = {delta!r}: the method '{region.method}' has no radius")
+    return {**settings, _DELTA: match(region, delta.removeprefix(MATCH_PREFIX))}
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
@@ -186,13 +187,13 @@ def _method_before_rest(settings: Settings) -> list[Settings]:
 
 
 def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
-    """Return the name of an arm from the settings that vary: `clip`, `kl 0.05`, `kl 0.05 updates=16`."""
+    """Return the name of an arm from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
     words = [arm_name] if arm_name else []
     shown = {key: value for key, value in settings.items() if key in varying}
-    band = config.bounds.method == "band"
-    if _METHOD in shown and not (band and _DIVERGENCE in settings):
+    region = METHODS[config.bounds.method].named_by_region and _DIVERGENCE in settings
+    if _METHOD in shown and not region:
         words.append(str(shown[_METHOD]))
-    if _DIVERGENCE in shown or (band and _METHOD in shown and _DIVERGENCE in settings):
+    if _DIVERGENCE in shown or (region and _METHOD in shown):
         words.append(str(settings[_DIVERGENCE]))
     if _DELTA in shown:
         words.append(_short(shown[_DELTA]))

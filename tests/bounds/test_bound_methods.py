@@ -27,8 +27,18 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_returns_bounds_of_the_shape_of_its_input(method: str) -> None:
-    assert ratio_bounds(method_classes()[method]())(LOGP).lower.shape == LOGP.shape
+def test_each_method_has_bounds_or_says_why_not(method: str) -> None:
+    settings, entry = method_classes()[method](), METHODS[method]
+    if entry.bounds is None:
+        with pytest.raises(ConfigError, match=f"{method} has no interval of ratios: {entry.without_bounds}"):
+            ratio_bounds(settings)
+        return
+    assert not entry.without_bounds
+    lower, upper = ratio_bounds(settings)(LOGP)
+    assert lower.shape == LOGP.shape
+    assert ((lower <= 1) & (upper >= 1)).all()
+    certain_to_be_finite = ratio_bounds(settings)(torch.tensor([-1e4])).upper.isfinite().item()
+    assert entry.bounded == certain_to_be_finite
 
 
 def test_bounds_of_clip_clip_higher_and_none() -> None:

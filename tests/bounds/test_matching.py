@@ -53,7 +53,7 @@ def test_an_impossible_match_raises_config_error() -> None:
         match_clip_fraction(BandSettings(), ClipSettings(), tokens(spread=1e-3))
     # A ratio just above 1: the narrow interval clips it, and no Band of the searched radii does.
     free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))
-    with pytest.raises(ConfigError, match=r"no Band of kl clips .* it can clip between"):
+    with pytest.raises(ConfigError, match=r"no radius of kl clips .* it can clip between"):
         match_clip_fraction(BandSettings(), ClipSettings(eps_low=0.2, eps_high=1e-13), free)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import subprocess
 import sys
 import time
@@ -132,6 +133,24 @@ def test_match_computes_delta(run) -> None:
     assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in result.out
 
 
+def test_masks_are_compared_as_intervals(run) -> None:
+    """DPPO's region is the Band without a cap; GMPO's interval is e^±0.4, and ASPO's that of clip with 1.4."""
+    arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
+    rows = {(row["divergence"], row["prob"]): row for row in json.loads(run(*arguments).out)}
+    for prob in (0.001, 0.3):
+        band, dppo = rows["kl", prob], rows["dppo kl", prob]
+        assert dppo["delta"] == band["delta"] == 0.05
+        assert (dppo["lower"], dppo["upper"]) == pytest.approx((band["lower"], band["upper"]), rel=1e-12)
+        assert (rows["aspo", prob]["lower"], rows["aspo", prob]["upper"]) == pytest.approx((0.8, 1.4))
+        assert (rows["clip-cov", prob]["lower"], rows["clip-cov", prob]["upper"]) == pytest.approx((0.8, 1.2))
+        ends = (rows["gmpo", prob]["lower"], rows["gmpo", prob]["upper"])
+        assert ends == pytest.approx((math.exp(-0.4), math.exp(0.4)))
+    assert rows["dppo kl", 0.001]["upper"] > 10
+    assert "dppo kl, delta 0.05" in run("0.1", "--compare", "dppo").out
+    assert run("0.1", "--compare", "dppo,gmpo", "--plot", "out.svg").code == 0
+    assert "dppo kl" in Path("out.svg").read_text()
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plot(run, suffix: str) -> None:
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
@@ -147,6 +166,8 @@ def test_plot(run, suffix: str) -> None:
         (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
         (["0.1", "-d", "no_module_here:f"], ["no_module_here:f", "failed"]),
         (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
+        (["0.1", "--compare", "clip,gspo"], ["gspo has no interval", "of a completion", "clip, clip-higher"]),
+        (["--match", "dppo", "--at", "0.1"], ["--match", "'dppo'", "allowed: clip, clip-higher, dcpo, gmpo"]),
         (["0.1", "--format", "jsn"], ["--format", "did you mean 'json'", "csv"]),
         (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
         (["0"], ["'0'", "0 < p ≤ 1"]),

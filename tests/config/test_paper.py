@@ -36,6 +36,8 @@ NOT_COMPUTED = {
     "grading.memory_gb": "the hardware",
     "grading.batch": "used only by functions that take lists",
     "task.rewards": "used only with several graders, and task.grader is stated",
+    "objective.importance": "used only with an importance_cap",
+    "objective.importance_floor": "used only with an importance_cap",
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli import registries
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.registries import MethodEntry
 from bandpo_cli.sweeps.plan import PlannedRun, plan_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -86,6 +88,19 @@ def test_all_models_and_methods_of_the_paper_are_shipped() -> None:
     assert {file.stem for file in METHODS} >= {
         "clip", "clip-higher", "dcpo", "band-kl", "band-tv", "band-chi2", "band-kl-relaxed",
     }  # fmt: skip
+
+
+def test_every_method_has_a_file_with_its_published_settings_and_its_source() -> None:
+    """The Band's files differ from its defaults in divergence and `relax`, that is in what their names say."""
+    files = {file: config_of(file).bounds for file in METHODS}
+    assert {settings.method for settings in files.values()} == set(registries.METHODS)
+    for file, settings in files.items():
+        entry = registries.METHODS[settings.method]
+        if not entry.named_by_region:
+            assert settings == settings.published(), file
+            assert set(read_layer(file)["bounds"]) == settings.model_dump().keys(), file
+        if entry.loss != MethodEntry.loss:
+            assert entry.paper in file.read_text("utf-8").partition("\n")[0]
 
 
 PAPER_SETTINGS: dict[str, Any] = {

@@ -1,13 +1,16 @@
-"""Model references: each kind of name, and which one wins where a text could be two kinds."""
+"""Checks before a run: model references, by each kind of name, and the warning about one update per batch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments.preflight import ModelRef, find_run, resolve_model
+from bandpo_cli.experiments.preflight import ModelRef, config_warnings, find_run, resolve_model
+from bandpo_cli.registries import METHODS
 
 
 def make_run(runs: Path, name: str, *steps: int) -> Path:
@@ -124,3 +127,29 @@ def test_run_and_step_are_separated_at_the_last_at_sign(runs: Path) -> None:
         found = find_run(text, runs)
         assert found is not None
         assert (found[0].name, found[1]) == (name, step)
+
+
+def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:
+    return config_warnings(resolve([{"bounds": {"method": method}, "optim": {"updates": updates}}, sections]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ(method: str) -> None:
+    assert warnings_of(method, updates=4) == []
+    found = warnings_of(method)
+    if METHODS[method].control:
+        assert found == []
+        return
+    (warning,) = found
+    assert f"{method} needs several updates" in warning
+    if METHODS[method].differs_at_ratio_one:
+        assert f"all that {method} changes is the gradient of the tokens that it chooses" in warning
+    else:
+        assert f"{method} gives the same run as every method but clip-cov" in warning
+
+
+def test_one_update_per_batch_is_not_warned_about_where_ratios_differ_from_one() -> None:
+    """With the log-probs of another engine as π_old the first ratio is the gap between the two engines."""
+    sampled = {"objective": {"old_logprobs": "sampler"}}
+    assert warnings_of("clip", sampling={"engine": "vllm"}, **sampled) == []
+    assert len(warnings_of("clip", sampling={"engine": "transformers"}, **sampled)) == 1

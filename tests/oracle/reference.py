@@ -184,7 +184,9 @@ class ReferenceTrainer:
                     old = own[i] if objective["old_logprobs"] == "trainer" else sampler
                     lower, upper = ratio_bounds(bounds, old)
                     tokens.append(
-                        Token(old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance[i])
+                        Token(
+                            old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance[i]
+                        )
                     )
         return tokens
 
@@ -370,7 +372,9 @@ class ReferenceTrainer:
         if self._corrects():
             record["sampler/importance_mean"] = mean([t.importance for t in tokens])
             record["sampler/importance_max"] = max(t.importance for t in tokens)
-            record["sampler/importance_masked_fraction"] = share([t for t in tokens if t.importance == 0], tokens)
+            record["sampler/importance_masked_fraction"] = share(
+                [t for t in tokens if t.importance == 0], tokens
+            )
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]

@@ -94,7 +94,10 @@ def truncates_completions(cap: float) -> Callable[[Case], bool]:
 
 def masks_tokens(case: Case) -> bool:
     """Some completions have tokens of both kinds."""
-    return clips_both_ways(case) and sum(0 < weights.count(0.0) < len(weights) for weights in by_completion(case)) > 5
+    return (
+        clips_both_ways(case)
+        and sum(0 < weights.count(0.0) < len(weights) for weights in by_completion(case)) > 5
+    )
 
 
 def masks_completions(case: Case) -> bool:

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -181,6 +182,33 @@ def test_clip_map_is_plotted_from_the_last_token_table(run, figures):
     labels = axes.get_legend_handles_labels()[1]
     assert "inside (100 %)" in labels
     assert "step 100" in figures["clip_map.png"].texts[1].get_text()
+
+
+def _clip_map_labels(run, figures):
+    plot_run(run.path)
+    return figures["clip_map.png"].axes[0].get_legend_handles_labels()[1]
+
+
+def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(run, figures):
+    """There is no inside and outside; a token with an advantage of 0 has no gradient by any method."""
+    columns = {name: [0.0] * 4 for name in TOKEN_COLUMNS} | {
+        "upper": [np.inf] * 4,
+        "ratio": [0.5, 1.0, 1.5, 9.0],
+    }
+    _tokens(run, 1, **columns | {"advantage": [1.0, -1.0, 1.0, 0.0], "gradient_weight": [0.2, 0.0, 1.0, 0.0]})
+    assert _clip_map_labels(run, figures) == [
+        "limit 1/p",
+        "not clipped (75 %)",
+        "clipped (zero gradient) (25 %)",
+    ]
+
+
+def test_token_tables_of_earlier_versions_are_plotted(run, figures):
+    """They have no gradient weights; the clipped tokens follow from bounds and advantages."""
+    path = _tokens(run, 1, ratio=[9.0, 0.9])
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["gradient_weight"]), path)
+    assert "clipped (zero gradient) (50 %)" in _clip_map_labels(run, figures)
 
 
 @pytest.mark.parametrize(

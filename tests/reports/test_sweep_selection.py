@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.config.layers import flatten, read_assignments, resolve, to_yaml
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.sweep import read_sweep, select_runs
 from bandpo_cli.reports.sweep.selection import (
@@ -15,6 +15,7 @@ from bandpo_cli.reports.sweep.selection import (
     chosen_keys,
     differing_settings,
     format_setting,
+    method_name,
     read_settings,
 )
 from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
@@ -312,3 +313,18 @@ def test_settings_include_lists_of_data_sources(tmp_path):
         yaml.safe_dump({"task": {"train": [{"path": "a.jsonl"}], "k": [4, 16]}})
     )
     assert read_settings(tmp_path) == {"task.train.0.path": "a.jsonl", "task.k": [4, 16]}
+
+
+def test_methods_with_a_trust_region_are_named_by_it():
+    """The Band by divergence and radius alone; a method that this version does not know by its name."""
+    runs = [
+        read_flat({"bounds": {"method": "band", "delta": 0.1}}),
+        read_flat({"bounds": {"method": "dppo", "divergence": "tv"}}),
+        read_flat({"bounds": {"method": "sapo"}}),
+        {"bounds.method": "mine"},
+    ]
+    assert [method_name(run) for run in runs] == ["kl 0.1", "dppo tv 0.15", "sapo", "mine"]
+
+
+def read_flat(layer):
+    return flatten(resolve([layer]).model_dump(mode="json"))

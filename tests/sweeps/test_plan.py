@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.methods import BandSettings
+from bandpo_cli.config.methods import BandSettings, TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import METHODS
 from bandpo_cli.sweeps.plan import check_names, parse_axes, plan_runs
 
 
@@ -37,6 +38,38 @@ def test_an_axis_does_not_multiply_methods_without_its_setting() -> None:
     assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
     axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
     assert arms(axes=axes) == ["kl", "tv", "clip"]
+
+
+def test_arms_of_a_trust_region_other_than_the_band_have_its_name() -> None:
+    """`kl 0.05` is the Band; DPPO has divergences and radii too, and other methods have neither."""
+    axes = parse_axes({"bounds.method": "clip,dppo,gspo,kl-cov", "bounds.delta": "0.01,0.05"})
+    assert arms(axes=axes) == ["clip", "dppo 0.01", "dppo 0.05", "gspo", "kl-cov"]
+    axes = parse_axes({"bounds.method": "band,dppo,sapo", "bounds.divergence": "kl,tv"})
+    assert arms(axes=axes) == ["kl", "tv", "dppo kl", "dppo tv", "sapo"]
+    runs = plan_runs(SweepConfig(axes=axes))
+    assert [run.config.bounds.model_dump().get("delta") for run in runs] == [0.05, 0.05, 0.05, 0.15, None]
+    axes |= parse_axes({"bounds.delta": "0.1,0.2"})
+    assert arms(axes=axes)[3:6] == ["tv 0.2", "dppo kl 0.1", "dppo kl 0.2"]
+
+
+def test_every_method_is_an_arm_of_its_name() -> None:
+    assert arms(axes={"bounds.method": list(METHODS)}) == list(METHODS)
+
+
+def test_a_radius_is_matched_for_any_trust_region() -> None:
+    found: list[tuple[str, str]] = []
+
+    def match(region: TrustRegionSettings, method: str) -> float:
+        found.append((region.region(), method))
+        return 0.03
+
+    axes = parse_axes(
+        {"bounds.method": "band,dppo,sapo", "bounds.divergence": "kl", "bounds.delta": "match:clip"}
+    )
+    runs = plan_runs(SweepConfig(axes=axes), match=match)
+    assert found == [("kl", "clip"), ("dppo kl", "clip")]
+    assert [run.arm for run in runs] == ["kl", "dppo", "sapo"]
+    assert [run.config.bounds.model_dump().get("delta") for run in runs] == [0.03, 0.03, None]
 
 
 def test_named_arms_are_crossed_with_the_axes() -> None:
@@ -77,6 +110,10 @@ def test_excluded_combinations_are_left_out() -> None:
         ({"axes": {"bounds.delta": [0.1, 0.2]}, "exclude": [{}]}, ["no runs are left"]),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
         ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
+        (
+            {"axes": {"bounds.method": ["band", "dppo"], "bounds.divergence": ["kl", "chi2"]}},
+            ["bounds.divergence = 'chi2'", "allowed: kl, tv"],
+        ),
         ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "same folder name"]),
         ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
     ],
@@ -109,7 +146,8 @@ def test_the_matched_radius_is_computed_for_the_band_of_each_arm() -> None:
     """The stand-in matcher returns a radius that identifies the Band and records its arguments."""
     calls: list[tuple[str, float | None, str]] = []
 
-    def match(band: BandSettings, method: str) -> float:
+    def match(band: TrustRegionSettings, method: str) -> float:
+        assert isinstance(band, BandSettings)
         calls.append((band.divergence, band.max_ratio, method))
         return {"kl": 0.03, "tv": 0.04}[band.divergence]
 

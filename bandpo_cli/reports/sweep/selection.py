@@ -19,6 +19,7 @@ from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
+from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import is_valid_name
 
 Settings = Mapping[str, Any]
@@ -189,11 +190,13 @@ def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> li
 
 
 def method_name(run: Settings) -> str:
-    """Return the name of a method, `clip`, or for a Band its divergence and radius, `kl 0.05`."""
+    """Return the name of a method, `clip`; with divergence and radius if it has them, `kl 0.05`, `dppo kl 0.05`."""
     method = str(run.get(_METHOD, "run"))
-    if method != "band":
+    entry = METHODS.get(method)
+    if entry is None or not entry.trust_region:
         return method
-    return f"{run.get(_DIVERGENCE, method)} {format_setting(run.get(_DELTA, ABSENT))}"
+    name = "" if entry.named_by_region else f"{method} "
+    return f"{name}{run.get(_DIVERGENCE, method)} {format_setting(run.get(_DELTA, ABSENT))}"
 
 
 def format_setting(value: Any) -> str:
