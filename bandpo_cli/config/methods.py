@@ -40,7 +40,7 @@ class MethodSettings(Section):
 
     def published(self) -> Self:
         """Return the method with the default settings, which are those of its paper or of public code that it names."""
-        return type(self)()
+        return type(self)()  # type: ignore[call-arg]
 
     def source(self) -> str:
         """Return the method's paper, and which settings differ from the published ones; "" without a paper."""
@@ -239,7 +239,7 @@ def bounded_methods() -> dict[str, MethodSettings]:
     The Band is described by divergence and radius, and not by its name.
     """
     return {
-        name: cls()
+        name: cls()  # type: ignore[call-arg]
         for name, cls in method_classes().items()
         if METHODS[name].bounds is not None and not METHODS[name].named_by_region
     }

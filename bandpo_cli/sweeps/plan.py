@@ -190,10 +190,11 @@ def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: 
     """Return the name of an arm from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
     words = [arm_name] if arm_name else []
     shown = {key: value for key, value in settings.items() if key in varying}
-    region = METHODS[config.bounds.method].named_by_region and _DIVERGENCE in settings
-    if _METHOD in shown and not region:
+    method = METHODS[config.bounds.method]
+    is_region = method.trust_region and _METHOD in shown and _DIVERGENCE in settings
+    if _METHOD in shown and not (is_region and method.named_by_region):
         words.append(str(shown[_METHOD]))
-    if _DIVERGENCE in shown or (region and _METHOD in shown):
+    if _DIVERGENCE in shown or is_region:
         words.append(str(settings[_DIVERGENCE]))
     if _DELTA in shown:
         words.append(_short(shown[_DELTA]))

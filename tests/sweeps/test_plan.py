@@ -68,7 +68,7 @@ def test_a_radius_is_matched_for_any_trust_region() -> None:
     )
     runs = plan_runs(SweepConfig(axes=axes), match=match)
     assert found == [("kl", "clip"), ("dppo kl", "clip")]
-    assert [run.arm for run in runs] == ["kl", "dppo", "sapo"]
+    assert [run.arm for run in runs] == ["kl", "dppo kl", "sapo"]
     assert [run.config.bounds.model_dump().get("delta") for run in runs] == [0.03, 0.03, None]
 
 

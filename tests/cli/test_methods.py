@@ -1,0 +1,65 @@
+"""Methods from the command line: the statement with their source, and a run of a method without bounds in every view."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bandpo_cli.registries import METHODS
+from bandpo_cli.tracking.names import finite_metrics
+from tests.cli.eval_command import succeed
+
+TINY = [
+    "--steps", "2", "--set", "task.max_number=5",
+    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
+    "--set", "optim.lr=1e-3", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
+    "--set", "evaluation.k=[1]", "--set", "checkpoint.every=0", "--no-mlflow",
+]  # fmt: skip
+
+
+def statement(*arguments: str, cwd: Path) -> str:
+    return " ".join(succeed("train", *arguments, "--dry-run", cwd=cwd).out.split())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_statement_has_the_methods_settings_and_source(tmp_path: Path, method: str) -> None:
+    printed = statement("--method", method, cwd=tmp_path)
+    source = f"{METHODS[method].paper}, published defaults"
+    assert (source in printed) == (not METHODS[method].control)
+    assert f"method: {method} " in printed
+
+
+def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_path: Path) -> None:
+    """DPPO's published radius depends on its divergence."""
+    changed = ["--set", "bounds.max_weight=5", "--delta", "0.1"]
+    printed = statement("--method", "dppo", "--divergence", "tv", *changed, cwd=tmp_path)
+    assert "mask outside the binary tv trust region, δ = 0.1 arXiv 2602.04879, delta, max_weight changed" in printed
+    printed = statement("--method", "dppo", "--divergence", "tv", cwd=tmp_path)
+    assert "δ = 0.15 arXiv 2602.04879, published defaults" in printed
+
+
+def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
+    """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
+    for name, method in (("soft", "sapo"), ("hard", "clip")):
+        succeed("train", "--method", method, *TINY, "--name", name, cwd=tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "runs/soft/metrics.jsonl").read_text().splitlines()]
+    for record in records[1:]:
+        assert "clip/outside_fraction" not in record
+        assert record["clip/active_fraction"] == record["gradient/zero_fraction"] == 0
+        sent = finite_metrics(record)
+        assert {name for name in record if name != "step"} == set(sent)
+    tokens = pd.read_parquet(tmp_path / "runs/soft/tokens/step-000002.parquet")
+    assert (tokens["lower"] == 0).all()
+    assert (tokens["gradient_weight"][tokens["advantage"] != 0] > 0).all()
+    plots = {path.stem for path in (tmp_path / "runs/soft/plots").iterdir()}
+    assert {"clip", "clip_map"} <= plots
+    shown = succeed("show", "soft", cwd=tmp_path).out
+    assert "SAPO: soft gate" in shown
+    assert "gradient/weight_mean" in shown
+    assert "clip/outside_fraction" not in shown
+    assert "clip/outside_fraction" in succeed("show", "hard", cwd=tmp_path).out
+    report = json.loads(succeed("report", "runs", "--format", "json", cwd=tmp_path).out)
+    assert {arm["name"] for arm in report["arms"]} == {"sapo", "clip"}
