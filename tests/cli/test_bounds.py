@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.__main__ import main
+from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings
 
 KEYS = [
     "prob",
@@ -134,17 +135,20 @@ def test_match_computes_delta(run) -> None:
 
 
 def test_masks_are_compared_as_intervals(run) -> None:
-    """DPPO's region is the Band without a cap; GMPO's interval is e^±0.4, and ASPO's that of clip with 1.4."""
+    """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
     arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
     rows = {(row["divergence"], row["prob"]): row for row in json.loads(run(*arguments).out)}
+
+    def ends(name: str, prob: float) -> tuple[float, float]:
+        return rows[name, prob]["lower"], rows[name, prob]["upper"]
+
     for prob in (0.001, 0.3):
-        band, dppo = rows["kl", prob], rows["dppo kl", prob]
-        assert dppo["delta"] == band["delta"] == 0.05
-        assert (dppo["lower"], dppo["upper"]) == pytest.approx((band["lower"], band["upper"]), rel=1e-12)
-        assert (rows["aspo", prob]["lower"], rows["aspo", prob]["upper"]) == pytest.approx((0.8, 1.4))
-        assert (rows["clip-cov", prob]["lower"], rows["clip-cov", prob]["upper"]) == pytest.approx((0.8, 1.2))
-        ends = (rows["gmpo", prob]["lower"], rows["gmpo", prob]["upper"])
-        assert ends == pytest.approx((math.exp(-0.4), math.exp(0.4)))
+        assert rows["dppo kl", prob]["delta"] == 0.05
+        assert ends("dppo kl", prob) == pytest.approx(ends("kl", prob), rel=1e-12)
+        assert ends("gmpo", prob) == pytest.approx((math.exp(-0.4), math.exp(0.4)))
+        for settings in (AspoSettings(), ClipCovSettings()):
+            expected = (1 - settings.eps_low, 1 + settings.eps_high)
+            assert ends(settings.method, prob) == pytest.approx(expected)
     assert rows["dppo kl", 0.001]["upper"] > 10
     assert "dppo kl, delta 0.05" in run("0.1", "--compare", "dppo").out
     assert run("0.1", "--compare", "dppo,gmpo", "--plot", "out.svg").code == 0

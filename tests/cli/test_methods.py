@@ -1,4 +1,4 @@
-"""Methods from the command line: the statement with their source, and a run of a method without bounds in every view."""
+"""Methods from the command line: the statement with their source, and a run of a method without bounds in all views."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_pa
     """DPPO's published radius depends on its divergence."""
     changed = ["--set", "bounds.max_weight=5", "--delta", "0.1"]
     printed = statement("--method", "dppo", "--divergence", "tv", *changed, cwd=tmp_path)
-    assert "mask outside the binary tv trust region, δ = 0.1 arXiv 2602.04879, delta, max_weight changed" in printed
+    assert (
+        "mask outside the binary tv trust region, δ = 0.1 arXiv 2602.04879, delta, max_weight changed"
+        in printed
+    )
     printed = statement("--method", "dppo", "--divergence", "tv", cwd=tmp_path)
     assert "δ = 0.15 arXiv 2602.04879, published defaults" in printed
 
