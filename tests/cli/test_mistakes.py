@@ -80,10 +80,10 @@ MISTAKES: dict[str, str] = {
     "train --task nosuch.csv": "--task nosuch.csv: there is no such file",
     "train --task problem.csv": "--task problem.csv: there is no such file (did you mean 'problems.csv'?)",
     # chat messages as questions
-    "train --model some/model --task image.jsonl": "image.jsonl, row 1: the chat messages of 'messages': message 1 has a part of the "
-        "type 'image' in its content; only text is supported",
-    "train --model some/model --task roles.json": "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr' "
-        "(did you mean 'user'?)",
+    "train --model some/model --task image.jsonl": "image.jsonl, row 1: the chat messages of 'messages': "
+        "message 1 has a part of the type 'image' in its content; only text is supported",
+    "train --model some/model --task roles.json": "roles.json, row 1: the chat messages of 'prompt': "
+        "message 1 has the role 'usr' (did you mean 'user'?)",
     "train --model nosuch/folder/model": "nosuch/folder/model",
     "train --name a/b": "--name 'a/b' cannot be used",
     "train --name first": "--name first: runs/first exists already; try --name first-2",
