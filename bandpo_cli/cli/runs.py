@@ -69,7 +69,7 @@ def runs(
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """List runs: method, task, steps, status, last accuracy and entropy.
+    """List runs: method, task, steps, status, held-out and training accuracy, entropy.
 
     Held-out is the mean of mean@n over the evaluation sets at the last
     evaluation; training is the accuracy of the completions of the last step.
