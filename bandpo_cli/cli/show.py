@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
+from bandpo_cli.cli.options import RUNS, RunName, RunsDir, TableOrJson, check_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ _FIRST_METRICS = (
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name in --runs-dir, or its folder.")],
+    run: RunName,
     all_: Annotated[bool, typer.Option("--all", help="Every metric.")] = False,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,

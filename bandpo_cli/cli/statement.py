@@ -156,7 +156,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
             line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
     if steps:
         first, last = steps[0], steps[-1]
-        line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")
+        line("training", f"accuracy {first['train/accuracy']:.3f} → {last['train/accuracy']:.3f}")
     entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
     if entropies:
         line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token")
