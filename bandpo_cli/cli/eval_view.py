@@ -13,7 +13,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import PLAIN_LINES, Spinner, format_duration, plural, print_json, print_line
+from bandpo_cli.cli.console import (
+    PLAIN_LINES,
+    Spinner,
+    format_duration,
+    plural,
+    print_column,
+    print_json,
+    print_line,
+)
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
@@ -147,7 +155,7 @@ def print_files(console: Console, result: EvalResult) -> None:
         ("MLflow", result.mlflow),
     ):
         if text:
-            print_line(console, text, f"{heading:<9}")
+            print_column(console, text, heading, 9)
 
 
 def print_comparison(console: Console, result: ComparisonResult, show: int, style: str) -> None:
