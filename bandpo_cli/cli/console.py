@@ -52,6 +52,12 @@ def print_line(console: Console, line: str, heading: str = "", style: str = "bol
     console.print(text, highlight=False, soft_wrap=True)
 
 
+def print_column(console: Console, text: str, heading: str, width: int) -> None:
+    """Print the lines of `text` below each other after a heading of `width` characters."""
+    for index, line in enumerate(text.splitlines()):
+        print_line(console, line, f"{'' if index else heading:<{width}}")
+
+
 def print_warning(console: Console, line: str) -> None:
     """Print a line after the heading `warning:`."""
     print_line(console, line, "warning:", "yellow")

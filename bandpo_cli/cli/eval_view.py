@@ -19,6 +19,7 @@ from bandpo_cli.cli.console import (
     Spinner,
     format_duration,
     plural,
+    print_column,
     print_json,
     print_line,
 )
@@ -160,7 +161,7 @@ def print_files(console: Console, result: EvalResult) -> None:
         ("MLflow", result.mlflow),
     ):
         if text:
-            print_line(console, text, f"{heading:<9}")
+            print_column(console, text, heading, 9)
 
 
 def print_comparison(console: Console, result: ComparisonResult, show: int, style: str) -> None:

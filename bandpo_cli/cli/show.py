@@ -65,7 +65,8 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
     from bandpo_cli.cli.console import format_duration, print_line
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
-    from bandpo_cli.tracking.store import tracking_store, ui_command
+    from bandpo_cli.tracking.link import ui_text
+    from bandpo_cli.tracking.store import tracking_store
 
     run, config = found.overview, found.config
     progress = (
@@ -86,7 +87,8 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         ("plots", ", ".join(path.name for path in found.plots)),
     ]
     if config.tracking.mlflow:
-        rows.append(("MLflow", ui_command(tracking_store(config.tracking, run.path.absolute().parent).uri)))
+        store = tracking_store(config.tracking, run.path.absolute().parent)
+        rows.append(("MLflow", ui_text(run.path, store)))
     print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
     console.print()
     console.print(_metric_table(found, every_metric), highlight=False)

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import plural, print_line, print_warning
+from bandpo_cli.cli.console import plural, print_column, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
 from bandpo_cli.tasks.base import Task
-from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.tracking.link import ui_text
+from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import RunResult
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     seconds = sum(record["time/step"] for record in records)
 
     def line(heading: str, text: str) -> None:
-        print_line(console, text, f"{heading:<10}")
+        print_column(console, text, heading, 10)
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
     if evaluations:
@@ -163,5 +164,5 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     line("run folder", str(result.folder))
     line("plots", str(result.folder / "plots"))
     if config.tracking.mlflow:
-        line("MLflow", ui_command(tracking_store(config.tracking, result.folder.absolute().parent).uri))
-        line("", f"then Model training › {config.tracking.experiment} › {result.name} › Model metrics")
+        store = tracking_store(config.tracking, result.folder.absolute().parent)
+        line("MLflow", ui_text(result.folder, store))

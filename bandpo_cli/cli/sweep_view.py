@@ -12,7 +12,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import LiveDisplay, Spinner, format_duration, plural, print_line
+from bandpo_cli.cli.console import (
+    LiveDisplay,
+    Spinner,
+    format_duration,
+    plural,
+    print_column,
+    print_line,
+)
 from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
@@ -121,7 +128,7 @@ class SweepView(CallbackBase):
         took = f" in {duration}" if self._info.pending else ""
         self._console.print(f"{finished} finished{took}", highlight=False)
         if result.mlflow is not None:
-            print_line(self._console, result.mlflow, "MLflow")
+            print_column(self._console, result.mlflow, "MLflow", 6)
         for name, why in result.stopped.items():
             print_line(self._console, f"{name}: {why}", "stopped early", "yellow")
         for name, why in result.failures.items():
