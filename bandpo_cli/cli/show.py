@@ -62,7 +62,7 @@ def _as_json(found: RunDescription) -> dict[str, object]:
 
 
 def _print_description(console: Console, found: RunDescription, runs_dir: Path, every_metric: bool) -> None:
-    from bandpo_cli.cli.console import format_duration, print_line
+    from bandpo_cli.cli.console import format_duration, print_column, print_line
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
     from bandpo_cli.tracking.link import ui_text
@@ -86,10 +86,11 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         ("completions", _steps(found.sampled_steps)),
         ("plots", ", ".join(path.name for path in found.plots)),
     ]
+    print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
     if config.tracking.mlflow:
         store = tracking_store(config.tracking, run.path.absolute().parent)
-        rows.append(("MLflow", ui_text(run.path, store)))
-    print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
+        # Not a row of the table, which would break the address into lines that a terminal does not link.
+        print_column(console, ui_text(run.path, store), "MLflow", max(len(heading) for heading, _ in rows))
     console.print()
     console.print(_metric_table(found, every_metric), highlight=False)
     if run.status in ("FAILED", "KILLED"):
