@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import one_of, several_of
 from bandpo_cli.registries import DIVERGENCES, METHODS
 
 FORMATS = ("table", "json", "csv")
@@ -34,6 +35,7 @@ def bounds(
             metavar="NAME",
             help=f"{DIVERGENCES.names_text()}; repeatable.",
             show_default="kl",
+            autocompletion=several_of(DIVERGENCES),
         ),
     ] = None,
     delta: Annotated[
@@ -47,13 +49,19 @@ def bounds(
         typer.Option(
             metavar="METHODS",
             help=f"Add {METHODS.names_text(lambda method: not method.trust_region)}, separated by commas.",
+            autocompletion=several_of([name for name, method in METHODS.items() if not method.trust_region]),
         ),
     ] = None,
     max_ratio: Annotated[
         float | None,
         typer.Option(help="Cap the Bands' upper bounds, > 1.", show_default="no cap; training uses 10"),
     ] = None,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, json or csv.")] = "table",
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="table, json or csv.", autocompletion=one_of(FORMATS)
+        ),
+    ] = "table",
     plot: Annotated[
         Path | None,
         typer.Option(
