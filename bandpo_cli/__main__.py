@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
@@ -14,13 +16,21 @@ from bandpo_cli.sweeps.pool import exit_with_parent
 RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
 """Exit codes; 130 is 128 + SIGINT, as shells report a program stopped by Ctrl-C."""
 
+PROGRAM = "bandpo"
+"""The name in messages and in the scripts of shell completion, also for `python -m bandpo_cli`."""
+
+COMPLETION_VARIABLE = "_BANDPO_COMPLETE"
+"""The environment variable with which a shell asks for completions, as the script of --show-completion sets it."""
+
 
 def main() -> None:
     """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
+    if COMPLETION_VARIABLE in os.environ:
+        _complete()
     exit_with_parent()
     try:
         _check_utf8(sys.argv[1:])
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name=PROGRAM)
     except UserError as error:
         _fail(str(error), USER_ERROR)
     except RunError as error:
@@ -34,12 +44,22 @@ def main() -> None:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(USER_ERROR)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        command = getattr(getattr(error, "ctx", None), "command_path", "bandpo")
+        command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
         _fail(f"{message}{_setting_hint(error)} (see {command} --help)", USER_ERROR)
     except typer.Abort:
         print("stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complete() -> NoReturn:
+    """Print the completions of the command line that a shell has put into the environment, and exit.
+
+    An error prints nothing, because its text would appear within the line that the user types.
+    """
+    with suppress(Exception):
+        app(prog_name=PROGRAM)  # always raises SystemExit
+    sys.exit(RUN_ERROR)
 
 
 def _setting_hint(error: typer.TyperException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,16 @@ def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(params=["qwen2", "llama"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return random_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a SQLite file with MLflow's tables, for tests to copy: its migrations take seconds of processor time."""
+    from bandpo_cli.tracking.store import create_sqlite_store, sqlite_uri
+
+    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    create_sqlite_store(sqlite_uri(path))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from bandpo_cli.grading.answers import (
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.grading.numbers import read_number, read_unit
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tasks.fields import as_answer, as_level, as_question
+from bandpo_cli.tasks.fields import as_answer, as_level, read_question
 from bandpo_cli.tasks.questions import Question, bare_question
 from bandpo_cli.types import Problem
 
@@ -85,7 +85,7 @@ def calls(folder: Path) -> dict[str, Callable[[str], Any]]:
         "vote_expression": vote_expression,
         "vote_number": vote_number,
         "vote_countdown": vote_countdown,
-        "as_question": as_question,
+        "read_question": read_question,
         "as_answer": as_answer,
         "as_level": as_level,
         "Question.key": lambda text: Question("q", text, "5", "set", "math").key,

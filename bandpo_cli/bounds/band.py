@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from bandpo_cli.bounds.arrays import (
     blocks,
     cast,
     empty_like,
+    is_on_host,
     is_tensor,
     namespace,
     no_grad_no_warnings,
@@ -23,6 +25,13 @@ from bandpo_cli.bounds.arrays import (
 from bandpo_cli.bounds.divergences import Divergence, find_divergence
 from bandpo_cli.bounds.kl import MIN_TOKENS_FOR_TABLE
 from bandpo_cli.errors import ConfigError
+
+ROUNDING, ROUNDING_HALF = 1e-3, 1.0
+"""Largest log-probability above 0 that rounding explains, in float32 and float64, and in float16 and bfloat16.
+
+log_softmax gives none above 0. Where the logit of the token and the normalizer come from separate matrix products, 5e-5
+was measured in float32, 0.06 in float16 and 0.5 in bfloat16, with logits of about 100.
+"""
 
 
 def band_bounds(
@@ -43,21 +52,85 @@ def band_bounds(
         tokens has a separate method without that loss (`kl.kl_bounds_float32`).
 
     Raises:
-        ConfigError: the divergence is unknown, delta is not a finite number > 0, or max_ratio is not > 1.
+        ConfigError: the divergence is unknown, delta is not a finite number > 0, max_ratio is not a number > 1,
+            `old_logprobs` is not made of real numbers, or, where the host can read its values, a log-probability is
+            above 0 by more than rounding (`ROUNDING`), or all are, as probabilities are.
 
-    A log-probability above 0 counts as 0. For NaN the interval is [1, 1], which allows no change. −inf gives the limit
-    p → 0. The host reads no value from an accelerator and therefore never waits for one; tensors on devices without
-    float64 (mps) are computed on the CPU. No gradient is recorded.
+    A log-probability that is above 0 by rounding counts as 0. For NaN the interval is [1, 1], which allows no change.
+    −inf gives the limit p → 0. The host reads no value from an accelerator and therefore never waits for one: there,
+    every value above 0 counts as 0, without an error. Tensors on devices without float64 (mps) are computed on the
+    CPU. No gradient is recorded.
     """
-    found = find_divergence(divergence)
-    if not (delta > 0.0 and math.isfinite(delta)):
+    if not isinstance(divergence, str):
+        raise ConfigError(f"divergence must be a name or module:function, not {divergence!r}")
+    find_divergence(divergence)
+    radius = _as_float(delta)
+    if not (radius > 0.0 and math.isfinite(radius)):
         raise ConfigError(f"delta must be a finite number > 0, not {delta!r}")
-    if max_ratio is not None and not max_ratio > 1.0:
-        raise ConfigError(f"max_ratio must be > 1 or None, not {max_ratio!r}")
-    x = as_array(old_logprobs)
+    cap = None if max_ratio is None else _as_float(max_ratio)
+    if cap is not None and not cap > 1.0:
+        raise ConfigError(f"max_ratio must be a number > 1 or None, not {max_ratio!r}")
+    x = _as_real_array(old_logprobs)
+    if is_on_host(x):
+        _check_logprobs(x)
+    return logprob_bounds(x, divergence, radius, cap)
+
+
+def logprob_bounds(
+    old_logprobs: Array, divergence: str, delta: float, max_ratio: float | None
+) -> RatioBounds:
+    """Return the bounds of `band_bounds` for valid arguments; every log-probability above 0 counts as 0.
+
+    The trainer calls this function: its settings are checked when they are read, and the log-probs are its own.
+    """
+    found, x = find_divergence(divergence), as_array(old_logprobs)
     if is_tensor(x) and x.device.type == "mps":
-        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), found, float(delta), max_ratio)))
-    return _band(x, found, float(delta), max_ratio)
+        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), found, delta, max_ratio)))
+    return _band(x, found, delta, max_ratio)
+
+
+def _as_float(value: Any) -> float:
+    """Return a number as a float, NaN for anything else: texts and booleans too."""
+    if isinstance(value, (str, bytes, bool)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for several values
+        return math.nan
+
+
+def _as_real_array(value: Any) -> Array:
+    """Return a tensor itself, and numbers and lists as a numpy array.
+
+    Raises:
+        ConfigError: they are not real numbers.
+    """
+    try:
+        x = as_array(value)
+    except (TypeError, ValueError):  # lists of unequal lengths, or of tensors
+        raise ConfigError("old_logprobs must be an array of numbers, not lists of unequal lengths") from None
+    real = not (x.dtype.is_complex or x.dtype == namespace(x).bool) if is_tensor(x) else x.dtype.kind in "fiu"
+    if not real:
+        raise ConfigError(f"old_logprobs must be real numbers, not values of the type {x.dtype}")
+    return x
+
+
+def _check_logprobs(x: Array) -> None:
+    """Raise ConfigError for values above 0 that no rounding explains. NaN counts as neither above nor below 0."""
+    if not bool((x > ROUNDING).any()):  # one pass over the values in the usual case
+        return
+    values = to_float64(x)
+    largest = float(values[values > 0].max())
+    if not bool((values <= 0).any()):
+        raise ConfigError(
+            f"old_logprobs: all values are above 0 (the largest is {largest:.4g}), as probabilities are; pass "
+            "log-probabilities, log π_old(token)"
+        )
+    if largest > (ROUNDING_HALF if x.dtype.itemsize == 2 else ROUNDING):
+        raise ConfigError(
+            f"old_logprobs: a log-probability is at most 0, and the largest value is {largest:.4g}; are these "
+            "probabilities, or logits?"
+        )
 
 
 def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:

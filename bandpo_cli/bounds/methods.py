@@ -20,7 +20,7 @@ from bandpo_cli.bounds.arrays import (
     output_dtype,
     to_float64,
 )
-from bandpo_cli.bounds.band import band_bounds
+from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.config.methods import (
     BandSettings,
     ClipHigherSettings,
@@ -81,7 +81,7 @@ def band(config: BandSettings) -> BoundsFunction:
     """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
 
     def bounds(old_logprobs: Array) -> RatioBounds:
-        band = band_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
+        band = logprob_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
         if config.relax is None:
             return band
         xp = namespace(band.lower)
@@ -109,7 +109,7 @@ def dppo(config: DppoSettings) -> BoundsFunction:
     A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
     proportion.
     """
-    return lambda old_logprobs: band_bounds(old_logprobs, config.divergence, config.delta)
+    return lambda old_logprobs: logprob_bounds(old_logprobs, config.divergence, config.delta, None)
 
 
 def no_clip(config: NoClipSettings) -> BoundsFunction:

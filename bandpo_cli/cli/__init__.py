@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
@@ -19,18 +20,29 @@ from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
 
+COMPLETION_OPTIONS = ("install_completion", "show_completion")
+"""The names that Typer gives to the options that set up shell completion."""
+
+
+class _Root(TyperGroup):
+    """The command group `bandpo`. Its help lists the options of shell completion last."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return sorted(super().get_params(ctx), key=lambda each: each.name in COMPLETION_OPTIONS)
+
+
 app = typer.Typer(
     name="bandpo",
+    cls=_Root,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(context: typer.Context, asked: bool) -> None:
+    if asked and not context.resilient_parsing:  # resilient: a shell completes a later word
         print(f"bandpo {__version__}")
         raise typer.Exit
 

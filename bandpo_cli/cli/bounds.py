@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import one_of, several_of
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
 
 FORMATS = ("table", "json", "csv")
@@ -42,6 +43,7 @@ def bounds(
             metavar="NAME",
             help=f"{DIVERGENCES.names_text()}; repeatable.",
             show_default="kl",
+            autocompletion=several_of(DIVERGENCES),
         ),
     ] = None,
     delta: Annotated[
@@ -55,13 +57,19 @@ def bounds(
         typer.Option(
             metavar="METHODS",
             help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
+            autocompletion=several_of([each.name for each in METHODS.values() if _is_comparable(each)]),
         ),
     ] = None,
     max_ratio: Annotated[
         float | None,
         typer.Option(help="Cap the Bands' upper bounds, > 1.", show_default="no cap; training uses 10"),
     ] = None,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, json or csv.")] = "table",
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="table, json or csv.", autocompletion=one_of(FORMATS)
+        ),
+    ] = "table",
     plot: Annotated[
         Path | None,
         typer.Option(

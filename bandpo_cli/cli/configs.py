@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import complete_shipped_config
+
 configs_app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode="rich",
@@ -41,7 +43,14 @@ def configs(context: typer.Context) -> None:
 
 @configs_app.command()
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of the list, such as paper/base.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A name of the list, such as paper/base.",
+            autocompletion=complete_shipped_config,
+        ),
+    ],
 ) -> None:
     """Print a configuration file."""
     from bandpo_cli.config.files import shipped_configs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.status import Status
 from rich.text import Text
 
@@ -50,6 +52,12 @@ def print_line(console: Console, line: str, heading: str = "", style: str = "bol
     console.print(text, highlight=False, soft_wrap=True)
 
 
+def print_column(console: Console, text: str, heading: str, width: int) -> None:
+    """Print the lines of `text` below each other after a heading of `width` characters."""
+    for index, line in enumerate(text.splitlines()):
+        print_line(console, line, f"{'' if index else heading:<{width}}")
+
+
 def print_warning(console: Console, line: str) -> None:
     """Print a line after the heading `warning:`."""
     print_line(console, line, "warning:", "yellow")
@@ -88,3 +96,43 @@ class Spinner:
         if text is not None:
             self._status = self._console.status(Text(text))
             self._status.start()
+
+
+class LiveDisplay:
+    """Lines that stay in place on a terminal while they change, and end in their final state.
+
+    The cursor waits on an empty line below them. At Ctrl-C the terminal writes ^C at the cursor: at the end of a
+    full line that would begin a new line, and the next update would leave old lines above the new ones.
+    """
+
+    def __init__(
+        self, console: Console, render: Callable[[], RenderableType], transient: bool = False
+    ) -> None:
+        """Show nothing yet.
+
+        Args:
+            console: the terminal.
+            render: returns the current state; called for each update, four times per second.
+            transient: remove the lines at the end.
+        """
+        self._render, self._running = render, False
+        self._live = Live(
+            console=console, get_renderable=self._get_renderable, refresh_per_second=4, transient=transient
+        )
+
+    def start(self) -> None:
+        """Show the lines."""
+        self._running = True
+        self._live.start(refresh=True)
+
+    def update(self) -> None:
+        """Show the current state now."""
+        self._live.refresh()
+
+    def stop(self) -> None:
+        """Show the final state and leave it on the terminal; remove it if it is transient."""
+        self._running = False
+        self._live.stop()
+
+    def _get_renderable(self) -> RenderableType:
+        return Group(self._render(), "") if self._running else self._render()

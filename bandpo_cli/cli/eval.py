@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bandpo_cli.cli.completion import complete_task, folder_of
 from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
@@ -58,6 +59,7 @@ def evaluate(
             help="A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
             "folder or hub id.",
             show_default="the embedded model",
+            autocompletion=folder_of("run"),
         ),
     ] = None,
     task: Annotated[
@@ -67,6 +69,7 @@ def evaluate(
             callback=print_members,
             help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
             show_default="the run's own sets",
+            autocompletion=complete_task,
         ),
     ] = None,
     samples: Annotated[
@@ -130,7 +133,11 @@ def evaluate(
     format_: TableOrJson = "table",
     resume: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Resume an interrupted evaluation with its own settings."),
+        typer.Option(
+            metavar="NAME",
+            help="Resume an interrupted evaluation with its own settings.",
+            autocompletion=folder_of("evaluation"),
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -243,9 +250,17 @@ def _resume(console: Console, style: str, name: str, runs_dir: Path, tracking: L
 @eval_app.command()
 def compare(
     a: Annotated[
-        str, typer.Argument(metavar="A", help="An evaluation, or RUN or RUN@STEP as evaluated in training.")
+        str,
+        typer.Argument(
+            metavar="A",
+            help="An evaluation, or RUN or RUN@STEP as evaluated in training.",
+            autocompletion=folder_of("evaluation", "run"),
+        ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[
+        str,
+        typer.Argument(metavar="B", help="Another one.", autocompletion=folder_of("evaluation", "run")),
+    ],
     show: Annotated[
         int, typer.Option(metavar="N", min=0, help="Number of the most changed problems to list.")
     ] = 5,

@@ -13,7 +13,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import PLAIN_LINES, Spinner, format_duration, plural, print_json, print_line
+from bandpo_cli.cli.console import (
+    PLAIN_LINES,
+    LiveDisplay,
+    Spinner,
+    format_duration,
+    plural,
+    print_column,
+    print_json,
+    print_line,
+)
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
@@ -130,7 +139,7 @@ def print_request(console: Console, request: EvalRequest) -> None:
     total = sum(map(len, sets.values())) * settings.samples
     rows = [
         ("model", describe_model(config)),
-        ("tasks", _counts(sets)),
+        ("tasks", _counts(sets, "held-out problem")),
         (
             "samples",
             f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
@@ -152,7 +161,7 @@ def print_files(console: Console, result: EvalResult) -> None:
         ("MLflow", result.mlflow),
     ):
         if text:
-            print_line(console, text, f"{heading:<9}")
+            print_column(console, text, heading, 9)
 
 
 def print_comparison(console: Console, result: ComparisonResult, show: int, style: str) -> None:
@@ -213,17 +222,17 @@ class _Bar:
             BarColumn(bar_width=None),
             TextColumn("{task.fields[words]}", markup=False),
             console=console,
-            transient=True,
         )
+        self._display = LiveDisplay(console, self._progress.get_renderable)
         self._task = self._progress.add_task(
             "evaluating", total=rate.total, completed=rate.done, words=rate.words()
         )
 
     def start(self) -> None:
-        self._progress.start()
+        self._display.start()
 
     def stop(self) -> None:
-        self._progress.stop()
+        self._display.stop()
 
     def advance(self, label: str, completions: int) -> None:
         self._rate.done += completions
@@ -321,8 +330,8 @@ def _n(scores: Scores) -> str:
     return str(scores.fewest) if scores.fewest == scores.most else f"{scores.fewest} to {scores.most}"
 
 
-def _counts(problems: Mapping[str, Sized]) -> str:
-    return ", ".join(f"{label} ({plural(len(each), 'problem')})" for label, each in problems.items())
+def _counts(problems: Mapping[str, Sized], noun: str = "problem") -> str:
+    return ", ".join(f"{label} ({plural(len(each), noun)})" for label, each in problems.items())
 
 
 def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bandpo_cli.cli.completion import complete_config, folder_of, one_of
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.registries import ENGINES, GRADERS, split_member
 
@@ -20,6 +21,7 @@ ConfigFiles = Annotated[
         "-c",
         metavar="FILE",
         help="YAML file of settings, or a name of `bandpo configs`; repeatable, later files win.",
+        autocompletion=complete_config,
     ),
 ]
 Assignments = Annotated[
@@ -27,11 +29,22 @@ Assignments = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
 ]
 SamplerName = Annotated[
-    str | None, typer.Option(metavar="ENGINE", help=f"auto, {ENGINES.names_text()}.", show_default="auto")
+    str | None,
+    typer.Option(
+        metavar="ENGINE",
+        help=f"auto, {ENGINES.names_text()}.",
+        show_default="auto",
+        autocompletion=one_of(["auto", *ENGINES]),
+    ),
 ]
 GraderName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help=f"Grader: {GRADERS.names_text()}.", show_default="the one of the data"),
+    typer.Option(
+        metavar="NAME",
+        help=f"Grader: {GRADERS.names_text()}.",
+        show_default="the one of the data",
+        autocompletion=one_of(GRADERS),
+    ),
 ]
 RunsDir = Annotated[
     Path,
@@ -49,7 +62,18 @@ Mlflow = Annotated[
     bool | None,
     typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
 ]
-TableOrJson = Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")]
+TableOrJson = Annotated[
+    str,
+    typer.Option(
+        "--format", metavar="FORMAT", help="table or json.", autocompletion=one_of(("table", "json"))
+    ),
+]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Its name in --runs-dir, or its folder.", autocompletion=folder_of("run")
+    ),
+]
 
 
 def single(flag: str, kind: type = str) -> Callable[[str], Any]:
@@ -74,8 +98,10 @@ def single(flag: str, kind: type = str) -> Callable[[str], Any]:
     return parse
 
 
-def print_members(tasks: list[str] | None) -> list[str] | None:
+def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
     """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
+    if context.resilient_parsing:  # a shell completes a later word
+        return tasks
     for task, member in filter(None, map(split_member, tasks or [])):
         if member == "list":
             from bandpo_cli.config.task import describe_members

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir, check_choice
+from bandpo_cli.cli.options import RUNS, RunName, RunsDir, check_choice
 from bandpo_cli.errors import UserError
 
 FORMATS = ("png", "pdf", "svg")
 
 
 def plot(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name in --runs-dir, or its folder.")],
+    run: RunName,
     format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="png, pdf or svg.")] = "png",
     out: Annotated[
         Path | None,

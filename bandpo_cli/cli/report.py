@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
 
 FORMATS = ("table", "json")
@@ -15,7 +16,11 @@ FORMATS = ("table", "json")
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH", help="A sweep's folder; or run folders, or a folder of runs."),
+        typer.Argument(
+            metavar="PATH",
+            help="A sweep's folder; or run folders, or a folder of runs.",
+            autocompletion=folder_of("sweep", "run"),
+        ),
     ],
     baseline: Annotated[
         str | None,

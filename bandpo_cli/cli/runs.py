@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
+from bandpo_cli.registries import DATASETS, METHODS, generated_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,24 +28,48 @@ def runs(
     patterns: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PATTERN...", help="Names, with * and ?; a sweep stands for its runs.", show_default="all"
+            metavar="PATTERN...",
+            help="Names, with * and ?; a sweep stands for its runs.",
+            show_default="all",
+            autocompletion=folder_of("run", "sweep"),
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="METHOD", help="Only runs of this method: clip, band, band-kl.")
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Only runs of this method: clip, band, band-kl.",
+            autocompletion=one_of(METHODS),
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="Only runs of this task.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK",
+            help="Only runs of this task.",
+            autocompletion=one_of([*generated_tasks(), *DATASETS]),
+        ),
+    ] = None,
     status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help=f"Only runs that are {', '.join(STATUSES)}.")
+        str | None,
+        typer.Option(
+            metavar="STATUS",
+            help=f"Only runs that are {', '.join(STATUSES)}.",
+            autocompletion=one_of(STATUSES),
+        ),
     ] = None,
     sort: Annotated[
         str,
-        typer.Option(metavar="KEY", help="time, name, heldout, accuracy, entropy or step."),
+        typer.Option(
+            metavar="KEY",
+            help="time, name, heldout, accuracy, entropy or step.",
+            autocompletion=one_of(("time", "name", "heldout", "accuracy", "entropy", "step")),
+        ),
     ] = "time",
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """List runs: method, task, steps, status, last accuracy and entropy.
+    """List runs: method, task, steps, status, held-out and training accuracy, entropy.
 
     Held-out is the mean of mean@n over the evaluation sets at the last
     evaluation; training is the accuracy of the completions of the last step.

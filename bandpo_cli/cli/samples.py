@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.options import RUNS, RunsDir, check_choice
 from bandpo_cli.errors import UserError
 
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 def samples(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run or an evaluation: its name in --runs-dir, or its folder."),
+        typer.Argument(
+            metavar="RUN",
+            help="A run or an evaluation: its name in --runs-dir, or its folder.",
+            autocompletion=folder_of("run", "evaluation"),
+        ),
     ],
     step: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Step of the run.", show_default="the last one")
@@ -32,7 +37,12 @@ def samples(
         str | None, typer.Option(metavar="ID", help="Only completions of this problem.")
     ] = None,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="The most to print; 0 for all.")] = 8,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="text or jsonl.")] = "text",
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="text or jsonl.", autocompletion=one_of(("text", "jsonl"))
+        ),
+    ] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Print completions: the prompt, the text, the reference answer, the verdict.

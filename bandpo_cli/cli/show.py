@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
+from bandpo_cli.cli.options import RUNS, RunName, RunsDir, TableOrJson, check_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ _FIRST_METRICS = (
 
 
 def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its name in --runs-dir, or its folder.")],
+    run: RunName,
     all_: Annotated[bool, typer.Option("--all", help="Every metric.")] = False,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
@@ -63,10 +63,11 @@ def _as_json(found: RunDescription) -> dict[str, object]:
 
 
 def _print_description(console: Console, found: RunDescription, runs_dir: Path, every_metric: bool) -> None:
-    from bandpo_cli.cli.console import format_duration, print_line
+    from bandpo_cli.cli.console import format_duration, print_column, print_line
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
-    from bandpo_cli.tracking.store import tracking_store, ui_command
+    from bandpo_cli.tracking.link import ui_text
+    from bandpo_cli.tracking.store import tracking_store
 
     run, config = found.overview, found.config
     progress = (
@@ -86,9 +87,11 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         ("completions", _steps(found.sampled_steps)),
         ("plots", ", ".join(path.name for path in found.plots)),
     ]
-    if config.tracking.mlflow:
-        rows.append(("MLflow", ui_command(tracking_store(config.tracking, run.path.absolute().parent).uri)))
     print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
+    if config.tracking.mlflow:
+        store = tracking_store(config.tracking, run.path.absolute().parent)
+        # Not a row of the table, which would break the address into lines that a terminal does not link.
+        print_column(console, ui_text(run.path, store), "MLflow", max(len(heading) for heading, _ in rows))
     console.print()
     console.print(_metric_table(found, every_metric), highlight=False)
     if run.status in ("FAILED", "KILLED"):

@@ -13,7 +13,8 @@ from typing import Any
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.types import CallbackBase
 
-_DEFERRED = b"stopping: the step is finished and a checkpoint written first; once more to drop the step\n"
+STOPPING = "stopping: the step is finished and a checkpoint written first; once more to drop the step"
+"""What a first signal asks for."""
 
 
 class StopSignals(CallbackBase):
@@ -23,9 +24,14 @@ class StopSignals(CallbackBase):
     first SIGTERM only set `requested`: a cluster sends SIGTERM to all processes of a job, and a sweep among them sends
     its runs SIGINT, which together ask for one thing. Outside the main thread, where Python allows no handlers, nothing
     is installed.
+
+    Attributes:
+        silent: write nothing to the terminal, because a live display shows the request. Lines that do not come from the
+            display move its lines.
     """
 
     def __init__(self) -> None:
+        self.silent = False
         self._received: list[int] = []
         self._deferring = False
         self._before: dict[int, Any] = {}
@@ -70,11 +76,16 @@ class StopSignals(CallbackBase):
         repeated = number in self._received
         self._received.append(number)
         if self._deferring and not repeated:
-            # Not print: this signal may have interrupted one, and its buffer is locked.
-            os.write(2, _DEFERRED)
+            self._write(STOPPING)
             return
-        os.write(2, b"stopped\n")
+        self._write("stopped")
         raise SignalExit(number)
+
+    def _write(self, line: str) -> None:
+        if not self.silent:
+            os.write(
+                2, f"{line}\n".encode()
+            )  # not print: this signal may have interrupted one, and its buffer is locked
 
 
 @contextmanager

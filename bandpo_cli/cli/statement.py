@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import plural, print_line, print_warning
+from bandpo_cli.cli.console import plural, print_column, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
 from bandpo_cli.tasks.base import Task
-from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.tracking.link import ui_text
+from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import RunResult
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     seconds = sum(record["time/step"] for record in records)
 
     def line(heading: str, text: str) -> None:
-        print_line(console, text, f"{heading:<10}")
+        print_column(console, text, heading, 10)
 
     line("done", f"{len(steps)} steps in {seconds:.0f} s")
     if evaluations:
@@ -156,12 +157,12 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
             line(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}")
     if steps:
         first, last = steps[0], steps[-1]
-        line("accuracy", f"{first['train/accuracy']:.3f} → {last['train/accuracy']:.3f} on training problems")
+        line("training", f"accuracy {first['train/accuracy']:.3f} → {last['train/accuracy']:.3f}")
     entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
     if entropies:
         line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token")
     line("run folder", str(result.folder))
     line("plots", str(result.folder / "plots"))
     if config.tracking.mlflow:
-        line("MLflow", ui_command(tracking_store(config.tracking, result.folder.absolute().parent).uri))
-        line("", f"then Model training › {config.tracking.experiment} › {result.name} › Model metrics")
+        store = tracking_store(config.tracking, result.folder.absolute().parent)
+        line("MLflow", ui_text(result.folder, store))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import complete_task, folder_of, one_of, several_of
 from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
@@ -35,13 +36,19 @@ def sweep(
         typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(metavar="M,M", help=f"Policy losses: {METHODS.names_text()}.")
+        str | None,
+        typer.Option(
+            metavar="M,M",
+            help=f"Policy losses: {METHODS.names_text()}.",
+            autocompletion=several_of(METHODS),
+        ),
     ] = None,
     divergence: Annotated[
         str | None,
         typer.Option(
             metavar="D,D",
             help=f"Trust regions of {METHODS.names_text(lambda each: each.trust_region)}: {DIVERGENCES.names_text()}.",
+            autocompletion=several_of(DIVERGENCES),
         ),
     ] = None,
     delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
@@ -49,7 +56,10 @@ def sweep(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|FILE", callback=print_members, help="Training task, the same for all runs."
+            metavar="NAME|FILE",
+            callback=print_members,
+            help="Training task, the same for all runs.",
+            autocompletion=complete_task,
         ),
     ] = None,
     lr: Annotated[str | None, typer.Option(metavar="R,R", help="Peak learning rates.")] = None,
@@ -72,6 +82,7 @@ def sweep(
         typer.Option(
             metavar="RUN",
             help="For --delta match:clip: the run whose recorded tokens both are to clip equally.",
+            autocompletion=folder_of("run"),
         ),
     ] = None,
     baseline: Annotated[
@@ -89,7 +100,11 @@ def sweep(
         ),
     ] = None,
     executor: Annotated[
-        str, typer.Option(help="Where runs are executed: local, or ray for a cluster (the extra 'ray').")
+        str,
+        typer.Option(
+            help="Where runs are executed: local, or ray for a cluster (the extra 'ray').",
+            autocompletion=one_of(("local", "ray")),
+        ),
     ] = "local",
     ray_address: Annotated[
         str | None,
@@ -110,7 +125,11 @@ def sweep(
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="SWEEP", help="Resume a sweep: runs that are not finished are executed again."),
+        typer.Option(
+            metavar="SWEEP",
+            help="Resume a sweep: runs that are not finished are executed again.",
+            autocompletion=folder_of("sweep"),
+        ),
     ] = None,
 ) -> None:
     """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.

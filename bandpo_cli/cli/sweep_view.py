@@ -8,12 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import Spinner, format_duration, plural, print_line
+from bandpo_cli.cli.console import (
+    LiveDisplay,
+    Spinner,
+    format_duration,
+    plural,
+    print_column,
+    print_line,
+)
 from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
@@ -21,7 +27,6 @@ from bandpo_cli.reports.sweep.arms import Metric, Report
 from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun
-from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.types import CallbackBase
 
 LINES_EVERY_S = 60.0
@@ -44,7 +49,6 @@ class SweepView(CallbackBase):
     def __init__(self, console: Console, runs_dir: Path) -> None:
         self._console, self._runs_dir = console, runs_dir
         self._info: SweepInfo | None = None
-        self._states: dict[str, RunState] = {}
         self._table: _LiveTable | _PlainLines | None = None
         self._spinner = Spinner(self._console)
         self._start = time.perf_counter()
@@ -92,14 +96,12 @@ class SweepView(CallbackBase):
             self._table = view(self._console, self._info.runs, self._info.slots)
             self._table.start()
         if name == "report":
-            if self._stop_table() and self._info is not None:
-                self._console.print(arms_table(self._info.runs, self._states))
+            self._stop_table()
             self._console.print()
         self._spinner.show(SPINNERS.get(name))
 
     def step(self, report: States) -> None:
         """Show the states of the runs."""
-        self._states.update(report)
         if self._table is not None:
             self._table.show(report)
 
@@ -126,23 +128,21 @@ class SweepView(CallbackBase):
         took = f" in {duration}" if self._info.pending else ""
         self._console.print(f"{finished} finished{took}", highlight=False)
         if result.mlflow is not None:
-            print_line(self._console, result.mlflow, "MLflow")
+            print_column(self._console, result.mlflow, "MLflow", 6)
         for name, why in result.stopped.items():
             print_line(self._console, f"{name}: {why}", "stopped early", "yellow")
         for name, why in result.failures.items():
             print_line(self._console, f"{name}: {why}", "failed", "red")
 
     def close(self) -> None:
-        """Remove the spinner and the live table."""
+        """Remove the spinner, and leave the table in its final state."""
         self._spinner.show(None)
         self._stop_table()
 
-    def _stop_table(self) -> bool:
-        """Remove the live table; return whether there was one."""
+    def _stop_table(self) -> None:
         table, self._table = self._table, None
         if table is not None:
             table.stop()
-        return table is not None
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
@@ -166,9 +166,15 @@ def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
 
 
 def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far."""
+    """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far.
+
+    The accuracy is the held-out one; where the runs evaluate nothing, it is that of the last training step.
+    """
+    known = [state for state in states.values() if state.accuracy is not None]
+    held_out = not known or any(state.evaluations for state in known)
+    accuracy = "held-out accuracy" if held_out else "training accuracy"
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("arm", "finished", "running at step", "accuracy", "entropy", "left"):
+    for heading in ("arm", "finished", "running at step", accuracy, "entropy", "left"):
         table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
     for arm, members in by_arm(runs).items():
         arm_states = [states[run.name] for run in members]
@@ -183,7 +189,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
             Text(arm),
             Text.assemble(f"{finished}/{len(arm_states)}", *ended),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _mean([state.accuracy for state in arm_states]),
+            _mean([state.accuracy for state in arm_states if state.evaluations or not held_out]),
             _mean([state.entropy for state in arm_states]),
             _max_duration([state.seconds_left for state in running]),
         )
@@ -233,18 +239,19 @@ class _LiveTable:
 
     def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
         self._runs, self._jobs = runs, jobs
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._table: RenderableType = ""
+        self._display = LiveDisplay(console, lambda: self._table)
 
     def start(self) -> None:
-        self._live.start()
+        self._display.start()
 
     def stop(self) -> None:
-        self._live.stop()
+        self._display.stop()
 
     def show(self, states: States) -> None:
         table = arms_table(self._runs, states)
         table.title, table.title_justify = _progress(states, self._jobs), "left"
-        self._live.update(table, refresh=True)
+        self._table = table
 
 
 class _PlainLines:

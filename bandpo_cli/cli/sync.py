@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import RUNS, RunsDir
 from bandpo_cli.types import CallbackBase
 
@@ -25,7 +26,11 @@ log = logging.getLogger("bandpo_cli")
 def sync(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN...", help="Runs, by name or folder; a sweep stands for all of its runs."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Runs, by name or folder; a sweep stands for all of its runs.",
+            autocompletion=folder_of("run", "sweep"),
+        ),
     ] = None,
     all_: Annotated[
         bool, typer.Option("--all", help="Every run of --runs-dir, those of sweeps too.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bandpo_cli.cli.completion import complete_task, folder_of, one_of
 from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
@@ -41,6 +42,7 @@ def train(
             parser=single("--method"),
             help=f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.",
             show_default="band",
+            autocompletion=one_of(METHODS),
         ),
     ] = None,
     divergence: Annotated[
@@ -50,6 +52,7 @@ def train(
             parser=single("--divergence"),
             help=f"Trust region of {METHODS.names_text(lambda each: each.trust_region)}: {DIVERGENCES.names_text()}.",
             show_default="kl",
+            autocompletion=one_of(DIVERGENCES),
         ),
     ] = None,
     delta: Annotated[
@@ -72,6 +75,7 @@ def train(
             help=f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and "
             "answers.",
             show_default="countdown",
+            autocompletion=complete_task,
         ),
     ] = None,
     grader: GraderName = None,
@@ -102,7 +106,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="Resume a run that ended early: its name in --runs-dir, or its folder."
+            metavar="RUN",
+            help="Resume a run that ended early: its name in --runs-dir, or its folder.",
+            autocompletion=folder_of("run"),
         ),
     ] = None,
     set_: Assignments = None,

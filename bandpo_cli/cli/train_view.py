@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -22,8 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import PLAIN_LINES, Spinner, print_line
-from bandpo_cli.cli.signals import StopSignals
+from bandpo_cli.cli.console import PLAIN_LINES, LiveDisplay, Spinner, print_line
+from bandpo_cli.cli.signals import STOPPING, StopSignals
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.types import CallbackBase, Rollout, RunInfo, RunResult, StepReport
@@ -61,7 +61,8 @@ class TrainView(CallbackBase):
         for note in info.notes:
             print_line(self._console, note, "note:", "yellow")
         print_line(self._console, str(info.folder), "run folder")
-        self._panel = make_panel(self._console, info.steps)
+        self._panel = make_panel(self._console, info.steps, self._signals)
+        self._panel.restore(RunFolder(info.folder).read_metrics())  # of the steps before a resume
         self._panel.start()
 
     def phase(self, name: str) -> None:
@@ -100,9 +101,9 @@ class TrainView(CallbackBase):
             self._panel.stop()
 
 
-def make_panel(console: Console, steps: int) -> LivePanel | PlainLines:
+def make_panel(console: Console, steps: int, signals: StopSignals | None = None) -> LivePanel | PlainLines:
     """Return the live panel on a terminal, plain lines elsewhere."""
-    return LivePanel(console, steps) if console.is_terminal else PlainLines(console, steps)
+    return LivePanel(console, steps, signals) if console.is_terminal else PlainLines(console, steps)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -119,7 +120,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     )
 
 
-def eval_metrics_text(record: dict[str, float]) -> str:
+def eval_metrics_text(record: Mapping[str, float]) -> str:
     """Return an evaluation's metrics in one line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
 
     With several evaluation sets, each one's metrics follow its label.
@@ -135,7 +136,7 @@ def eval_metrics_text(record: dict[str, float]) -> str:
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
 
 
-def ungraded_text(record: dict[str, float]) -> str:
+def ungraded_text(record: Mapping[str, float]) -> str:
     """Return the shares of completions without a verdict, empty when they are below the thresholds.
 
     Unreadable answers are the model's mistake, and common until it has learned the form of an answer.
@@ -160,6 +161,9 @@ class PlainLines:
         self._stride = max(1, steps // PLAIN_LINES)
         self._start = time.perf_counter()
 
+    def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: the log file of the earlier steps has them."""
+
     def start(self) -> None:
         """Do nothing."""
 
@@ -178,7 +182,7 @@ class PlainLines:
         if report.step:
             clipped = record.get("clip/active_fraction", math.nan)
             parts.append(
-                f"accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+                f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
                 f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             )
         if skipped := record.get("optim/skipped_updates"):
@@ -193,13 +197,14 @@ class PlainLines:
 class LivePanel:
     """One panel that stays in place: progress, time left, the curves so far and the latest completion."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, console: Console, steps: int, signals: StopSignals | None = None) -> None:
+        self._steps, self._signals = steps, signals
         self._history: dict[str, list[float]] = {}
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
         self._missing = ""
         self._skipped = 0
+        self._running = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -211,19 +216,36 @@ class LivePanel:
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task("train", total=steps, phase="")
-        self._live = Live(self._render(), console=console, refresh_per_second=4)
+        self._task = self._progress.add_task("train", total=steps, phase="", start=False)
+        self._grid = self._metric_grid()
+        self._display = LiveDisplay(console, self._render)
+
+    def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Show the metrics of earlier steps, from metrics.jsonl. The time left counts from the steps after them."""
+        for record in records:
+            self._add(int(record["step"]), record)
+        if records:
+            self._progress.reset(
+                self._task, total=self._steps, completed=int(records[-1]["step"]), start=False
+            )
+        self._grid = self._metric_grid()
 
     def start(self) -> None:
-        """Show the panel."""
-        self._live.start()
+        """Show the panel. It also shows the request to stop, in place of the signal handlers."""
+        self._running = True
+        self._progress.start_task(self._task)
+        if self._signals is not None:
+            self._signals.silent = True
+        self._display.start()
 
     def stop(self) -> None:
         """Show the last state and leave it on the terminal."""
         self._progress.update(self._task, phase="")
         self._progress.stop_task(self._task)
-        self._live.update(self._render(), refresh=True)
-        self._live.stop()
+        self._running = False
+        self._display.stop()
+        if self._signals is not None:
+            self._signals.silent = False
 
     def phase(self, name: str) -> None:
         """Show the phase beside the bar: a step of a large model takes minutes."""
@@ -231,22 +253,35 @@ class LivePanel:
 
     def show(self, report: StepReport) -> None:
         """Update the panel with a step."""
-        for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
-            if math.isfinite(report.record.get(key, math.nan)):
-                self._history.setdefault(key, []).append(report.record[key])
-        if held_out := eval_metrics_text(report.record):
-            self._held_out.append((report.step, held_out))
+        self._add(report.step, report.record)
         if report.sample is not None:
             self._sample = _sample_text(report.sample)
-        self._missing = ungraded_text(report.record)
-        self._skipped += int(report.record.get("optim/skipped_updates", 0))
         self._progress.update(self._task, completed=report.step)
-        self._live.update(self._render())
+        self._grid = self._metric_grid()
+
+    def _add(self, step: int, record: Mapping[str, Any]) -> None:
+        """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
+        for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
+            value = record.get(key)
+            if value is not None and math.isfinite(value):
+                self._history.setdefault(key, []).append(value)
+        known = {key: value for key, value in record.items() if value is not None}
+        if held_out := eval_metrics_text(known):
+            self._held_out.append((step, held_out))
+        self._missing = ungraded_text(known)
+        self._skipped += int(known.get("optim/skipped_updates", 0))
 
     def _render(self) -> Panel:
+        """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
+        lines: list[RenderableType] = [self._progress, self._grid]
+        if self._running and self._signals is not None and self._signals.requested:
+            lines.append(Text(STOPPING, style="yellow"))
+        return Panel(Group(*lines), title="bandpo train", title_align="left")
+
+    def _metric_grid(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         for key, label, form in (
-            ("train/accuracy", "accuracy", "{:.3f}"),
+            ("train/accuracy", "training accuracy", "{:.3f}"),
             ("train/entropy", "entropy", "{:.3f} nats"),
             ("clip/active_fraction", "clipped tokens", "{:.2%}"),
         ):
@@ -261,7 +296,7 @@ class LivePanel:
         for heading, (step, metrics) in _first_and_last(self._held_out):
             grid.add_row(heading, f"step {step}", Text(metrics))
         grid.add_row("a sample", "", self._sample)
-        return Panel(Group(self._progress, grid), title="bandpo train", title_align="left")
+        return grid
 
 
 def _first_and_last(held_out: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:

@@ -29,7 +29,8 @@ class Fields(Section):
     question: str | None = None
     """The question as text, or the complete prompt as chat messages."""
     answer: str | None = None
-    """The reference answer; the final answer of a worked solution (`#### 18`, a last \\boxed{}) is extracted."""
+    """The reference answer; the final answer of a worked solution (`#### 18`, a last \\boxed{}) is extracted. The name
+    of the field with the chat messages stands for the assistant message at their end."""
     level: str | None = None
     """The difficulty of the problem, for `levels`."""
     id: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from bandpo_cli.config.yaml_loader import read_yaml
+from bandpo_cli.config.yaml_loader import MERGE_TAG, read_yaml
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, read_text
 
@@ -44,11 +44,15 @@ class FileLayer(dict[str, Any]):
 
 
 def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]]:
-    """Yield line and value of the entry `key` of a mapping."""
+    """Yield line and value of the entry `key` of a mapping, then those of the mappings that it merges (`<<`)."""
     if isinstance(node, yaml.MappingNode):
         for key_node, value in node.value:
             if key_node.value == key:
                 yield key_node.start_mark.line + 1, value
+        for key_node, value in node.value:
+            if key_node.tag == MERGE_TAG:
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    yield from _entries(merged, key)
 
 
 def shipped_configs() -> dict[str, Path]:

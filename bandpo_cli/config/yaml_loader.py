@@ -13,6 +13,9 @@ from bandpo_cli.paths import read_text
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
 """Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
 
+MERGE_TAG = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
+
 
 def read_yaml(path: Path, where: str) -> Any:
     """Return the value in a file, as `parse_yaml` does. Raise ConfigError, which begins with `where`."""
@@ -39,7 +42,10 @@ def parse_yaml(text: str, where: str) -> Any:
 class _StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader with limits; a duplicate key is an error, where PyYAML silently takes the last one."""
 
-    _composed = 0
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._composed = 0
+        self._flattened: set[int] = set()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._composed += 1
@@ -57,15 +63,27 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if not isinstance(node, yaml.MappingNode):  # `!!map 5`
             raise _yaml_error("expected `key: value` lines", node)
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the entries of merge keys (`<<: *defaults`) before those of the mapping itself, which win.
+
+        Duplicate keys are searched for in the mapping as it is written, therefore before the first merge.
+        """
+        if id(node) not in self._flattened:
+            self._flattened.add(id(node))
+            self._check_keys(node)
+            super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = "<<" if key_node.tag == MERGE_TAG else self.construct_object(key_node, deep=True)
             if key is not None and not isinstance(key, (str, int, float)):
                 raise _yaml_error("a key must be a plain name", key_node)
             if key in seen:
                 raise _yaml_error(f"'{key}' is given twice", key_node)
             seen.add(key)
-        return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         """Construct a number. YAML has base-60 numbers, and long ones take hours to convert."""

@@ -28,8 +28,9 @@ from bandpo_cli.storage.environment import describe_environment, redact_credenti
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
+from bandpo_cli.tracking.link import ui_text
 from bandpo_cli.tracking.names import run_tags
-from bandpo_cli.tracking.store import short_error, tracking_store, ui_command
+from bandpo_cli.tracking.store import short_error, tracking_store
 from bandpo_cli.types import GRADER_ERROR, Callback
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class EvalResult:
         folder: the evaluation's folder.
         record: the contents of eval.json.
         scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
-        mlflow: the command or address that shows the metrics in MLflow; None where it does not have them, and in
+        mlflow: what shows the metrics in MLflow: the address of the run, for a file or a database after the command
+            that starts MLflow's pages on a line of its own; None where MLflow does not have them, and in
             `Callback.end`, which comes before they are sent.
         error: the exception that ended the evaluation early.
     """
@@ -337,7 +339,7 @@ def _send_to_mlflow(
         uri = redact_credentials(store.uri)
         log.warning("MLflow at %s did not accept the metrics (%s)", uri, short_error(error))
         return None
-    return f"{redact_credentials(ui_command(store.uri))}  (run {place})"
+    return f"{ui_text(place, store)}  (run {place.name})"
 
 
 def _record_head(request: EvalRequest, folder: EvalFolder, status: str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs, seconds_from_t
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import RunState, run_sweep
-from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.tracking.link import ui_text
+from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import Callback
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class SweepResult:
         stopped: why a run was stopped early, by name.
         report: the report over all finished runs; None where there is nothing to report on.
         report_error: why there is no report.
-        mlflow: the command or address that shows the runs in MLflow; None without MLflow.
+        mlflow: what shows the sweep in MLflow: the address of its run, for a file or a database after the command that
+            starts MLflow's pages on a line of its own; None without MLflow.
         error: the exception that ended the sweep early, KeyboardInterrupt for example.
     """
 
@@ -231,9 +233,10 @@ def _run_pending(
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
-                    report, report_error, parent.leaderboard = _report(folder, events)
+                    parent.report, report_error = _report(folder, events)
+                    report = parent.report
             else:
-                report, report_error, _ = _report(folder, events)
+                report, report_error = _report(folder, events)
         except BaseException as raised:
             error = raised
             raise
@@ -247,7 +250,7 @@ def _run_pending(
                 folder.stopped(),
                 report,
                 report_error,
-                None if store is None else ui_command(store.uri),
+                None if store is None else ui_text(folder.path, store),
                 error,
             )
             events.end(result)
@@ -256,18 +259,17 @@ def _run_pending(
 
 def _report(
     folder: SweepFolder, events: Dispatcher[SweepInfo, States, SweepResult]
-) -> tuple[Report | None, str | None, dict[str, float]]:
-    """Write the report over the finished runs; return it, or why there is none, and its leaderboard."""
+) -> tuple[Report | None, str | None]:
+    """Write the report over the finished runs; return it, or why there is none."""
     from bandpo_cli.reports.sweep import read_sweep, write_report
-    from bandpo_cli.reports.sweep.tables import leaderboard_metrics
 
     title, baseline, runs = read_sweep(folder.path)
     events.phase("report")
     try:
         report = write_report(runs, title, baseline, folder.path / "report")
     except UserError as error:
-        return None, str(error), {}
-    return report, None, leaderboard_metrics(report)
+        return None, str(error)
+    return report, None
 
 
 def _local_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.tracking.link import run_url
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, short_error
+from bandpo_cli.tracking.store import Store, is_server, short_error
 
 if TYPE_CHECKING:
+    from bandpo_cli.reports.sweep.arms import Report
     from bandpo_cli.tracking.mirror import MlflowMirror
 
 log = logging.getLogger("bandpo_cli")
+
+NOTE_HEADING = (
+    "Means over seeds and 95% intervals of the finished runs; more in the artifact `report/report.html`."
+)
+"""The first line of the description of a sweep's MLflow run; a description with another one is the user's."""
 
 
 @dataclass
@@ -25,11 +32,20 @@ class SweepRunAtMlflow:
 
     Attributes:
         run_id: the parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
-        leaderboard: metrics of the arms, sent at the end.
+        report: the report over the sweep's runs, whose leaderboard is sent at the end.
     """
 
     run_id: str | None
-    leaderboard: Mapping[str, float] = field(default_factory=dict)
+    report: Report | None = None
+
+
+def leaderboard_metrics(report: Report) -> dict[str, float]:
+    """Return the means of the leaderboard as metrics: `sweep/<arm>/<column of leaderboard.csv>`."""
+    return {
+        f"sweep/{arm.name}/{key}": estimate.mean
+        for arm in report.arms
+        for key, estimate in arm.figures.items()
+    }
 
 
 @contextmanager
@@ -46,7 +62,7 @@ def sweep_mlflow_run(folder: SweepFolder, store: Store | None) -> Iterator[Sweep
         raise
     finally:
         if mirror is not None:
-            _close(mirror, folder, status, parent.leaderboard)
+            _close(mirror, folder, status, parent.report)
 
 
 def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
@@ -62,6 +78,8 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
             store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
         )
         mirror.reopen()
+        if is_server(store.uri):
+            log.info("MLflow: %s", run_url(folder.path, store))
         return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
         log.warning(
@@ -72,14 +90,17 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         return None
 
 
-def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, leaderboard: Mapping[str, float]) -> None:
+def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
+    from bandpo_cli.reports.sweep.tables import leaderboard_markdown
     from bandpo_cli.tracking.mirror import MetricRecord
 
-    finished = sum(folder.is_finished(run.name) for run in folder.runs)
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever
-        # The number of finished runs as the step: a resume adds runs, and its leaderboard does not replace this one.
-        mirror.send([MetricRecord.of(finished, leaderboard)])
+        if report is not None:
+            # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
+            # several at the same step MLflow shows the latest.
+            mirror.append(MetricRecord.of(0, leaderboard_metrics(report)))
+            mirror.describe(f"{NOTE_HEADING}\n\n{leaderboard_markdown(report)}", NOTE_HEADING)
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above

@@ -19,7 +19,14 @@ from typing import Any
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS, is_custom_grader
-from bandpo_cli.tasks.fields import as_answer, as_question, find_fields, to_json_value, value_at
+from bandpo_cli.tasks.fields import (
+    answer_value,
+    as_answer,
+    find_fields,
+    read_question,
+    to_json_value,
+    value_at,
+)
 from bandpo_cli.tasks.questions import grader_columns, text_hash
 from bandpo_cli.tasks.rows import read_file, source_label
 from bandpo_cli.types import Problem, Prompt
@@ -192,15 +199,18 @@ def _read_question_rows(
     problems: dict[str, StoredProblem] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        question = as_question(value_at(row, str(names.question)))
-        answer = as_answer(value_at(row, str(names.answer)))
+        try:
+            question = read_question(value_at(row, str(names.question)))
+        except ValueError as error:
+            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
         if question is None:
             raise ConfigError(
                 f"{where}: '{names.question}' holds no question: {_short_value(row, names.question)}"
             )
+        answer = as_answer(answer_value(row, question, names))
         if answer is None:
             raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
-        text, answer = _prompt_text(question), _replace_surrogates(answer)
+        text, answer = _prompt_text(question.prompt), _replace_surrogates(answer)
         id_ = text_hash(json.dumps([text, answer]))
         columns = {key: value for key, value in row.items() if key != completions}
         extra = grader_columns(columns, grader not in GRADERS)

@@ -8,17 +8,20 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandpo_cli.config.data import Fields
+from bandpo_cli.errors import nearest
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.types import Message
 
-QUESTION_NAMES = ("question", "problem", "prompt", "query", "input")
+QUESTION_NAMES = ("question", "problem", "prompt", "query", "input", "messages")
 _VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", _VERL_ANSWER, "solution")
 LEVEL_NAMES = ("level", "difficulty")
 """The usual names, in the order in which they are tried."""
+
+ROLES = ("system", "user", "assistant")
 
 _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _FIRST_NUMBER = re.compile(r"\d+")
@@ -26,7 +29,10 @@ _FIRST_NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Dotted paths of the fields in each row; None where no field was found."""
+    """Dotted paths of the fields in each row; None where no field was found.
+
+    Where `answer` equals `question`, the answer is the assistant message at the end of the chat messages.
+    """
 
     question: str | None
     answer: str | None
@@ -38,7 +44,9 @@ def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_f
     """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
 
     Names are tried in this order: the verl layout, in which `prompt` is a list of chat messages and the answer is in
-    `reward_model.ground_truth`; the fields of a known data set; the usual names, with a worked solution last.
+    `reward_model.ground_truth`; the fields of a known data set; the usual names, with a worked solution last. Where no
+    field has an answer, it is the assistant message at the end of the chat messages, as in data for supervised
+    fine-tuning.
 
     Args:
         rows: The rows to search, for example the first thousand of a file.
@@ -46,7 +54,7 @@ def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_f
         dataset_fields: The fields of the known data set that the rows are from; empty for other rows.
     """
     rows = list(rows)
-    verl = any(as_messages(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
+    verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
     questions = (
         *(["prompt"] if verl else []),
         *([dataset_fields.question] if dataset_fields.question else []),
@@ -62,9 +70,13 @@ def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_f
             (name for name in names if name and any(usable(value_at(row, name)) for row in rows)), None
         )
 
+    question = configured.question or first(questions, lambda value: is_chat(value) or _as_text(value))
+    answer = configured.answer or first(answers, as_answer)
+    if answer is None and question and any(_ends_with_assistant(value_at(row, question)) for row in rows):
+        answer = question
     return FieldNames(
-        question=configured.question or first(questions, as_question),
-        answer=configured.answer or first(answers, as_answer),
+        question=question,
+        answer=answer,
         level=configured.level or first((dataset_fields.level, *LEVEL_NAMES), as_level),
         id=configured.id,
     )
@@ -82,9 +94,51 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def as_question(value: Any) -> str | tuple[Message, ...] | None:
-    """Read a question, a text or chat messages; return None for anything else and for blank text."""
-    return clean_text(value) if isinstance(value, str) else as_messages(value)
+class QuestionValue(NamedTuple):
+    """A question as it is in a row.
+
+    Attributes:
+        prompt: The question as text, or the complete prompt as chat messages.
+        solution: The content of the assistant message at the end, which is not part of the prompt; None without one.
+    """
+
+    prompt: str | tuple[Message, ...]
+    solution: str | None = None
+
+
+def read_question(value: Any) -> QuestionValue | None:
+    """Read a question, a text or chat messages; return None for blank text and for values of other types.
+
+    Raises:
+        ValueError: If a list cannot be read as chat messages. The message names the first error.
+    """
+    if isinstance(value, list):
+        return _read_messages(value)
+    text = _as_text(value)
+    return None if text is None else QuestionValue(text)
+
+
+def answer_value(row: Mapping[str, Any], question: QuestionValue, names: FieldNames) -> Any:
+    """Return the value that is the answer of a row; None if there is none."""
+    return question.solution if names.answer == names.question else value_at(row, str(names.answer))
+
+
+def _as_text(value: Any) -> str | None:
+    return clean_text(value) if isinstance(value, str) else None
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a value is meant as chat messages: a list whose first entry has a role or a content."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], Mapping)
+        and ("role" in value[0] or "content" in value[0])
+    )
+
+
+def _ends_with_assistant(value: Any) -> bool:
+    return is_chat(value) and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant"
 
 
 def clean_text(value: str) -> str | None:
@@ -96,21 +150,57 @@ def clean_text(value: str) -> str | None:
     return value.strip() or None
 
 
-def as_messages(value: Any) -> tuple[Message, ...] | None:
-    """Read a list of {role, content}; return None if `value` is anything else or has no text."""
-    if not isinstance(value, list) or not value:
-        return None
-    messages = []
-    for turn in value:
-        if not isinstance(turn, Mapping):
-            return None
-        role, content = turn.get("role"), turn.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            return None
-        messages.append(Message(role, content))
-        if content and clean_text(content) is None and content.strip():
-            return None
-    return tuple(messages) if any(message.content.strip() for message in messages) else None
+def _read_messages(value: list[Any]) -> QuestionValue:
+    """Read chat messages, a list of {role, content}; other keys of a message are ignored.
+
+    An assistant message at the end is the solution of the problem: the model is to write its own.
+
+    Raises:
+        ValueError: If the list is empty, a message lacks a role or a text, a system message is not the first, or no
+            user message remains at the end.
+    """
+    if not value:
+        raise ValueError("an empty list; chat messages are [{role: user, content: ...}]")
+    messages = [_read_message(entry, f"message {number}") for number, entry in enumerate(value, start=1)]
+    for number, message in enumerate(messages[1:], start=2):
+        if message.role == "system":
+            raise ValueError(f"message {number} has the role system, which only the first message can have")
+    solution = messages.pop().content if messages[-1].role == "assistant" else None
+    if not messages or messages[-1].role != "user":
+        last = "nothing" if not messages else f"a message with the role {messages[-1].role}"
+        end = " (before the assistant message at the end)" if solution is not None else ""
+        raise ValueError(f"the prompt ends with {last}{end}; a question is a message with the role user")
+    if not messages[-1].content.strip():
+        raise ValueError(f"message {len(messages)}, the question, is empty")
+    return QuestionValue(tuple(messages), solution)
+
+
+def _read_message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{where} is no object {{role: ..., content: ...}}, its type is {type(value).__name__}"
+        )
+    role, content = value.get("role"), value.get("content")
+    if role not in ROLES:
+        found = "no role" if role is None else f"the role {role!r:.50}"
+        suggestion = nearest(role, ROLES) if isinstance(role, str) else ""
+        raise ValueError(f"{where} has {found}{suggestion}; allowed: {', '.join(ROLES)}")
+    if isinstance(content, list):
+        content = "".join(_read_part(part, where) for part in content)
+    if not isinstance(content, str):
+        found = "no content" if content is None else f"content of the type {type(content).__name__}"
+        raise ValueError(f"{where} has {found}; a text is expected")
+    if content.strip() and clean_text(content) is None:
+        raise ValueError(f"{where} has text that cannot be encoded as UTF-8")
+    return Message(role, content)
+
+
+def _read_part(value: Any, where: str) -> str:
+    """Return the text of a part {type: text, text: ...} of a content; raise ValueError for images and others."""
+    if isinstance(value, Mapping) and value.get("type") == "text" and isinstance(value.get("text"), str):
+        return str(value["text"])
+    kind = value.get("type") if isinstance(value, Mapping) else type(value).__name__
+    raise ValueError(f"{where} has a part of the type {kind!r:.50} in its content; only text is supported")
 
 
 def as_answer(value: Any) -> str | None:

@@ -158,6 +158,8 @@ class QuestionAnswerTask:
     def _add_note(self, loaded: LoadedQuestions, purpose: str) -> None:
         dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
         self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
+        if loaded.note:
+            self._notes.append(f"{loaded.label}: {loaded.note}")
         if any(not isinstance(question.text, str) for question in loaded.questions):
             self._notes.append(
                 f"{loaded.label}: has chat messages; task.template and task.system do not apply"

@@ -20,11 +20,13 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (
     FieldNames,
+    QuestionValue,
+    answer_value,
     as_answer,
     as_level,
-    as_question,
     clean_text,
     find_fields,
+    read_question,
     to_json_value,
     value_at,
 )
@@ -113,11 +115,13 @@ class LoadedQuestions:
         label: The label of the source.
         questions: The questions, in the order of the rows.
         dropped: The number of rows that were dropped, by reason.
+        note: A remark about the rows for the user; '' for none.
     """
 
     label: str
     questions: tuple[Question, ...]
     dropped: Mapping[str, int]
+    note: str = ""
 
 
 def compatibility_form(text: str) -> str:
@@ -157,7 +161,8 @@ def load_questions(
         keep_columns: Keep all columns of a row for the grader, as is always done for a custom one.
 
     Raises:
-        ConfigError: If the source cannot be read, has no field for the question or the answer, or has no usable row.
+        ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
+            are malformed, or has no usable row.
     """
     label = source_label(source)
     grader = grader or source.grader or (DATASETS[source.name].grader if source.name else "math")
@@ -170,8 +175,15 @@ def load_questions(
     _check_fields(names, source, columns)
     dropped: Counter[str] = Counter()
     questions: dict[str, Question] = {}
-    for row in chain(first_rows, rows):
-        question = _question(row, names, source.levels, label, grader, keep_columns)
+    solutions = 0
+    for number, row in enumerate(chain(first_rows, rows), start=1):
+        try:
+            value = read_question(value_at(row, str(names.question)))
+        except ValueError as error:
+            where = f"{source.path or source.name}, row {number}"
+            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
+        question = _question(row, value, names, source.levels, label, grader, keep_columns)
+        solutions += value is not None and value.solution is not None
         if isinstance(question, str):
             dropped[question] += 1
         elif question.id in questions:
@@ -187,7 +199,14 @@ def load_questions(
     selected = _evenly_spread(list(questions.values()), source.limit)
     if len(selected) < len(questions):
         dropped["over the limit"] = len(questions) - len(selected)
-    return LoadedQuestions(label, tuple(selected), dropped)
+    return LoadedQuestions(label, tuple(selected), dropped, _solutions_note(solutions, names))
+
+
+def _solutions_note(count: int, names: FieldNames) -> str:
+    """Return the use of the assistant messages at the end of `count` prompts; '' where there are none."""
+    use = "the reference answer" if names.answer == names.question else "left out"
+    prompts = "1 prompt ends" if count == 1 else f"{count:,} prompts end"
+    return f"{prompts} with an assistant message, which is {use}" if count else ""
 
 
 def format_counts(dropped: Mapping[str, int]) -> str:
@@ -220,6 +239,7 @@ def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
 
 def _question(
     row: Mapping[str, Any],
+    value: QuestionValue | None,
     names: FieldNames,
     levels: Collection[int] | None,
     label: str,
@@ -227,10 +247,10 @@ def _question(
     keep_columns: bool,
 ) -> Question | str:
     """Return the question of a row, or the reason for dropping the row."""
-    text = as_question(value_at(row, str(names.question)))
-    if text is None:
+    if value is None:
         return "without a question"
-    answer = as_answer(value_at(row, str(names.answer)))
+    text = value.prompt
+    answer = as_answer(answer_value(row, value, names))
     # A text of several lines has no final answer that the known graders could compare with.
     is_proof = answer is not None and "\n" in answer and grader in GRADERS
     if answer is None or is_proof:

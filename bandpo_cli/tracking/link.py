@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_lock, write_json
-from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking.store import Store, is_server, run_page, ui_command
 
 LINK = "mlflow.json"
 KEY_TAG = "bandpo.run"
@@ -27,6 +27,7 @@ class Link:
         experiment: the experiment's name.
         key: random identifier that the MLflow run has as the tag `KEY_TAG`.
         run_id: MLflow's id of the run; None until the store has answered.
+        experiment_id: MLflow's id of the experiment; None until then, and in links of earlier versions.
         files: SHA-256 of the files that were sent, by path in the run folder.
     """
 
@@ -35,6 +36,7 @@ class Link:
     key: str
     run_id: str | None = None
     files: dict[str, str] = field(default_factory=dict)
+    experiment_id: str | None = None
 
     def is_for(self, store: Store) -> bool:
         """Return whether this is the link to `store`."""
@@ -48,7 +50,7 @@ def read_links(folder: Path) -> list[Link]:
         entries = [found, *found.get("others", [])]
         return [
             Link(str(each["uri"]), str(each["experiment"]), str(each.get("key", "")), each.get("run_id"),
-                 dict(each.get("files", {})))
+                 dict(each.get("files", {})), each.get("experiment_id"))
             for each in entries
         ]  # fmt: skip
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
@@ -58,6 +60,26 @@ def read_links(folder: Path) -> list[Link]:
 def find_link(folder: Path, store: Store) -> Link | None:
     """Return the link of the run in `folder` to `store`, None where it has none."""
     return next((link for link in read_links(folder) if link.is_for(store)), None)
+
+
+def run_url(folder: Path, store: Store) -> str | None:
+    """Return the address of the run in `folder` in MLflow's pages; None where MLflow has not answered yet."""
+    link = find_link(folder, store)
+    if link is None or link.run_id is None or link.experiment_id is None:
+        return None
+    return run_page(store.uri, link.experiment_id, link.run_id)
+
+
+def ui_text(folder: Path, store: Store) -> str:
+    """Return what shows the run in `folder` in MLflow, without credentials.
+
+    For a server this is the address of the run; for a file or a database, the command that starts MLflow's pages, and
+    on a second line the address that the run then has. Without a run at MLflow it is the server or the command.
+    """
+    url = run_url(folder, store)
+    if is_server(store.uri):
+        return url or ui_command(store.uri)
+    return "\n".join(filter(None, (ui_command(store.uri), url)))
 
 
 def new_link(folder: Path, store: Store) -> Link:

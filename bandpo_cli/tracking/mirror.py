@@ -10,6 +10,7 @@ metric can be neither changed nor deleted.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,15 +21,29 @@ from typing import Any, NamedTuple, TypeVar
 
 from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.tracking.link import KEY_TAG, new_link, read_links, write_link
-from bandpo_cli.tracking.names import MAX_METRICS_PER_BATCH, MAX_PARAMS_PER_BATCH, finite_metrics
+from bandpo_cli.tracking.names import (
+    MAX_METRICS_PER_BATCH,
+    MAX_PARAMS_PER_BATCH,
+    MAX_TAG_CHARS,
+    finite_metrics,
+)
 from bandpo_cli.tracking.store import Store, create_sqlite_store
+
+log = logging.getLogger("bandpo_cli")
 
 _MLFLOW_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # its address shows the run among GenAI evaluations
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # otherwise each new database prints its migrations to stderr
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker retries itself, and knows when the run ends
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
+
+DESCRIPTION_TAG = "mlflow.note.content"
+
+EXPERIMENT_KIND_TAG = "mlflow.experimentKind"
+MODEL_TRAINING = "custom_model_development"
+"""The kind of experiment that MLflow's pages call "Machine learning"; they infer one for experiments without it."""
 
 RECORDS_PER_CALL = 50
 """Steps that are converted and sent at a time: some thousand values."""
@@ -127,8 +142,6 @@ class MlflowMirror:
 
     def send(self, records: Iterable[MetricRecord]) -> Sent:
         """Send the values of `records` that the run lacks, in as few calls as MLflow allows."""
-        from mlflow.entities import Metric
-
         metrics: dict[tuple[str, int], Any] = {}
         there = differing = 0
         for record in records:
@@ -138,10 +151,23 @@ class MlflowMirror:
                     there += 1
                     differing += known[record.step] != value
                 else:
-                    metrics.setdefault((name, record.step), Metric(name, value, record.clock_ms, record.step))
+                    metrics.setdefault((name, record.step), _entity(record, name))
         for batch in _batches(metrics.values(), MAX_METRICS_PER_BATCH):
             self._send_batch(batch)
         return Sent(len(metrics), there, differing)
+
+    def append(self, record: MetricRecord) -> None:
+        """Send all values of `record`, also where the run has a value at that step: MLflow shows the latest one."""
+        self._unconfirmed |= record.metrics.keys()
+        for batch in _batches(record.metrics, MAX_METRICS_PER_BATCH):
+            metrics = [_entity(record, name) for name in batch]
+            self._client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+
+    def describe(self, text: str, heading: str) -> None:
+        """Set the run's description to `text`, which begins with `heading`; one with another beginning is kept."""
+        if self.tags.get(DESCRIPTION_TAG, heading).startswith(heading):
+            self._client.set_tag(self.run_id, DESCRIPTION_TAG, text[:MAX_TAG_CHARS])
+            self.tags[DESCRIPTION_TAG] = text
 
     def send_params(self, params: Mapping[str, str]) -> int:
         """Send the params that the run lacks, and return how many."""
@@ -211,6 +237,13 @@ class MlflowMirror:
         return self._known_values[name]
 
 
+def _entity(record: MetricRecord, name: str) -> Any:
+    """Return the metric `name` of `record` as MLflow's class."""
+    from mlflow.entities import Metric
+
+    return Metric(name, record.metrics[name], record.clock_ms, record.step)
+
+
 def _client(uri: str) -> Any:
     """Return an `MlflowClient` of the store `uri`; a SQLite file that does not exist is created."""
     for key, value in _MLFLOW_VARIABLES.items():
@@ -235,9 +268,13 @@ def _linked(client: Any, store: Store, folder: Path) -> MlflowMirror | None:
         run_id = linked_id or _run_id_by_key(client, store, link.key)
         existing = None if run_id is None else _active_run(client, run_id)
         if run_id is not None and existing is not None:
-            if run_id != linked_id:
-                uri = redact_credentials(store.uri)
-                write_link(folder, replace(link, uri=uri, experiment=store.experiment, run_id=run_id))
+            experiment_id = str(existing.info.experiment_id)
+            if (run_id, experiment_id) != (linked_id, link.experiment_id):
+                uri, experiment = redact_credentials(store.uri), store.experiment
+                found = replace(
+                    link, uri=uri, experiment=experiment, run_id=run_id, experiment_id=experiment_id
+                )
+                write_link(folder, found)
             return MlflowMirror(client, run_id, existing)
     return None
 
@@ -256,7 +293,7 @@ def _create(
     link = new_link(folder, store)
     created = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, run_name)
     run_id = str(created.info.run_id)
-    write_link(folder, replace(link, run_id=run_id))
+    write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
     return MlflowMirror(client, run_id, created)
 
 
@@ -283,17 +320,26 @@ def _active_run(client: Any, run_id: str) -> Any:
 
 
 def _experiment_id(client: Any, store: Store) -> str:
-    """Return the id of the experiment, created if there is none; another run may create it at the same time."""
+    """Return the id of the experiment, created if there is none; another run may create it at the same time.
+
+    An experiment without a kind becomes one of model training; a kind that a user has chosen is not changed.
+    """
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(store.experiment)
     if found is None:
         try:
-            return str(client.create_experiment(store.experiment, artifact_location=store.artifact_location))
+            tags = {EXPERIMENT_KIND_TAG: MODEL_TRAINING}
+            return str(client.create_experiment(store.experiment, store.artifact_location, tags))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         found = client.get_experiment_by_name(store.experiment)
+    if EXPERIMENT_KIND_TAG not in found.tags:
+        try:
+            client.set_experiment_tag(found.experiment_id, EXPERIMENT_KIND_TAG, MODEL_TRAINING)
+        except MlflowException as error:  # no permission, for example: the run is sent all the same
+            log.debug("MLflow did not accept the kind of the experiment %s: %s", store.experiment, error)
     return str(found.experiment_id)
 
 

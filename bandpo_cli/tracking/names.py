@@ -19,6 +19,17 @@ MAX_PARAMS_PER_BATCH = 100
 MAX_METRICS_PER_BATCH = 1000
 """MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
 
+FIRST_SECTION = "Main"
+"""Section of MLflow's charts with copies of `FIRST_METRICS`.
+
+MLflow 3.17 makes a section of the charts whose names are equal up to the last `/`, and sorts sections and charts by
+code point, in which capital letters are first. Only names decide: a rearrangement stays in the user's browser.
+"""
+
+FIRST_METRICS = ("train/accuracy", "train/entropy", "train/reward")
+
+_BIN = re.compile(r"(?:clip|gradient)/(.+)/p_([0-9.]+)_([0-9.]+)")
+
 _WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
 
 
@@ -35,15 +46,37 @@ def mlflow_name(name: str) -> str:
 
 
 def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
-    """Return the finite numbers of `record` by legal name, without `step`."""
-    return {
-        mlflow_name(key): float(value)
+    """Return the finite numbers of `record` by the names that MLflow gets, without `step`.
+
+    Copies of `FIRST_METRICS` are added under `FIRST_SECTION`.
+    """
+    finite = {
+        key: float(value)
         for key, value in record.items()
         if key != "step"
         and isinstance(value, int | float)
         and not isinstance(value, bool)
         and math.isfinite(value)
     }
+    copies = {
+        f"{FIRST_SECTION}/{key.rpartition('/')[2]}": finite[key] for key in FIRST_METRICS if key in finite
+    }
+    return {mlflow_name(_sortable_name(key)): value for key, value in finite.items()} | copies
+
+
+def _sortable_name(key: str) -> str:
+    """Return the name of a metric of one bin in a section for all bins, after those of the run; others unchanged.
+
+    The edges have three decimals or more, so that the bins are in the order of their probabilities:
+    `clip/token_share/p_0_0.001` is `vs_probability/token_share_p_0.000_0.001`, `gradient/weight_min/positive/p_0.5_0.9`
+    is `vs_probability/weight_min_positive_p_0.500_0.900`.
+    """
+    found = _BIN.fullmatch(key)
+    if found is None:
+        return key
+    metric, *edges = found.groups()
+    low, high = (f"{whole}.{decimals:0<3}" for whole, _, decimals in (edge.partition(".") for edge in edges))
+    return f"vs_probability/{metric.replace('/', '_')}_p_{low}_{high}"
 
 
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:

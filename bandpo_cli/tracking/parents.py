@@ -19,8 +19,8 @@ def send_evaluation(
     params: Mapping[str, object],
     tags: Mapping[str, str],
     files: Sequence[Path],
-) -> str:
-    """Send metrics and files, and return the name of the MLflow run that has them.
+) -> Path:
+    """Send metrics and files, and return the folder that is linked to the MLflow run that has them.
 
     MLflow keeps the values that were sent before: scoring an evaluation again adds new ones.
 
@@ -45,4 +45,4 @@ def send_evaluation(
         mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")
     if found is None:
         mirror.close("FINISHED")
-    return folder.name if found is None or run_folder is None else run_folder.name
+    return folder if found is None or run_folder is None else run_folder

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import first_line
@@ -21,6 +21,9 @@ from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_lock
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
+
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""The address at which `mlflow ui` answers by default."""
 
 _SCHEMES_WITH_ARTIFACTS = ("http", "https", "databricks", "uc", "file", "")
 """Kinds of store that choose the place of a run's files themselves; a bare path is a file store."""
@@ -49,14 +52,36 @@ def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str,
     return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
 
 
+def is_server(uri: str) -> bool:
+    """Return whether `uri` is the address of an MLflow server, which shows its runs itself."""
+    return uri.startswith(("http://", "https://"))
+
+
 def ui_command(uri: str) -> str:
-    """Return the shell command, or the address to open, that shows the curves of the store `uri`."""
-    if uri.startswith(("http://", "https://", "databricks")):
+    """Return the shell command, or the address to open, that shows the runs of the store `uri`; without credentials."""
+    if is_server(uri):
+        parts = urlsplit(uri)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+    if uri.startswith("databricks"):
         return uri
     database = sqlite_path(uri)
     if database:
         uri = sqlite_uri(relative_to_cwd(database))
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(redact_credentials(uri))}"
+
+
+def run_page(uri: str, experiment_id: str, run_id: str) -> str | None:
+    """Return the address of a run's charts: on the server `uri`, else where `mlflow ui` shows it; None for Databricks.
+
+    Without `workflowType`, MLflow 3.17 shows a run among the evaluations of GenAI applications unless the user's
+    browser remembers another choice; the experiment's tag of its kind has no effect on that.
+    """
+    if uri.startswith("databricks"):
+        return None
+    address = ui_command(uri) if is_server(uri) else UI_ADDRESS
+    return (
+        f"{address}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+    )
 
 
 def check_reachable(uri: str, timeout_s: float) -> None:

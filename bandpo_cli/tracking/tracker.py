@@ -15,10 +15,10 @@ from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import run_artifacts, sync_command
 from bandpo_cli.storage.run_record import read_records
-from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, send_lock
+from bandpo_cli.tracking.link import link_version, new_link, read_links, record_sent_files, run_url, send_lock
 from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, check_reachable, short_error, tracking_store
+from bandpo_cli.tracking.store import Store, check_reachable, is_server, short_error, tracking_store
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
 log = logging.getLogger("bandpo_cli")
@@ -49,6 +49,8 @@ class MlflowTracker:
         folder: the run folder; the file `mlflow.json` there links it with its MLflow run.
         warn: prints one line; called from the tracker's thread.
         report: prints one line; called by `finish`.
+        announce: prints the address of the run once it is known, where the store is a server; called from the
+            tracker's thread.
         finish_timeout_s: seconds that `finish` waits for a store that answers; for one that does not, it waits
             `UNREACHABLE_GRACE_S`.
     """
@@ -60,10 +62,12 @@ class MlflowTracker:
         warn: Callable[[str], None],
         report: Callable[[str], None] | None = None,
         finish_timeout_s: float = 60.0,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self._store, self._folder = store, folder
         self._warn, self._report = warn, report or warn
         self._finish_timeout_s = finish_timeout_s
+        self._announce = announce
         self._run_name = ""
         self._params: dict[str, str] = {}
         self._tags: dict[str, str] = {}
@@ -166,6 +170,10 @@ class MlflowTracker:
             return known
         self._mirror = None
         mirror = MlflowMirror.connect(self._store, self._folder, self._run_name, self._params, self._tags)
+        url = run_url(self._folder, self._store) if is_server(self._store.uri) else None
+        if url is not None and self._announce is not None:
+            self._announce(f"MLflow: {url}")
+            self._announce = None
         backlog = self._backlog()
         for start in range(0, len(backlog), RECORDS_PER_CALL):
             mirror.send(backlog[start : start + RECORDS_PER_CALL])
@@ -249,7 +257,7 @@ class MlflowCallback(CallbackBase):
     def start(self, info: RunInfo) -> None:
         """Start the tracker's thread. The store of a run without `tracking.uri` lies beside the run folder."""
         store = tracking_store(self._config, info.folder.absolute().parent)
-        self._tracker = MlflowTracker(store, info.folder, log.warning)
+        self._tracker = MlflowTracker(store, info.folder, log.warning, announce=log.info)
         self._tracker.start(info.folder.name, info.config, run_tags(info.env, info.parent))
 
     def step(self, report: StepReport) -> None:

@@ -48,7 +48,7 @@ def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("count", [1, BATCH])
 def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
-    odd = [math.nan, 3.0, 0.0, -math.inf, -1e4]
+    odd = [math.nan, 1e-4, 0.0, -math.inf, -1e4]
     for dtype in (torch.float64, torch.float32):
         x = torch.full((count + len(odd),), -1.0, dtype=dtype)
         x[: len(odd)] = torch.tensor(odd)
@@ -82,7 +82,7 @@ def test_bfloat16_is_computed_in_higher_precision() -> None:
 
 
 def test_no_gradient_is_recorded_and_the_input_is_not_modified() -> None:
-    x = torch.tensor([-1.0, math.nan, 2.0], requires_grad=True)
+    x = torch.tensor([-1.0, math.nan, 1e-6], requires_grad=True)
     before = x.detach().clone()
     assert not band_bounds(x).upper.requires_grad
     torch.testing.assert_close(x.detach(), before, equal_nan=True)
@@ -124,11 +124,78 @@ def test_max_ratio_caps_the_upper_bound_only_above_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings_", [{"delta": 0.0}, {"delta": math.nan}, {"delta": -1.0}, {"max_ratio": 1.0}]
+    ("name", "value"),
+    [
+        *(
+            ("delta", value)
+            for value in (0.0, -1.0, math.nan, math.inf, "0.05", b"1", None, True, [0.1, 0.2], 1j)
+        ),
+        *(("max_ratio", value) for value in (1.0, 0, -2.0, math.nan, "10", True, [10.0, 2.0])),
+        *(("divergence", value) for value in (5, None, ["kl"], b"kl")),
+        *(("old_logprobs", value) for value in ("x", None, ["a"], [True], [[-1.0], [-1.0, -2.0]], [1j])),
+        ("old_logprobs", torch.tensor([True])),
+        ("old_logprobs", torch.tensor([-1j])),
+        ("old_logprobs", [torch.zeros(2), torch.zeros(3)]),
+        ("old_logprobs", {"a": 1}),
+    ],
 )
-def test_invalid_arguments_raise_config_error(settings_: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(settings_))):
-        band_bounds([-1.0], **settings_)
+def test_a_wrong_argument_raises_an_error_that_names_it(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}") as caught:
+        band_bounds(**{"old_logprobs": [-1.0], name: value})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0.05, np.float32(0.05), np.array(0.05), torch.tensor(0.05)])
+def test_numbers_of_numpy_and_torch_are_accepted(number: float) -> None:
+    expected = band_bounds([-1.0], "tv", float(number), float(number) + 2).upper
+    assert band_bounds([-1.0], "tv", number, number + 2).upper == expected
+
+
+@pytest.mark.parametrize(
+    "values", [[-2, -1, 0], (-2.0, -1.0, 0.0), np.array([-2, -1, 0]), torch.tensor([-2, -1, 0])]
+)
+def test_lists_arrays_and_integers_are_float64(values: object) -> None:
+    lower, upper = band_bounds(values)
+    expected = band_bounds(np.array([-2.0, -1.0, 0.0]))
+    assert str(lower.dtype).endswith("float64")
+    np.testing.assert_allclose(np.asarray(lower), expected.lower, rtol=1e-14)
+    np.testing.assert_allclose(np.asarray(upper), expected.upper, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_probabilities_are_refused(dtype: torch.dtype) -> None:
+    probabilities = torch.tensor([0.01, 0.08, math.nan, 0.9], dtype=dtype)
+    with pytest.raises(ConfigError, match=r"above 0 .*as probabilities are; pass log-probabilities"):
+        band_bounds(probabilities)
+    with pytest.raises(ConfigError, match="pass log-probabilities"):
+        band_bounds(probabilities.double().numpy())
+    band_bounds(probabilities.log())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "too_much"),
+    [
+        (torch.float64, 5e-5, 0.002),
+        (torch.float32, 5e-5, 0.002),
+        (torch.float16, 0.0625, 1.5),
+        (torch.bfloat16, 0.5, 1.5),
+    ],
+)
+def test_values_above_zero_are_accepted_where_rounding_explains_them(
+    dtype: torch.dtype, rounding: float, too_much: float
+) -> None:
+    """The accepted ones are the largest that separate matrix products gave for logits of about 100."""
+    lower, upper = band_bounds(torch.tensor([-1.0, rounding], dtype=dtype))
+    assert (lower[1], upper[1]) == tuple(band_bounds(torch.zeros(1, dtype=dtype)))
+    with pytest.raises(ConfigError, match="at most 0, and the largest value is"):
+        band_bounds(torch.tensor([-1.0, too_much], dtype=dtype))
+
+
+@pytest.mark.parametrize("count", [1, 5000])
+def test_rounding_above_zero_alone_is_accepted(count: int) -> None:
+    """Tokens that the policy is certain of may all be above 0 by a rounding."""
+    assert band_bounds(torch.full((count,), 1e-6)).upper.eq(1.0).all()
+    assert band_bounds(np.zeros(0)).upper.shape == (0,)
 
 
 def test_an_unknown_name_raises_config_error_with_the_nearest_name() -> None:

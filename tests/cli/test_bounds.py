@@ -6,9 +6,9 @@ import csv
 import io
 import json
 import math
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -242,11 +242,11 @@ def test_help_does_not_import_numpy() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_takes_less_than_a_second() -> None:
+def test_the_command_takes_less_than_a_second_of_cpu_time() -> None:
     arguments = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         subprocess.run(arguments, check=True, capture_output=True)
-        times.append(time.perf_counter() - begin)
+        times.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - begin)
     assert min(times) < 1.0

@@ -28,6 +28,8 @@ FILES = {
     "tabs.yaml": "optim:\n\tlr: 1\n",
     "bad-sweep.yaml": "axes:\n  bounds.delta: [0.1, 0.2]\nseds: [1]\n",
     "problems.csv": "question,answer\n1+1?,2\n",
+    "image.jsonl": '{"messages": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}\n',
+    "roles.json": '[{"prompt": [{"role": "usr", "content": "1+1?"}], "answer": 2}]',
     "runs/first/config.yaml": "steps: 3\n",
     "runs/first/checkpoints/step-000002/config.json": "{}",
 }
@@ -91,6 +93,11 @@ MISTAKES: dict[str, str] = {
     "train --task gsm": "gsm8k",
     "train --task nosuch.csv": "--task nosuch.csv: there is no such file",
     "train --task problem.csv": "--task problem.csv: there is no such file (did you mean 'problems.csv'?)",
+    # chat messages as questions
+    "train --model some/model --task image.jsonl": "image.jsonl, row 1: the chat messages of 'messages': "
+        "message 1 has a part of the type 'image' in its content; only text is supported",
+    "train --model some/model --task roles.json": "roles.json, row 1: the chat messages of 'prompt': "
+        "message 1 has the role 'usr' (did you mean 'user'?)",
     "train --model nosuch/folder/model": "nosuch/folder/model",
     "train --name a/b": "--name 'a/b' cannot be used",
     "train --name first": "--name first: runs/first exists already; try --name first-2",

@@ -165,8 +165,12 @@ def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) 
     with (tmp_path / "runs/b/report/leaderboard.csv").open(encoding="utf-8") as file:
         board = {row["arm"]: row for row in csv.DictReader(file)}
     sent = runs["b"].data.metrics
-    assert sent["good/accuracy"] == float(board["good"]["accuracy"])
-    assert sent["good/entropy"] == float(board["good"]["entropy"])
+    assert {name: value for name, value in sent.items() if "seconds" not in name} == {
+        f"sweep/good/{column}": float(board["good"][column])
+        for column in ("accuracy", "area", "entropy", "pass_at_4", "clipped")
+        if board["good"].get(column)
+    }
+    assert "| good | 1 |" in runs["b"].data.tags["mlflow.note.content"]
     for name in ("good-s0", "bad-s0"):
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,8 +16,8 @@ UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there, s
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return sqlite_uri(tmp_path_factory.mktemp("store") / "mlflow.db")
+def store(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
+    return sqlite_uri(Path(shutil.copy(empty_database, tmp_path_factory.mktemp("store"))))
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,12 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(
     make_run(runs, "first")
     code, out, _ = sync(monkeypatch, capsys, "first", "--tracking-uri", store)
     assert code == 0
-    assert "sent 1 metric value, 1 param" in out
+    assert "sent 2 metric values, 1 param" in out
     assert "3 files, status FINISHED" in out
     code, out, _ = sync(monkeypatch, capsys, "runs/first", "--tracking-uri", store)
     assert (code, out) == (
         0,
-        "first  sent nothing; there already: 1 metric value, 3 files, status FINISHED\n",
+        "first  sent nothing; there already: 2 metric values, 3 files, status FINISHED\n",
     )
 
 
@@ -81,7 +82,7 @@ def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
     code, out, _ = sync(monkeypatch, capsys, "private", "sweep", "--tracking-uri", store)
     assert code == 0
     assert [" ".join(line.split()[:3]) for line in out.splitlines()] == [
-        "private sent 1",
+        "private sent 2",
         "one sent nothing;",
     ]
 
@@ -100,7 +101,7 @@ def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     code, out, err = sync(monkeypatch, capsys, "--all")
     assert code == 1
-    assert out.startswith("c  sent 1 metric value")
+    assert out.startswith("c  sent 2 metric values")
 
 
 @pytest.mark.parametrize(
@@ -135,5 +136,5 @@ def test_a_damaged_run_does_not_prevent_the_sync_of_others(
     make_run(runs, "intact")
     code, out, err = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
     assert code == 2
-    assert out.startswith("intact  sent 1 metric value")
+    assert out.startswith("intact  sent 2 metric values")
     assert "metrics.jsonl" in err

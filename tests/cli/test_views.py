@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.panel import Panel
 
-from bandpo_cli.cli.console import Spinner
+from bandpo_cli.cli.console import LiveDisplay, Spinner
+from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import arms_table, plan_table, seconds_left
 from bandpo_cli.cli.train_view import (
@@ -26,6 +31,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.preflight import config_warnings
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.folder import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.base import build_task
@@ -78,6 +84,92 @@ def test_a_terminal_shows_one_panel_with_curves() -> None:
         "correct",
     ):
         assert part in text
+
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+def test_the_cursor_is_below_a_live_display_until_its_end() -> None:
+    """At the end of a full line, the ^C that a terminal writes would begin a new line and so move the display."""
+    out = io.StringIO()
+    state = "first"
+    display = LiveDisplay(Console(file=out, force_terminal=True, width=20), lambda: Panel(state))
+    display.start()
+    assert CONTROL.sub("", out.getvalue()).endswith("╯\n")
+    state = "last"
+    display.stop()
+    final = CONTROL.sub("", out.getvalue())
+    assert final.endswith(f"│ {'last':<16} │\n╰{'─' * 18}╯\n")
+    up = "\x1b[1A"
+    assert out.getvalue().count(up) == 3, "three lines of the panel are above the empty one"
+
+
+def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with StopSignals() as signals:
+        view = TrainView(console, Path("runs"), signals)
+        view.start(RunInfo(Path("runs/r"), {}, {}, 3, 0, (), None))
+        signals.start(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while "stopping: the step is finished" not in out.getvalue():  # drawn by the thread of the display
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        out.truncate(0)
+        view.phase("close")
+        assert "stopping:" not in out.getvalue(), "the final state"
+        assert capfd.readouterr().err == ""
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        view.end(RunResult(Path("runs/r"), "KILLED", []))
+    assert "stopped" in capfd.readouterr().err
+    assert "stopped by SIGTERM before the first step" in out.getvalue()
+
+
+def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
+    """Values that were not finite are null in metrics.jsonl. The time left counts from the first new step."""
+    folder = RunFolder(tmp_path)
+    for step in range(41):
+        record = dict(report(step, evaluated=step in (0, 40)).record)
+        if step == 7:
+            record |= {
+                "train/entropy": math.nan,
+                "clip/active_fraction": math.inf,
+                "optim/skipped_updates": 2,
+            }
+        folder.append_metrics(record)
+    out = io.StringIO()
+    view = TrainView(Console(file=out, force_terminal=True, width=100), tmp_path)
+    view.start(RunInfo(tmp_path, {}, {}, 60, 41, (), None))
+    view.phase("close")
+    shown = CONTROL.sub("", out.getvalue()).split("╭")[-1]
+    assert "40/60" in shown
+    assert re.search(
+        rf"training accuracy +0\.290 +{sparkline([0.25 + n / 1000 for n in range(1, 41)])}", shown
+    )
+    assert re.search(r"updates skipped +2", shown)
+    assert re.search(r"held-out before +step 0 ", shown)
+    assert re.search(r"held-out now +step 40 ", shown)
+    assert "left -:--:--" in shown
+
+
+def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
+    runs = [SweepRun("r", "kl", 0), SweepRun("s", "clip", 0)]
+    trained = RunState("running", 3, 10, accuracy=0.7)
+    evaluated = RunState("running", 3, 10, accuracy=0.25, evaluations={0: 0.2, 3: 0.25})
+
+    def table(**states: RunState) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        with console.capture() as captured:
+            console.print(arms_table(runs, states))
+        return captured.get()
+
+    assert "held-out accuracy" in table(r=trained, s=evaluated)
+    assert "0.700" not in table(r=trained, s=evaluated)
+    assert "training accuracy" in table(r=trained, s=trained)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.data import Source
+from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
@@ -174,6 +175,10 @@ def test_an_invalid_setting_gives_a_one_line_message(layer: dict[str, Any], part
         (b"hello", "a bare text"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"steps: 3\nsteps: 4\n", "'steps' is given twice"),
+        (b"optim: {lr: 1, <<: {updates: 2}, lr: 2}\n", "'lr' is given twice"),
+        (b"optim:\n  <<: {lr: 1}\n  <<: {updates: 2}\n", "line 3: not readable as YAML: '<<' is given twice"),
+        (b"optim: {<<: 3}\n", "expected a mapping or list of mappings for merging, but found scalar"),
+        (b"optim: &a {<<: *a}\n", "nested more than 50 deep"),
         (b"? [a, b]\n: 1\n", "plain name"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not readable as YAML"),
         (b"[" * 5000, "not readable as YAML"),
@@ -187,6 +192,30 @@ def test_an_unreadable_file_gives_a_one_line_message(tmp_path: Path, content: by
     assert part in str(caught.value)
     assert "broken.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_merge_keys_take_entries_of_other_mappings(tmp_path: Path) -> None:
+    """The entries of the mapping itself win, then those of the first merged mapping; merges may be nested."""
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "arms:\n"
+        "  base: &base {method: clip, eps: 0.2}\n"
+        "  wide: &wide {<<: *base, eps: 0.3}\n"
+        "  both: {<<: [*wide, {eps: 0.4, extra: 1}], method: dcpo}\n"
+        "  again: *wide\n"
+    )
+    assert read_layer(path)["arms"] == {
+        "base": {"method": "clip", "eps": 0.2},
+        "wide": {"method": "clip", "eps": 0.3},
+        "both": {"method": "dcpo", "eps": 0.3, "extra": 1},
+        "again": {"method": "clip", "eps": 0.3},
+    }
+
+
+def test_an_error_in_a_merged_entry_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("sampling: &shared\n  prompts: 8\n  lr: -1\noptim:\n  <<: *shared\n")
+    assert read_config(path).locate(["optim", "lr"]) == f"--config {path}, line 3"
 
 
 def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ def test_malformed(text: str) -> None:
     "text", ["(" * 10**6, "9" * 10**6, "1+" * 500_000 + "1", "(" * 10**5 + "1" + ")" * 10**5, " " * 10**6]
 )
 def test_hostile_texts_are_rejected_quickly(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(MalformedExpression):
         parse_expression(text)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
 
 
 def test_deep_nesting_within_the_length_limit_is_parsed() -> None:

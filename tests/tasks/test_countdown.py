@@ -91,9 +91,9 @@ def test_prefix_of_the_heldout_problems_is_a_fair_sample() -> None:
 
 
 def test_enumeration_is_fast() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     Countdown(CountdownTask())
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_prompt_and_numbers_agree() -> None:

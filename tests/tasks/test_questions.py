@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,11 @@ NAMES = st.sampled_from(["question", "prompt", "answer", "reward_model", "level"
 def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: list[Any]) -> None:
     path = jsonl(tmp_path / "fuzz.jsonl", [*rows, {"question": "sure", "answer": "1"}])
     given_fields = Fields(question="question", answer="answer", id="id")
-    loaded = load_questions(Source(path=path, fields=given_fields), "train")
+    malformed = rf"row {_first_malformed(rows)}: the chat messages of 'question': "
+    with pytest.raises(ConfigError, match=malformed) if _first_malformed(rows) else nullcontext():
+        loaded = load_questions(Source(path=path, fields=given_fields), "train")
+    if _first_malformed(rows):
+        return
     assert len(loaded.questions) + sum(loaded.dropped.values()) == len(rows) + 1
     assert all(question.answer.encode() and question.key for question in loaded.questions)
     json.dumps([question.extra for question in loaded.questions], allow_nan=False)
@@ -53,6 +58,11 @@ def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: li
         load_questions(bare, "train")
     except ConfigError:
         return
+
+
+def _first_malformed(rows: list[dict[str, Any]]) -> int:
+    """Return the number of the first row whose question is a list; none of these has the role of a chat message."""
+    return next((n for n, row in enumerate(rows, start=1) if isinstance(row.get("question"), list)), 0)
 
 
 def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -1,7 +1,25 @@
-"""The run folder of the storage tests; its current folder is empty, so that MLflow's own files would show there."""
+"""Fixtures of the tracking tests: the run folder of the storage tests, and SQLite stores copied from an empty one."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.tracking import store as stores
 from tests.storage.conftest import run
 
 __all__ = ["run"]
+
+
+@pytest.fixture(autouse=True)
+def _copied_tables(empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create every later store as a copy of `empty_database`."""
+
+    def copy_tables(uri: str) -> None:
+        path = stores.sqlite_path(uri)
+        assert path is not None
+        shutil.copyfile(empty_database, path)
+
+    monkeypatch.setattr(stores, "_create_tables", copy_tables)

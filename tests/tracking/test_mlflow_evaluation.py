@@ -38,7 +38,9 @@ def mirror(run: RunFolder, status: Any) -> None:
     tracker.finish(status, [])
 
 
-def send(run: RunFolder, evaluation: EvalFolder, step: int | None = 3, run_folder: Path | None = None) -> str:
+def send(
+    run: RunFolder, evaluation: EvalFolder, step: int | None = 3, run_folder: Path | None = None
+) -> Path:
     return send_evaluation(
         store_of(run), evaluation.path, run_folder, step, METRICS, {"seed": 7, "model": {"path": "x"}}, {"tag": "t"},
         [evaluation.path / "eval.json"],
@@ -60,7 +62,7 @@ def test_an_evaluation_is_added_to_the_run_that_made_the_model(
 ) -> None:
     mirror(run, status)
     client, before = runs_of(run)
-    assert send(run, evaluation, run_folder=run.path) == "first"
+    assert send(run, evaluation, run_folder=run.path) == run.path
     _, after = runs_of(run)
     assert set(after) == {"first"}
     info, earlier = after["first"].info, before["first"].info
@@ -82,7 +84,7 @@ def test_an_evaluation_is_added_to_the_run_that_made_the_model(
 
 
 def test_an_evaluation_of_another_model_gets_its_own_run(run: RunFolder, evaluation: EvalFolder) -> None:
-    assert send(run, evaluation, step=None) == "an-evaluation"
+    assert send(run, evaluation, step=None) == evaluation.path
     client, runs = runs_of(run)
     found = runs["an-evaluation"]
     assert found.info.status == "FINISHED"
@@ -96,11 +98,11 @@ def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(
     run: RunFolder, evaluation: EvalFolder
 ) -> None:
     """The run was trained without MLflow, or deleted there."""
-    assert send(run, evaluation, run_folder=run.path) == "an-evaluation"
+    assert send(run, evaluation, run_folder=run.path) == evaluation.path
     mirror(run, "FINISHED")
     client, runs = runs_of(run)
     client.delete_run(runs["first"].info.run_id)
-    assert send(run, evaluation, run_folder=run.path) == "an-evaluation"
+    assert send(run, evaluation, run_folder=run.path) == evaluation.path
     assert set(runs_of(run)[1]) == {"an-evaluation"}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
+from bandpo_cli.tracking.link import new_link, ui_text, write_link
 from bandpo_cli.tracking.names import finite_metrics, flat_params, mlflow_name, run_tags
-from bandpo_cli.tracking.store import tracking_store, ui_command
+from bandpo_cli.tracking.store import Store, tracking_store, ui_command
 from bandpo_cli.types import status_of
 
 
@@ -46,6 +49,58 @@ def test_only_finite_numbers_are_metrics():
         "g@1": 2.5,
     }
     assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
+
+
+def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_last_and_in_order():
+    """MLflow sorts sections (names up to the last slash) and the charts in them as JavaScript sorts strings."""
+    from itertools import groupby
+
+    from mlflow.utils.validation import _validate_metric_name
+
+    from bandpo_cli.objective.token_metrics import BIN_NAMES
+
+    bins = {f"clip/{metric}/{name}" for metric in ("active_fraction", "token_share") for name in BIN_NAMES}
+    bins |= {f"gradient/weight_mean/positive/{name}" for name in BIN_NAMES}
+    keys = [*bins, "clip/active_fraction", "eval/a/mean_at_4", "time/step", "train/accuracy", "train/entropy"]
+    keys += ["train/response_length", "train/reward"]
+    names = finite_metrics({key: index / 7 for index, key in enumerate(keys)})
+    for name in names:
+        _validate_metric_name(name)
+    sections = {
+        section: [name.rpartition("/")[2] for name in charts]
+        for section, charts in groupby(
+            sorted(names, key=lambda name: (name.rpartition("/")[0], name)),
+            key=lambda name: name.rpartition("/")[0],
+        )
+    }
+    assert list(sections) == ["Main", "clip", "eval/a", "time", "train", "vs_probability"]
+    assert sections["Main"] == ["accuracy", "entropy", "reward"]
+    assert sections["train"] == ["accuracy", "entropy", "response_length", "reward"]
+    edges = ["0.000_0.001", "0.001_0.010", "0.010_0.100", "0.100_0.500", "0.500_0.900", "0.900_1.000"]
+    assert sections["vs_probability"] == [
+        f"{metric}_p_{edge}"
+        for metric in ("active_fraction", "token_share", "weight_mean_positive")
+        for edge in edges
+    ]
+    values = dict(zip(keys, (index / 7 for index in range(len(keys))), strict=True))
+    assert names["Main/entropy"] == names["train/entropy"] == values["train/entropy"]
+    assert names["vs_probability/token_share_p_0.000_0.001"] == values["clip/token_share/p_0_0.001"]
+    assert names["vs_probability/active_fraction_p_0.900_1.000"] == values["clip/active_fraction/p_0.9_1"]
+
+
+def test_the_copy_of_a_metric_is_absent_where_the_metric_is():
+    assert finite_metrics({"train/reward": 0.5, "train/entropy": None}) == {
+        "train/reward": 0.5,
+        "Main/reward": 0.5,
+    }
+
+
+def test_bins_with_close_edges_have_different_names():
+    names = finite_metrics({"clip/token_share/p_0_0.0001": 0.25, "clip/token_share/p_0.0001_0.0002": 0.5})
+    assert names == {
+        "vs_probability/token_share_p_0.000_0.0001": 0.25,
+        "vs_probability/token_share_p_0.0001_0.0002": 0.5,
+    }
 
 
 def test_params_are_flat_and_short_and_contain_no_password():
@@ -109,6 +164,38 @@ def test_ui_command_is_a_shell_command_or_an_address(tmp_path, monkeypatch):
         "mlflow ui --backend-store-uri 'sqlite:////data/my runs/x.db'"
     )
     assert ui_command("http://h:5000") == "http://h:5000"
+
+
+def test_commands_and_addresses_contain_no_password():
+    assert ui_command("https://me:secret@h:5000/mlflow/") == "https://h:5000/mlflow"
+    assert (
+        ui_command("postgresql://me:secret@h/db") == "mlflow ui --backend-store-uri 'postgresql://***@h/db'"
+    )
+
+
+def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_then_the_address(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    page = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
+    server = Store("http://me:secret@h:8080/mlflow/", "e", None)
+    file = Store(f"sqlite:///{tmp_path}/mlflow.db", "e", None)
+    assert ui_text(tmp_path, server) == "http://h:8080/mlflow"  # MLflow has not answered
+    assert ui_text(tmp_path, file) == "mlflow ui --backend-store-uri sqlite:///mlflow.db"
+    for store in (server, file):
+        write_link(tmp_path, replace(new_link(tmp_path, store), run_id="abc", experiment_id="7"))
+    assert ui_text(tmp_path, server) == f"http://h:8080/mlflow{page}"
+    assert ui_text(tmp_path, file).splitlines() == [
+        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
+        f"http://127.0.0.1:5000{page}",
+    ]
+
+
+def test_a_link_of_an_earlier_version_has_no_address(tmp_path):
+    (tmp_path / "mlflow.json").write_text(
+        '{"uri": "http://h", "experiment": "e", "key": "k", "run_id": "abc"}'
+    )
+    assert ui_text(tmp_path, Store("http://h", "e", None)) == "http://h"
 
 
 def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run):

@@ -13,6 +13,7 @@ import pytest
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
+from bandpo_cli.tracking.link import run_url
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import MlflowCallback, MlflowTracker
 from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
@@ -73,6 +74,11 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, status):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert _mirror(run, store, status) == []
     _check_complete(store.uri, run, status)
+    _, found = _only_run(store.uri)
+    assert run_url(run.path, store) == (
+        f"http://127.0.0.1:5000/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}/model-metrics"
+        "?workflowType=machine_learning"
+    )
     assert list(Path.cwd().iterdir()) == []  # no ./mlruns and no ./mlflow.db in the current folder
     assert sorted(path.name for path in run.path.parent.iterdir()) == [
         ".mlflow.db.lock",
@@ -272,8 +278,13 @@ def test_a_real_server_gets_the_complete_record_through_http(run, tmp_path):
     try:
         server.start()
         store = tracking_store(TrackingConfig(uri=server.uri), run.path.parent, {})
-        assert _mirror(run, store) == []
+        assert _mirror(run, store, announce=(announced := []).append) == []
         _check_complete(server.uri, run, "FINISHED")
+        _, found = _only_run(server.uri)
+        address = (
+            f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}/model-metrics"
+        )
+        assert announced == [f"MLflow: {address}?workflowType=machine_learning"]
     finally:
         server.stop()
 

@@ -20,7 +20,7 @@ from bandpo_cli.storage.files import LOCK, is_locked
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_records, read_stored_run
 from bandpo_cli.tracking.link import find_link, link_version, read_links, write_link
-from bandpo_cli.tracking.mirror import MlflowMirror
+from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import store_for_run, sync_run
@@ -72,8 +72,9 @@ def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
     return Counter(
         (key, record["step"], float(value))
         for record in folder.read_metrics()
-        for key, value in record.items()
-        if key != "step" and value is not None
+        for name, value in record.items()
+        if name != "step" and value is not None
+        for key in ([name, "Main/reward"] if name == "train/reward" else [name])
     )
 
 
@@ -90,7 +91,7 @@ def track(store: Store, folder: RunFolder, config: RunConfig, parent: str | None
 def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, folder: RunFolder) -> None:
     folder.write_summary({"status": "FAILED", "steps": 2})
     sent = sync_run(store, folder.path)
-    assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (6, 0, 5, "FAILED")
+    assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (9, 0, 5, "FAILED")
     assert history(store, folder) == metrics_of(folder)
     there = run_at(store, folder)
     assert there.info.run_name == "first"
@@ -100,7 +101,7 @@ def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, 
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
     assert again.is_empty
-    assert (again.metrics.there, again.files_there) == (6, 5)
+    assert (again.metrics.there, again.files_there) == (9, 5)
     assert history(store, folder) == metrics_of(folder)
 
 
@@ -128,8 +129,31 @@ def test_only_missing_steps_are_sent(store: Store, folder: RunFolder) -> None:
     for step in (3, 4):
         folder.append_metrics({"step": step, "train/reward": 1.0, "time/step": 2.0})
     sent = sync_run(store, folder.path)
-    assert (sent.metrics.new, sent.metrics.there, sent.params) == (4, 6, 0)
+    assert (sent.metrics.new, sent.metrics.there, sent.params) == (6, 9, 0)
     assert history(store, folder) == metrics_of(folder)
+
+
+def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_earlier_ones(
+    store: Store, folder: RunFolder
+) -> None:
+    """Earlier versions sent the names of metrics.jsonl only."""
+    earlier, present = "clip/token_share/p_0_0.001", "vs_probability/token_share_p_0.000_0.001"
+    folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0, earlier: 0.25})
+    sent_then = {"train/reward": 1.0, "time/step": 2.0, earlier: 0.25}
+    connected = MlflowMirror.connect(store, folder.path, folder.name, {}, {})
+    connected.send([MetricRecord(3, sent_then, 1_700_000_000_000)])
+    sent = sync_run(store, folder.path)
+    assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
+    assert sync_run(store, folder.path).is_empty
+    points = history(store, folder)
+    assert max(points.values()) == 1
+    assert {key for key, step, _ in points if step == 3} == {*sent_then, present, "Main/reward"}
+    assert points[present, 3, 0.25] == points[earlier, 3, 0.25] == 1
+    folder.append_metrics({"step": 4, "train/reward": 0.0, "time/step": 2.0, earlier: 0.5})
+    track(store, folder, RunConfig(seed=3))
+    assert {key for key, step, _ in history(store, folder) if step == 4} == {
+        "train/reward", "Main/reward", "time/step", present,
+    }  # fmt: skip
 
 
 def test_a_repeated_step_is_not_sent_again(store: Store, folder: RunFolder) -> None:
@@ -139,7 +163,7 @@ def test_a_repeated_step_is_not_sent_again(store: Store, folder: RunFolder) -> N
     folder.roll_back(1)
     folder.append_metrics({"step": 2, "train/reward": 0.5, "time/step": 9.0})
     sent = sync_run(store, folder.path)
-    assert (sent.metrics.new, sent.metrics.there, sent.metrics.differing) == (0, 6, 1)
+    assert (sent.metrics.new, sent.metrics.there, sent.metrics.differing) == (0, 9, 1)
     assert history(store, folder) == before
 
 
@@ -174,7 +198,7 @@ def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFold
         assert writer.stdout is not None
         assert writer.stdout.readline() == "held\n"
         sent = sync_run(store, folder.path)
-        assert (sent.writing, sent.files, sent.metrics.new) == (True, 0, 6)
+        assert (sent.writing, sent.files, sent.metrics.new) == (True, 0, 9)
         assert run_at(store, folder).info.status == "RUNNING"
         writer.kill()
     assert (folder.path / LOCK).exists()

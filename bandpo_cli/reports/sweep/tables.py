@@ -112,17 +112,6 @@ def leaderboard_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def leaderboard_metrics(report: Report) -> dict[str, float]:
-    """Return the leaderboard as metrics named `clip/accuracy`, with `_low` and `_high` for the ends of intervals."""
-    metrics = {}
-    for arm in report.arms:
-        for key, value in arm.figures.items():
-            for end, number in (("", value.mean), ("_low", value.low), ("_high", value.high)):
-                if number is not None:
-                    metrics[f"{arm.name}/{key}{end}"] = number
-    return metrics
-
-
 def markdown(report: Report) -> str:
     """Return the text of `report.md`, which links to the plots in the same folder."""
     parts = [
@@ -132,7 +121,7 @@ def markdown(report: Report) -> str:
     ]
     parts += [
         "## Leaderboard",
-        _leaderboard(report),
+        leaderboard_markdown(report),
         f"{LEADERBOARD_CAPTION}.",
     ]
     parts += ["\n".join(f"- {metric.name}: {metric.about}" for metric in report.figures)]
@@ -159,7 +148,7 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _leaderboard(report: Report) -> str:
+def leaderboard_markdown(report: Report) -> str:
     rows = []
     for arm in report.arms:
         cells = [f"{arm.name} (baseline)" if arm.name == report.baseline else arm.name, str(len(arm.seeds))]

@@ -1,0 +1,202 @@
+"""Shell completion: the environment variables of a shell in, the values that it offers out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from bandpo_cli.__main__ import main
+from bandpo_cli.config.files import shipped_configs
+from bandpo_cli.registries import DIVERGENCES, GRADERS, METHODS
+from tests.cli.eval_command import WITHOUT_TORCH
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder: two runs, an evaluation and a sweep of one run, and files of settings."""
+    for name in (
+        "runs/first/config.yaml",
+        "runs/second/config.yaml",
+        "runs/scores/eval.json",
+        "runs/deltas/sweep.yaml",
+        "runs/deltas/kl-s0/config.yaml",
+        "other/elsewhere/config.yaml",
+        "mine.yaml",
+        "notes.txt",
+        "settings/fast.yaml",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment(shell: str, *words: str) -> dict[str, str]:
+    """Return the variables with which a shell asks for completions of the last word."""
+    shared = {"_BANDPO_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    line = ["bandpo", *words]
+    if shell == "bash":
+        return {**shared, "COMP_WORDS": "\n".join(line), "COMP_CWORD": str(len(words))}
+    return {**shared, "_TYPER_COMPLETE_ARGS": " ".join(line)}
+
+
+def complete(capfd: pytest.CaptureFixture[str], shell: str, *words: str) -> str:
+    """Return what `bandpo` prints for a shell. It must succeed, and print no error."""
+    with (
+        mock.patch.dict(os.environ, environment(shell, *words)),
+        mock.patch.object(sys, "argv", ["bandpo"]),
+        pytest.raises(SystemExit) as end,
+    ):
+        main()
+    out, err = capfd.readouterr()
+    assert (end.value.code, err) == (0, "")
+    return out
+
+
+def offered(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    return complete(capfd, "bash", *words).split()
+
+
+CONFIGS = list(shipped_configs())
+TASKS_LIKE_A = ["aime24", "aime25", "amc23"]
+RUNS = ["deltas/kl-s0", "first", "second"]
+
+VALUES: dict[str, list[str]] = {
+    "tr": ["train"],
+    "eval co": ["compare"],
+    "--vers": ["--version"],
+    "train --met": ["--method"],
+    "train --method ": list(METHODS),
+    "train --method c": ["clip", "clip-higher"],
+    "train --divergence ": list(DIVERGENCES),
+    "train --task a": TASKS_LIKE_A,
+    "train --task r": ["reasoning-gym:list"],
+    "train --grader ": list(GRADERS),
+    "train --sampler ": ["auto", "transformers", "vllm"],
+    "train -c ": ["mine.yaml", *CONFIGS],
+    "train --config paper/d": ["paper/dapo", "paper/dynamic-sampling"],
+    "train -c methods/clip -c settings/f": ["settings/fast.yaml"],
+    "train --resume ": RUNS,
+    "train --runs-dir other --resume ": ["elsewhere"],
+    "train --resume --runs-dir": ["--runs-dir"],
+    "sweep --method band,c": ["band,clip", "band,clip-higher"],
+    "sweep --divergence kl,t": ["kl,tv"],
+    "sweep --divergence tv,kl,t": [],  # tv is given already
+    "sweep --resume ": ["deltas"],
+    "sweep --recorded f": ["first"],
+    "sweep --executor r": ["ray"],
+    "eval --model ": RUNS,
+    "eval --task gs": ["gsm8k"],
+    "eval --grader mat": ["math", "math-dapo", "math-dapo-boxed"],
+    "eval --resume ": ["scores"],
+    "eval compare s": ["scores", "second"],
+    "eval compare scores f": ["first"],
+    "report ": ["deltas", *RUNS],
+    "runs d": ["deltas", "deltas/kl-s0"],
+    "runs --status k": ["killed"],
+    "runs --sort h": ["heldout"],
+    "show ": RUNS,
+    "show --format ": ["table", "json"],
+    "samples s": ["scores", "second"],
+    "plot f": ["first"],
+    "sync d": ["deltas", "deltas/kl-s0"],
+    "sync first s": ["second"],
+    "bounds -d kl,hel": ["kl,hellinger"],
+    "bounds --compare clip,d": ["clip,dcpo"],
+    "configs show sweeps/r": ["sweeps/radius", "sweeps/rare-tokens-pilot", "sweeps/rare-tokens"],
+    # the shell then completes file names
+    "train --model ": [],
+    "eval --samples m": [],
+    "train -c no": [],
+    # mistakes earlier in the line, and options that would print and exit
+    "trian --met": [],
+    "train --nosuch 3 --method d": ["dcpo"],
+    "train --delta x,y --method d": ["dcpo"],
+    "train --task reasoning-gym:list --method d": ["dcpo"],
+    "--version tr": ["train"],
+    "show --runs-dir nosuch ": [],
+    "show --runs-dir notes.txt ": [],
+}
+"""The words after `bandpo`, the last one incomplete, and the values that complete it."""
+
+
+@pytest.mark.parametrize("line", VALUES)
+def test_values_are_offered(line: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sorted(offered(capfd, *line.split(" "))) == sorted(VALUES[line])
+
+
+def test_zsh_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The output is a command that zsh evaluates."""
+    out = complete(capfd, "zsh", "train", "--method", "cl")
+    assert out.startswith("_arguments '*: :((")
+    assert '"clip":"one fixed interval for every token (PPO, GRPO)"' in out
+    assert '"clip-higher":' in out
+    assert '"band"' not in out
+    assert complete(capfd, "zsh", "train", "--model", "").strip() == "_files"
+
+
+def test_fish_gets_a_value_and_its_description_per_line(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = complete(capfd, "fish", "show", "").splitlines()
+    assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
+
+
+@pytest.mark.parametrize("words", [["train", "--method", "c"], ["show", ""], ["train", "-c", "gs"]])
+def test_heavy_packages_are_not_imported(words: list[str], place: Path) -> None:
+    heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')
+    done = subprocess.run(
+        [sys.executable, "-c", heavy],
+        env={**os.environ, **environment("bash", *words)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()
+
+
+@pytest.mark.parametrize("variables", [{}, {"COMP_WORDS": "bandpo train", "COMP_CWORD": "x"}])
+def test_a_malformed_request_prints_nothing(
+    variables: dict[str, str], place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        mock.patch.dict(os.environ, {"_BANDPO_COMPLETE": "complete_bash", **variables}),
+        pytest.raises(SystemExit),
+    ):
+        main()
+    out, err = capfd.readouterr()
+    assert (out.strip(), err) == ("", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_for_the_command_bandpo(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it is printed by `python -m bandpo_cli`."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bandpo_cli/__main__.py", "--show-completion"])
+    monkeypatch.setattr("typer._completion_shared.shellingham.detect_shell", lambda: (shell, shell))
+    with pytest.raises(SystemExit) as end:
+        main()
+    out = capfd.readouterr().out
+    assert end.value.code == 0
+    assert f"_BANDPO_COMPLETE=complete_{shell}" in out
+    assert "python -m" not in out
+
+
+def test_installation_options_are_last_in_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bandpo", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    out = capsys.readouterr().out
+    places = [
+        out.index(name) for name in ("--version", "--help", "--install-completion", "--show-completion")
+    ]
+    assert places == sorted(places)

@@ -1,0 +1,126 @@
+"""`bandpo train` as a process that receives signals or is killed, and its resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.eval_command import succeed, usage_error
+from tests.cli.train_runs import SMALL, check_equal, metrics_lines, record, summary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a run in a new process group, as a shell does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", "train", *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 180
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def count_lines(folder: Path) -> int:
+    return len(metrics_lines(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Path) -> None:
+    settings = ["--steps", "40", *SMALL, "--set", "checkpoint.every=50", "--set", "evaluation.every=20"]
+    succeed("train", *settings, "--name", "complete", "--runs-dir", "there", cwd=tmp_path)
+    process = start(tmp_path, *settings, "--name", "a", "--runs-dir", "there")
+    folder = tmp_path / "there" / "a"
+    wait_until(process, lambda: count_lines(folder) > 3)
+    second = usage_error("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
+    assert f"is being written by process {process.pid} on " in second
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, out + err
+    assert "Traceback" not in err
+    assert "once more to drop the step" in err
+    done = summary(folder)
+    last = done["steps"]
+    assert f"stopped by SIGTERM after step {last}; its files are in there/a" in out
+    assert "resume with: bandpo train --resume a --runs-dir there" in out
+    assert (done["status"], done["of_steps"]) == ("KILLED", 40)
+    assert record(folder)[-1]["step"] == last < 40
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+    resumed = succeed("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
+    assert f"after step {last}" in " ".join(resumed.out.split())
+    shutil.rmtree(folder / "checkpoints" / f"step-{last:06d}")  # the only difference allowed
+    check_equal(folder, tmp_path / "there" / "complete")
+
+
+@pytest.mark.slow
+def test_random_kills(tmp_path: Path) -> None:
+    """Eight kills; the default of the script is fifty."""
+    script = Path(__file__).parents[2] / "benchmarks" / "random_kills.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "8", "--steps", "16", "--folder", tmp_path / "kills"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 kills of" in done.stdout
+    assert "equal: metrics" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
+    """A step takes many seconds; the first Ctrl-C waits for its end, the second does not."""
+    settings = [*SMALL, "--set", "sampling.prompts=256", "--set", "sampling.samples=64"]
+    process = start(tmp_path, *settings, "--set", "evaluation.every=0", "--name", "a")
+    folder = tmp_path / "runs" / "a"
+    wait_until(process, (folder / "env.json").exists)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    first = ""
+    while "once more" not in first:
+        first = process.stderr.readline()
+        assert first, "the step ended too early, or the signal came too early"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
+    assert "stopped by Ctrl-C before the first step" in out
+    assert count_lines(folder) == 0
+    assert not (folder / "checkpoints").exists()
+    assert "resume with: bandpo train --resume a" in out
+
+
+@pytest.mark.slow
+def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, *SMALL, "--name", "a")
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("evaluation"):  # the last line before loading
+        pass
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM), out + err
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,190 @@
+"""Questions as chat messages: what reaches the chat template, and which lists are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.completions import read_completions
+from bandpo_cli.types import Message, Problem
+from tests.text_model import TEMPLATE as CHATML
+
+STRICT = (  # as Gemma's: no system message, and turns alternate
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": " What is 3*4?\n"}
+SOLUTION = {"role": "assistant", "content": "3*4 is 12.\n#### 12"}
+FEW_SHOT = [
+    SYSTEM,
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "Answer: 2"},
+    QUESTION,
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Write rows in the format of the extension."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path: str, **settings: Any) -> tuple[dict[str, Problem], list[str]]:
+    """Return the problems of a file by answer, those held out included, and the notes."""
+    task = build_task(DataTask.model_validate({"name": "data", "train": path, **settings}))
+    problems = [*task.train_problems(), *(each for part in task.heldout_sets().values() for each in part)]
+    return {problem.answer: problem for problem in problems}, task.notes()
+
+
+def other(answer: str) -> dict[str, Any]:
+    """Return another row, so that one can be held out."""
+    return {"messages": [{"role": "user", "content": f"Say {answer}."}], "answer": answer}
+
+
+def encoder(template: str | None) -> PromptEncoder:
+    backend = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    tokenizer.chat_template = template
+    return PromptEncoder(tokenizer)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tmp_path: Path) -> None:
+    """System message, few-shot turns and blanks included; the text is the one that samples store."""
+    rows = [{field: FEW_SHOT, "answer": "12"}, {field: [QUESTION], "answer": "13"}]
+    problems, notes = read(write(tmp_path / f"chat{suffix}", rows), system="unused")
+    (encoded,) = encoder(CHATML).encode([problems["12"]])
+    assert encoded.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
+        "<|im_start|>assistant\nAnswer: 2<|im_end|>\n"
+        "<|im_start|>user\n What is 3*4?\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    tokens = len(encoded.token_ids)
+    assert encoder(CHATML).filter_by_length([problems["12"]], tokens) == [problems["12"]]
+    assert encoder(CHATML).filter_by_length([problems["12"]], tokens - 1) == []
+    assert "chat: has chat messages; task.template and task.system do not apply" in notes
+
+
+def test_a_model_without_a_template_gets_the_texts_with_blank_lines_between(tmp_path: Path) -> None:
+    rows = [{"messages": FEW_SHOT, "answer": "12"}, other("13")]
+    problems, _ = read(write(tmp_path / "chat.jsonl", rows))
+    (encoded,) = encoder(None).encode([problems["12"]])
+    assert encoded.text == "Be brief.\n\nWhat is 1+1?\n\nAnswer: 2\n\n What is 3*4?\n"
+
+
+def test_a_template_that_refuses_the_turns_is_named_with_the_problem(tmp_path: Path) -> None:
+    rows = [{"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13")]
+    path = write(tmp_path / "chat.jsonl", rows)
+    problems, _ = read(path, train={"path": path, "fields": {"id": "id"}})
+    with pytest.raises(ConfigError, match=r"problem chat/first: .*refuses its messages.*must alternate"):
+        encoder(STRICT).encode([problems["12"]])
+
+
+def test_an_assistant_message_at_the_end_is_the_answer_where_no_field_has_one(tmp_path: Path) -> None:
+    """As in data for supervised fine-tuning; its final answer is read as that of any worked solution."""
+    rows = [{"messages": [SYSTEM, QUESTION, SOLUTION]}, {"messages": [*FEW_SHOT[1:], SOLUTION]}]
+    problems, notes = read(write(tmp_path / "sft.jsonl", [*rows, {"messages": [QUESTION]}]))
+    assert set(problems) == {"12"}
+    assert "sft: 2 training problems; dropped: 1 without an answer" in notes
+    assert "sft: 2 prompts end with an assistant message, which is the reference answer" in notes
+    assert problems["12"].prompt[-1] == Message("user", QUESTION["content"])
+
+
+def test_an_assistant_message_at_the_end_is_left_out_where_a_field_has_the_answer(tmp_path: Path) -> None:
+    rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]
+    path = write(tmp_path / "chat.jsonl", [*rows, {"messages": [QUESTION], "answer": "13"}])
+    problems, notes = read(path)
+    assert set(problems) == {"13"}
+    assert problems["13"].prompt[-1] == Message("user", QUESTION["content"])
+    assert "chat: 2 prompts end with an assistant message, which is left out" in notes
+    configured, _ = read(path, train={"path": path, "fields": {"question": "messages", "answer": "messages"}})
+    assert set(configured) == {"12"}
+
+
+def test_a_question_field_has_priority_over_messages(tmp_path: Path) -> None:
+    rows = [{"messages": [QUESTION, SOLUTION], "problem": f"Say {n}.", "solution": str(n)} for n in range(2)]
+    problems, _ = read(write(tmp_path / "numina.jsonl", rows), template="plain")
+    assert problems["0"].prompt == (Message("user", "Say 0."),)
+
+
+def test_parts_of_the_type_text_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3*4?"}]
+    rows = [{"messages": [{"role": "user", "content": parts}], "answer": "12"}, other("13")]
+    problems, _ = read(write(tmp_path / "parts.jsonl", rows))
+    assert problems["12"].prompt == (Message("user", "What is 3*4?"),)
+
+
+def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
+    row = {"messages": [QUESTION, SOLUTION], "completions": ["#### 12", "#### 13"]}
+    path = Path(write(tmp_path / "done.jsonl", [row]))
+    (stored,) = read_completions(path)["done"]
+    assert (stored.problem.prompt, stored.problem.answer) == (QUESTION["content"], "12")
+    assert len(stored.completions_G) == 2
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+MALFORMED: list[tuple[Any, str]] = [
+    ([], "an empty list"),
+    ([{"role": "user"}], "message 1 has no content; a text is expected"),
+    (user(5), "message 1 has content of the type int; a text is expected"),
+    (user(" "), "message 1, the question, is empty"),
+    (user([IMAGE]), "message 1 has a part of the type 'image_url' in its content; only text is supported"),
+    (user(["text"]), "message 1 has a part of the type 'str' in its content"),
+    (user("a\udc00"), "message 1 has text that cannot be encoded as UTF-8"),
+    ([QUESTION, "and?"], "message 2 is no object {role: ..., content: ...}, its type is str"),
+    ([{"content": "1+1?"}], "message 1 has no role; allowed: system, user, assistant"),
+    ([{"role": "usr", "content": "1+1?"}], "message 1 has the role 'usr' (did you mean 'user'?)"),
+    ([{"role": 3, "content": "1+1?"}], "message 1 has the role 3; allowed"),
+    ([{"from": "human", "value": "1+1?"}], "message 1 has no role"),
+    ([QUESTION, SYSTEM, QUESTION], "message 2 has the role system, which only the first message can have"),
+    ([SYSTEM], "the prompt ends with a message with the role system"),
+    ([SOLUTION], "the prompt ends with nothing (before the assistant message at the end)"),
+    ([QUESTION, SOLUTION, SOLUTION], "the prompt ends with a message with the role assistant (before the"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), MALFORMED)
+def test_a_malformed_list_is_one_line_with_file_row_and_field(
+    messages: Any, message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "bad.jsonl", [other("1"), {"messages": messages, "answer": "2"}])
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}, row 2: the chat messages of 'messages': {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_malformed_list_beside_completions_names_its_row(tmp_path: Path) -> None:
+    rows = [{"messages": user(each), "answer": "1", "completions": ["1"]} for each in ("1?", [IMAGE])]
+    with pytest.raises(ConfigError, match=r"row 2: the chat messages of 'messages': message 1 has a part"):
+        read_completions(Path(write(tmp_path / "bad.jsonl", rows)))
