@@ -8,9 +8,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from bandpo_cli.cli.statement import run_statement
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.registries import METHODS
+from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tracking.names import FIRST_METRICS, finite_metrics
-from tests.cli.eval_command import succeed
+from tests.cli.eval_command import succeed, without_torch
 
 TINY = [
     "--steps", "2", "--set", "task.max_number=5",
@@ -24,12 +27,18 @@ def statement(*arguments: str, cwd: Path) -> str:
     return " ".join(succeed("train", *arguments, "--dry-run", cwd=cwd).out.split())
 
 
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return build_task(resolve([{"task": {"max_number": 5}}]).task)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_the_statement_has_the_methods_settings_and_source(tmp_path: Path, method: str) -> None:
-    printed = statement("--method", method, cwd=tmp_path)
-    source = f"{METHODS[method].paper}, published defaults"
-    assert (source in printed) == (not METHODS[method].control)
-    assert f"method: {method} " in printed
+def test_the_statement_has_the_methods_settings_and_source(task: Task, method: str) -> None:
+    config = resolve([{"bounds": {"method": method}}])
+    described, *source = dict(run_statement(config, task))["method"].split("\n")
+    assert described == config.bounds.describe()
+    paper = METHODS[method].paper
+    assert source == ([f"{paper}, published defaults"] if paper else [])
 
 
 def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_path: Path) -> None:
@@ -67,3 +76,18 @@ def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     assert "clip/outside_fraction" in succeed("show", "hard", cwd=tmp_path).out
     report = json.loads(succeed("report", "runs", "--format", "json", cwd=tmp_path).out)
     assert {arm["name"] for arm in report["arms"]} == {"sapo", "clip"}
+
+
+def test_mistakes_in_a_method_are_found_without_torch(tmp_path: Path) -> None:
+    mistakes = {
+        "train --method gpso": "did you mean 'gspo'",
+        "train --method sapo --delta 0.1": "no such setting of 'sapo'",
+        "train --method dppo --divergence chi2": "allowed: kl, tv",
+        "train --method dppo --delta 0": "bounds.delta = 0",
+        "bounds 0.1 --compare gspo": "no interval of ratios",
+    }
+    found = without_torch([(tmp_path, command.split()) for command in mistakes])
+    assert [done.code for done in found] == [2] * len(mistakes)
+    for done, part in zip(found, mistakes.values(), strict=True):
+        assert done.err.count("\n") == 1
+        assert part in done.err
