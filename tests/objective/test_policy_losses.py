@@ -181,7 +181,9 @@ def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
     found = objective(
         {"method": "clip-cov", "share": 0.1, "cov_low": 0.5, "cov_high": 3.0}, groups
     ).gradient_weights.tolist()
-    removed = [token for token, weight in zip(tokens, found, strict=True) if weight == 0 and clip_of_cov(token) != 0]
+    removed = [
+        token for token, weight in zip(tokens, found, strict=True) if weight == 0 and clip_of_cov(token) != 0
+    ]
     assert 2 <= len(removed) <= int(0.1 * len(tokens))  # the interval clips some of them at this update
     mean_logprob = sum(token.old for token in tokens) / len(tokens)
     mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
