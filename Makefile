@@ -78,5 +78,5 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--no-deps -c constraints-integrations.txt verl trl
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		-c constraints.txt -c constraints-integrations.txt accelerate omegaconf tensordict
+		-c constraints.txt -c constraints-integrations.txt accelerate tensordict
 	@touch $@

@@ -124,16 +124,20 @@ class ActorConfig(SimpleNamespace):
 def partial_verl() -> Iterator[None]:
     """Make verl's modules importable one by one: `import verl` needs ray and more.
 
-    Packages are replaced by empty modules with the packages' folders, so that no `__init__.py` runs; the two names
-    that core_algos.py takes from them are added.
+    Packages are replaced by empty modules with the packages' folders, so that no `__init__.py` runs; the names that
+    core_algos.py takes from them are added, and the one that it takes from omegaconf, for an annotation.
     """
     verl = distribution("verl")
+    before = dict(sys.modules)
     packages = ["verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"]
     try:
         for name in packages:
             module = ModuleType(name)
             module.__path__ = [str(verl.locate_file(name.replace(".", "/")))]
             sys.modules[name] = module
+        omegaconf = ModuleType("omegaconf")
+        omegaconf.DictConfig = dict  # type: ignore[attr-defined]
+        sys.modules["omegaconf"] = omegaconf
         config = ModuleType("verl.workers.config")
         config.ActorConfig = ActorConfig  # type: ignore[attr-defined]
         sys.modules["verl.workers.config"] = config
@@ -142,8 +146,10 @@ def partial_verl() -> Iterator[None]:
             setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
         yield
     finally:
-        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("verl", "omegaconf")]:
             del sys.modules[name]
+            if name in before:
+                sys.modules[name] = before[name]
 
 
 VerlLoss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
