@@ -77,4 +77,6 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 		-c constraints.txt -e ".[test]"
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--no-deps -c constraints-integrations.txt verl trl
+	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c constraints.txt -c constraints-integrations.txt accelerate tensordict
 	@touch $@

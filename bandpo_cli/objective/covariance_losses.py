@@ -1,9 +1,12 @@
 """Policy losses that treat tokens with a high covariance of log-prob and advantage: Clip-Cov and KL-Cov.
 
-Source: arXiv 2505.22617; verl 0.9.1, `compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance
-is that of π_old over the update, and not that of π over a micro-batch, so that the choice of tokens does not depend on
-the size of micro-batches (the source leaves out tokens that the interval clips, which is not known then); and the
-random choice of Clip-Cov is a function of the number of tokens, so that a resumed run repeats it.
+Source: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1, verl/trainer/ppo/core_algos.py,
+`compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance is that of π_old over the update, and
+not that of π over a micro-batch, so that the choice of tokens does not depend on the size of micro-batches (the source
+leaves out tokens that the interval clips, which is not known then); and the random choice of Clip-Cov is a function of
+the number of tokens, so that a resumed run repeats it. For the same tokens, losses and gradients equal verl's.
+
+Dimensions as in `objective.loss`: N tokens of an update, n of a micro-batch. `objective.dual_clip` does not apply.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.
 
 
 class ClipCovLoss(PolicyLoss):
-    """PPO's clipped loss, without gradient for some tokens whose covariance is in [cov_low, cov_high]."""
+    """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high)."""
 
     def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
         self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high

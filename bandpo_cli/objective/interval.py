@@ -13,8 +13,12 @@ from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTok
 class IntervalLoss(PolicyLoss):
     """−min(r·a, clamp(r, lower, upper)·a), with bounds that are computed from π_old (PPO, arXiv 1707.06347).
 
-    For a < 0 the loss is at most −dual_clip·a (`objective.dual_clip`; dual-clip PPO, arXiv 1912.09729), so that a
-    single very large ratio does not dominate the update.
+    Equation 7 of the paper has one fixed interval; `bounds.methods` has the bounds of each method. For a < 0 the loss
+    is at most −dual_clip·a (`objective.dual_clip`; dual-clip PPO, arXiv 1912.09729), so that a single very large ratio
+    does not dominate the update.
+
+    Equal to verl 0.9.1, `compute_policy_loss_vanilla` (dual clip `clip_ratio_c`), and to TRL 1.16,
+    `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
     """
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:

@@ -1,6 +1,7 @@
 """Policy losses with the ratio of a complete completion: GSPO, GMPO, TOPR.
 
-Notation as in `objective.loss`; L is the number of tokens of a completion, and a its advantage.
+Notation as in `objective.loss`; L is the number of tokens of a completion, and a its advantage. The losses are [n],
+one per token, from sums over the completions of the micro-batch, [s]. `objective.dual_clip` applies to none of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class GspoLoss(PolicyLoss):
     gradient where the tokens of a completion have equal weights. The recommended aggregation is
     `seq-mean-token-mean`.
 
-    Source: verl 0.9.1, `compute_policy_loss_gspo`; TRL 1.16, `importance_sampling_level="sequence"`.
+    Equal to verl 0.9.1, `compute_policy_loss_gspo` (which limits log s to 10, here ±20), and in the gradient to TRL
+    1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
     """
 
     def __init__(self, settings: GspoSettings, objective: ObjectiveConfig) -> None:
@@ -48,7 +50,8 @@ class GmpoLoss(PolicyLoss):
     log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
     gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
 
-    Source: verl 0.9.1, `compute_policy_loss_geo_mean`.
+    Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
+    One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
     """
 
     def __init__(self, settings: GmpoSettings, objective: ObjectiveConfig) -> None:
@@ -65,9 +68,12 @@ class GmpoLoss(PolicyLoss):
 
 
 class ToprLoss(PolicyLoss):
-    """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286, equation 8).
+    """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
 
-    The paper's sign is that of the reward; here it is that of the advantage, which is the reward minus a baseline.
+    Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is the
+    reward minus a baseline; and π_old takes the place of the policy that sampled the data. The paper's ratio is that
+    of the complete completion, as here; public code that multiplies per-token ratios' clamps instead (Trinity-RFT,
+    `TOPRPolicyLossFn`) differs.
     """
 
     def __init__(self, settings: ToprSettings, objective: ObjectiveConfig) -> None:

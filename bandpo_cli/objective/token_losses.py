@@ -1,8 +1,9 @@
 """Policy losses that treat every token alone: DPPO, CISPO, SAPO, CE-GPPO, ASPO, DRPO.
 
-Notation as in `objective.loss`; sg(·) is a value without gradient. Each class names its source and where it departs
-from it. The gradient of a loss −w·a·log π with a weight w that has no gradient is −w·a·∇log π, as that of −r·a is
-−r·a·∇log π; such losses differ from others by a value, and not by a gradient.
+Notation as in `objective.loss`; sg(·) is a value without gradient, and all losses are [n], one per token. Each class
+names its paper, public code and where it departs from them; docs/methods.md lists all methods. The gradient of a loss
+−w·a·log π with a weight w that has no gradient is −w·a·∇log π, as that of −r·a is −r·a·∇log π; such losses differ from
+others by a value, and not by a gradient. `objective.dual_clip` applies to none of them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ class DppoLoss(PolicyLoss):
     The divergence of a token is that of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for tv,
     KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
 
-    Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`. The source computes 1 − p
-    from p with 1e-8 added; here it is computed from log p, which is accurate at both ends.
+    Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`, with `clip_ratio` as δ and
+    `clip_ratio_c` as max_weight. Two departures: verl computes 1 − p from p with 1e-8 added, here it is computed from
+    log p, which is accurate at both ends; and the paper's π_old is the sampler's policy, here it is the trainer's
+    unless `objective.old_logprobs` is `sampler`.
     """
 
     def __init__(self, settings: DppoSettings, objective: ObjectiveConfig) -> None:
@@ -67,8 +70,11 @@ def binary_kl(old_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tenso
 class CispoLoss(PolicyLoss):
     """−sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4): no token loses its gradient.
 
-    Source: verl 0.9.1, `compute_policy_loss_cispo`, with 1 − clip_ratio_low and 1 + clip_ratio_high as bounds; TRL
-    1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
+    The paper has no lower bound in effect and gives no value for the upper one; 5 is that of ScaleRL (arXiv
+    2510.13786), which TRL recommends.
+
+    Equal to verl 0.9.1, `compute_policy_loss_cispo`, with 1 − clip_ratio_low and 1 + clip_ratio_high as bounds; and to
+    TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
     """
 
     def __init__(self, settings: CispoSettings, objective: ObjectiveConfig) -> None:
@@ -83,9 +89,11 @@ class CispoLoss(PolicyLoss):
 class SapoLoss(PolicyLoss):
     """−(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
 
-    The weight of the gradient is r at r = 1 and falls smoothly on both sides.
+    The weight of the gradient is r·4σ(1 − σ) with σ at τ(r − 1): 1 at r = 1, at most 1.6 (r = 2.1, for τ = 1), and
+    falling to 0 on both sides.
 
-    Source: verl 0.9.1, `compute_policy_loss_sapo`; TRL 1.16, `loss_type="sapo"`.
+    Equal to verl 0.9.1, `compute_policy_loss_sapo`, and TRL 1.16, `loss_type="sapo"`. Both always use the mean over
+    completions of the means over tokens; here `objective.aggregation` is used.
     """
 
     def __init__(self, settings: SapoSettings, objective: ObjectiveConfig) -> None:
@@ -102,6 +110,9 @@ class CeGppoLoss(PolicyLoss):
     """The clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
 
     Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
+
+    Source: Kwai-Klear/CE-GPPO, verl/trainer/ppo/core_algos.py, `compute_gppo_loss_general_beta`. One departure: the
+    source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
     """
 
     def __init__(self, settings: CeGppoSettings, objective: ObjectiveConfig) -> None:
@@ -129,8 +140,13 @@ class CeGppoLoss(PolicyLoss):
 class AspoLoss(PolicyLoss):
     """−sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
 
-    The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Rare tokens with a positive advantage (r < 1) are
-    raised faster than common ones.
+    The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Tokens with a positive advantage that have become
+    less probable (r < 1) are raised faster than those that have become more probable.
+
+    Source: section 6 of the paper, equation 3 for 1/r; wizard-III/Archer2.0, verl/trainer/ppo/core_algos.py,
+    `compute_policy_loss_archer`, with c = 3 for both signs and a gradient beyond it. Two departures: the source's
+    interval is ε = 0.2 for the 80% of tokens of lowest entropy in a completion and 0.4 for the others, here it is the
+    same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal gradients).
     """
 
     def __init__(self, settings: AspoSettings, objective: ObjectiveConfig) -> None:
@@ -154,10 +170,14 @@ class AspoLoss(PolicyLoss):
 
 
 class DrpoLoss(PolicyLoss):
-    """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821).
+    """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821, equation 8).
 
-    The weight of the gradient falls linearly in the change of probability π − π_old, crosses 0 where it is ε·sign(a),
-    and pulls back beyond.
+    The weight of the gradient is r·(1 − sign(a)·(π − π_old)/ε) (equation 9): it falls linearly in the change of
+    probability, and for ε < 1 it crosses 0 at a change of ε·sign(a) and pulls back beyond. With the paper's ε = 12.5
+    it does not, as no probability changes by more than 1: the factor stays between 0.92 and 1.08.
+
+    Source: Tencent-Hunyuan/UniRL, unirl/algorithms/drpo.py, `_drpo_loss`. One departure: its π_old is the sampler's
+    policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
     """
 
     def __init__(self, settings: DrpoSettings, objective: ObjectiveConfig) -> None:

@@ -1,0 +1,417 @@
+"""Policy losses compared with those of the installed verl and TRL: loss and gradient on random padded batches.
+
+Log-probs are float64, so that differences are those of the formulas; aggregation weights are float32 here, the
+references add 1e-8 to some denominators, and TRL's τ of SAPO is a float32 number.
+`pytest -s` prints the largest difference per case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.objective.aggregation import AGGREGATIONS
+from bandpo_cli.objective.covariance_losses import ClipCovLoss, KlCovLoss, token_covariance
+from bandpo_cli.objective.loss import (
+    Columns,
+    LossInputs,
+    LossOutputs,
+    PolicyLoss,
+    UpdateTokens,
+    policy_loss,
+    policy_objective,
+)
+
+SEEDS = range(4)
+SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
+"""Standard deviation of log r. The largest ratios are 1.03, 2.5 and 88, which exceeds the caps of 3, 5, 10 and 20."""
+LOSS_TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
+GRADIENT_TOLERANCE = {"rtol": 1e-6, "atol": 1e-10}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B completions of up to T tokens, padded on the right; all tensors are [B, T] float64 except `mask` (bool)."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Return the tokens per completion, int64 [B]."""
+        return self.mask.sum(-1)
+
+
+def random_batch(seed: int, spread: float, completions: int = 12, max_tokens: int = 40) -> Batch:
+    """Return completions of 1 to `max_tokens` tokens of every probability, with advantages of both signs and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (completions, max_tokens)
+    lengths = torch.randint(1, max_tokens + 1, (completions, 1), generator=generator)
+    lengths[0] = max_tokens
+    old = -8 * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3 - 1e-3
+    new = (old + spread * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-4)
+    advantages = torch.randn((completions, 1), generator=generator, dtype=torch.float64)
+    advantages[-1] = 0.0
+    return Batch(old, new, advantages.expand(shape).clone(), torch.arange(max_tokens) < lengths)
+
+
+def ours(
+    bounds: dict[str, Any],
+    batch: Batch,
+    aggregation: str,
+    dual_clip: float | None = None,
+    columns: Callable[[PolicyLoss], Columns] | None = None,
+) -> LossOutputs:
+    """Return this package's loss and gradient of the batch's tokens, in the order of `batch.mask`.
+
+    Args:
+        columns: what to use in place of `PolicyLoss.prepare`.
+    """
+    config = resolve([{"bounds": bounds, "objective": {"dual_clip": dual_clip, "aggregation": aggregation}}])
+    loss = policy_loss(config.bounds, config.objective)
+    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
+    prepared = columns(loss) if columns else loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    weights = AGGREGATIONS[aggregation](batch.lengths, batch.mask.shape[1]).double()
+    weights = weights.repeat_interleave(batch.lengths)
+    return policy_objective(loss, LossInputs(new, old, advantages, weights, batch.lengths, prepared))
+
+
+Reference = Callable[[torch.Tensor], torch.Tensor]
+"""A function from log-probs [B, T] to the scalar loss."""
+
+
+def compare(case: str, found: LossOutputs, batch: Batch, reference: Reference) -> None:
+    """Assert that loss and gradient are equal, and that the reference has no gradient at padding."""
+    logprobs = batch.new.clone().requires_grad_()
+    loss = reference(logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert (gradient[~batch.mask] == 0).all()
+    gradient = gradient[batch.mask]
+    loss_difference = ((found.loss - loss).abs() / loss.abs()).item()
+    gradient_difference = ((found.gradient - gradient).abs().max() / gradient.abs().max()).item()
+    print(
+        f"{case}: largest relative difference, loss {loss_difference:.1e}, gradient {gradient_difference:.1e}"
+    )
+    torch.testing.assert_close(found.loss, loss.detach(), **LOSS_TOLERANCE)
+    torch.testing.assert_close(found.gradient, gradient, **GRADIENT_TOLERANCE)
+
+
+# ---- verl ------------------------------------------------------------------------------------------------------------
+
+
+class ActorConfig(SimpleNamespace):
+    """Stands for verl's ActorConfig, whose module imports most of verl: attributes, and `get` with a default."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or the default."""
+        return getattr(self, name, default)
+
+
+@contextmanager
+def partial_verl() -> Iterator[None]:
+    """Make verl's modules importable one by one: `import verl` needs ray and more.
+
+    Packages are replaced by empty modules with the packages' folders, so that no `__init__.py` runs; the names that
+    core_algos.py takes from them are added, and the one that it takes from omegaconf, for an annotation.
+    """
+    verl = distribution("verl")
+    before = dict(sys.modules)
+    packages = ["verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"]
+    try:
+        for name in packages:
+            module = ModuleType(name)
+            module.__path__ = [str(verl.locate_file(name.replace(".", "/")))]
+            sys.modules[name] = module
+        omegaconf = ModuleType("omegaconf")
+        omegaconf.DictConfig = dict  # type: ignore[attr-defined]
+        sys.modules["omegaconf"] = omegaconf
+        config = ModuleType("verl.workers.config")
+        config.ActorConfig = ActorConfig  # type: ignore[attr-defined]
+        sys.modules["verl.workers.config"] = config
+        groupwise = importlib.import_module("verl.utils.groupwise")
+        for name in ("as_torch_index", "group_mean_std"):
+            setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("verl", "omegaconf")]:
+            del sys.modules[name]
+            if name in before:
+                sys.modules[name] = before[name]
+
+
+VerlLoss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def verl_losses() -> dict[str, VerlLoss]:
+    """Return verl's registered policy losses by name."""
+    try:
+        distribution("verl")
+    except PackageNotFoundError:
+        pytest.skip("needs verl")
+    with partial_verl():
+        losses: dict[str, VerlLoss] = importlib.import_module(
+            "verl.trainer.ppo.core_algos"
+        ).POLICY_LOSS_REGISTRY
+    return losses
+
+
+def verl_reference(loss: VerlLoss, batch: Batch, aggregation: str, **config: Any) -> Reference:
+    """Return verl's loss as a function of the log-probs."""
+    actor = ActorConfig(**{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None} | config)
+    actor.global_batch_info = {}
+
+    def reference(logprobs: torch.Tensor) -> torch.Tensor:
+        value, _ = loss(batch.old, logprobs, batch.advantages, batch.mask.double(), aggregation, actor)
+        return value
+
+    return reference
+
+
+def interval(low: float, high: float) -> dict[str, float]:
+    return {"clip_ratio_low": low, "clip_ratio_high": high}
+
+
+BOTH = ("token-mean", "seq-mean-token-mean")
+BY_COMPLETION = ("seq-mean-token-mean",)
+VERL: dict[str, tuple[dict[str, Any], float | None, dict[str, Any], tuple[str, ...]]] = {
+    "vanilla": ({"method": "clip"}, 3.0, {}, BOTH),
+    "vanilla higher": (
+        {"method": "clip-higher"}, 10.0, {**interval(0.2, 0.28), "clip_ratio_c": 10.0}, BOTH,
+    ),
+    "dppo_kl": ({"method": "dppo", "divergence": "kl", "delta": 0.05}, None, {"clip_ratio": 0.05}, BOTH),
+    "dppo_tv": ({"method": "dppo", "divergence": "tv", "delta": 0.15}, None, {"clip_ratio": 0.15}, BOTH),
+    "dppo_tv capped": (
+        {"method": "dppo", "divergence": "tv", "delta": 0.05, "max_weight": 2.0}, None,
+        {"clip_ratio": 0.05, "clip_ratio_c": 2.0}, BOTH,
+    ),
+    "gspo": ({"method": "gspo"}, None, interval(3e-4, 4e-4), BOTH),
+    "gspo wide": ({"method": "gspo", "eps_low": 0.1, "eps_high": 0.2}, None, interval(0.1, 0.2), BOTH),
+    "sapo": ({"method": "sapo"}, None, {"tau_pos": 1.0, "tau_neg": 1.05}, BY_COMPLETION),
+    "sapo steep": (
+        {"method": "sapo", "tau_positive": 3.0, "tau_negative": 5.0}, None,
+        {"tau_pos": 3.0, "tau_neg": 5.0}, BY_COMPLETION,
+    ),
+    "geo_mean": ({"method": "gmpo"}, None, interval(0.4, 0.4), BY_COMPLETION),
+    "geo_mean narrow": (
+        {"method": "gmpo", "log_eps_low": 0.1, "log_eps_high": 0.2}, None, interval(0.1, 0.2), BY_COMPLETION,
+    ),
+    "cispo": ({"method": "cispo"}, None, interval(1.0, 4.0), BOTH),
+    "cispo narrow": (
+        {"method": "cispo", "min_weight": 0.8, "max_weight": 1.28}, None, interval(0.2, 0.28), BOTH,
+    ),
+}  # fmt: skip
+"""Case (verl's name, and a variant) → our settings and dual clip, verl's settings, aggregations."""
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("case", "aggregation"),
+    [(case, aggregation) for case, (*_, aggregations) in VERL.items() for aggregation in aggregations],
+)
+def test_verl(case: str, aggregation: str, spread: str, verl_losses: dict[str, VerlLoss]) -> None:
+    bounds, dual_clip, config, _ = VERL[case]
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS[spread])
+        found = ours(bounds, batch, aggregation, dual_clip)
+        reference = verl_reference(verl_losses[case.split()[0]], batch, aggregation, **config)
+        compare(f"verl {case}, {aggregation}, {spread}", found, batch, reference)
+        if spread == "far":  # the batch reaches the part of the loss that differs from −r·a
+            weighted = batch.advantages[batch.mask] != 0
+            assert not torch.allclose(found.gradient_weights[weighted], found.ratios[weighted], rtol=0.01)
+
+
+# verl chooses the tokens of Clip-Cov and KL-Cov by the covariance under π, ours by that under π_old. The following
+# tests give our choice verl's covariance, so that everything but this departure is compared.
+
+
+def covariance_config(**settings: float) -> dict[str, Any]:
+    """Return verl's settings of both methods."""
+    unset = dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))
+    return {"policy_loss": SimpleNamespace(**unset | settings)}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("share", [2e-4, 0.02, 0.3])
+def test_verl_kl_cov(share: float, spread: str, verl_losses: dict[str, VerlLoss]) -> None:
+    settings = {"method": "kl-cov", "share": share, "kl_coef": 0.7}
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS[spread])
+
+        def choose(loss: PolicyLoss, batch: Batch = batch) -> Columns:
+            assert isinstance(loss, KlCovLoss)
+            return {
+                "penalized": loss.choose(
+                    token_covariance(batch.new[batch.mask], batch.advantages[batch.mask])
+                )
+            }
+
+        config = covariance_config(kl_cov_ratio=share, ppo_kl_coef=0.7)
+        reference = verl_reference(verl_losses["kl_cov"], batch, "token-mean", **config)
+        found = ours(settings, batch, "token-mean", columns=choose)
+        compare(f"verl kl_cov, share {share:g}, {spread}", found, batch, reference)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("eps", [(0.2, 0.28), (1.0, 1.0)])
+def test_verl_clip_cov(eps: tuple[float, float], spread: str, verl_losses: dict[str, VerlLoss]) -> None:
+    """With a share of 1 all tokens in the range are chosen; which of them a smaller share has is random in both."""
+    settings = {"method": "clip-cov", "share": 1.0, "cov_low": 0.2, "cov_high": 3.0}
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS[spread])
+
+        def choose(loss: PolicyLoss, batch: Batch = batch) -> Columns:
+            assert isinstance(loss, ClipCovLoss)
+            new, old, advantages = (t[batch.mask] for t in (batch.new, batch.old, batch.advantages))
+            ratios = (new - old).exp()
+            clipped = torch.where(
+                advantages > 0, ratios > 1 + eps[1], (ratios < 1 - eps[0]) & (advantages < 0)
+            )
+            covariance = token_covariance(new, advantages)
+            return {"kept": loss.choose(covariance.masked_fill(clipped, -torch.inf))}
+
+        config = covariance_config(clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0) | interval(*eps)
+        reference = verl_reference(verl_losses["clip_cov"], batch, "token-mean", **config)
+        found = ours(settings | {"eps_low": eps[0], "eps_high": eps[1]}, batch, "token-mean", columns=choose)
+        assert (found.gradient_weights == 0).any()
+        compare(f"verl clip_cov, ε {eps}, {spread}", found, batch, reference)
+
+
+@pytest.mark.parametrize("share", [2e-4, 0.02, 0.05])
+def test_verl_clip_cov_removes_as_many_tokens(share: float, verl_losses: dict[str, VerlLoss]) -> None:
+    """At π = π_old both covariances are the same, and `prepare` itself is compared: the tokens' number and range."""
+    torch.manual_seed(0)  # verl chooses at random
+    for seed in SEEDS:
+        batch = random_batch(seed, spread=0.0)
+        settings = {"method": "clip-cov", "share": share, "cov_low": 0.2, "cov_high": 3.0}
+        removed = ours(settings, batch, "token-mean").gradient == 0
+        config = covariance_config(clip_cov_ratio=share, clip_cov_lb=0.2, clip_cov_ub=3.0)
+        logprobs = batch.new.clone().requires_grad_()
+        verl_reference(verl_losses["clip_cov"], batch, "token-mean", **config)(logprobs).backward()
+        assert logprobs.grad is not None
+        advantages = batch.advantages[batch.mask]
+        verl_removed = logprobs.grad[batch.mask] == 0
+        weighted = advantages != 0
+        covariance = token_covariance(batch.old[batch.mask], advantages)
+        candidates = (covariance > 0.2) & (covariance < 3.0)
+        assert (removed & weighted).sum() <= max(1, int(share * len(advantages)))
+        for chosen in (removed & weighted, verl_removed & weighted):
+            assert not (chosen & ~candidates).any()
+        if not (candidates & ~weighted).any():
+            assert (removed & weighted).sum() == (verl_removed & weighted).sum() > 0
+
+
+# ---- TRL -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trl() -> SimpleNamespace:
+    """Return TRL's GRPOTrainer and GRPOConfig."""
+    try:
+        distribution("trl")
+    except PackageNotFoundError:
+        pytest.skip("needs trl")
+    trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    return SimpleNamespace(
+        trainer=trainer, config=importlib.import_module("trl.trainer.grpo_config").GRPOConfig
+    )
+
+
+def trl_reference(trl: SimpleNamespace, folder: Path, batch: Batch, **settings: Any) -> Reference:
+    """Return TRL's loss as a function of the log-probs.
+
+    `GRPOTrainer._compute_loss` runs with a real GRPOConfig on an object that has the attributes which the constructor
+    would set from it, and whose model returns the given log-probs.
+    """
+    args = trl.config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+    alone = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(len(batch.mask), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(batch.mask), 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old,
+        "num_items_in_batch": batch.mask.sum(),
+    }
+
+    def reference(logprobs: torch.Tensor) -> torch.Tensor:
+        trainer = SimpleNamespace(
+            args=args,
+            accelerator=alone,
+            model=SimpleNamespace(training=True),
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+            _metrics={"train": _Metrics()},
+            _entropy_bonus_enabled=False,
+            aux_loss_enabled=False,
+            use_vllm=False,
+            current_gradient_accumulation_steps=1,
+            epsilon_low=args.epsilon,
+            epsilon_high=args.epsilon_high if args.epsilon_high is not None else args.epsilon,
+            **{
+                name: getattr(args, name)
+                for name in (
+                    "beta", "importance_sampling_level", "loss_type", "max_completion_length",
+                    "off_policy_mask_threshold", "top_entropy_quantile",
+                )
+            },
+        )  # fmt: skip
+        loss: torch.Tensor = trl.trainer._compute_loss(trainer, None, inputs)
+        return loss
+
+    return reference
+
+
+class _Metrics(dict[str, list[float]]):
+    """Lists by name, as the trainer's defaultdict."""
+
+    def __missing__(self, name: str) -> list[float]:
+        self[name] = []
+        return self[name]
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TRL: dict[str, tuple[dict[str, Any], float | None, str, dict[str, Any]]] = {
+    "grpo": ({"method": "clip"}, None, "seq-mean-token-mean", {"loss_type": "grpo"}),
+    "bnpo": ({"method": "clip"}, None, "token-mean", {"loss_type": "bnpo"}),
+    "dapo": (
+        {"method": "clip-higher"}, None, "token-mean", {"loss_type": "dapo", "epsilon_high": 0.28},
+    ),
+    "dapo with delta": ({"method": "clip"}, 3.0, "token-mean", {"loss_type": "dapo", "delta": 3.0}),
+    "cispo": ({"method": "cispo"}, None, "token-mean", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "sapo": ({"method": "sapo"}, None, "seq-mean-token-mean", {"loss_type": "sapo"}),
+    "gspo": (
+        {"method": "gspo"}, None, "seq-mean-token-mean",
+        {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, **SEQUENCE},
+    ),
+    "gspo wide": (
+        {"method": "gspo", "eps_low": 0.1, "eps_high": 0.2}, None, "token-mean",
+        {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.2, **SEQUENCE},
+    ),
+}  # fmt: skip
+"""Case → our settings, dual clip and aggregation, TRL's settings."""
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("case", TRL)
+def test_trl(case: str, spread: str, trl: SimpleNamespace, tmp_path: Path) -> None:
+    bounds, dual_clip, aggregation, settings = TRL[case]
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS[spread])
+        found = ours(bounds, batch, aggregation, dual_clip)
+        compare(f"TRL {case}, {spread}", found, batch, trl_reference(trl, tmp_path, batch, **settings))
