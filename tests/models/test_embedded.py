@@ -112,6 +112,7 @@ def test_demonstrations_have_the_requested_share_of_wrong_answers(wrong_share: f
     assert share == 0 if wrong_share == 0 else 0.35 < share < 0.6
 
 
+@pytest.mark.slow
 def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 4)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
@@ -136,6 +137,7 @@ def test_initial_weights_depend_on_the_seed() -> None:
     assert not torch.equal(first_weights(0), first_weights(1))
 
 
+@pytest.mark.slow
 def test_rarely_multiplying_answers_have_the_requested_share_of_products() -> None:
     """Problems with a correct sum get a correct sum; the others get a wrong sum, except for the requested share."""
     correct_answers = dict(solved_problems(TRAIN))
