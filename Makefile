@@ -14,8 +14,8 @@ train: $(VENV)/installed            ## a first learning curve: the embedded mode
 test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server
-	$(PYTEST) -m slow
+test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server, and more random examples
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough
 
 test-all: test test-slow
 

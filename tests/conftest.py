@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Examples are not timed: the machine may be busy. `make test-slow` runs the tests with more of them.
+settings.register_profile("default", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=100)
 
 SHAPE = {
     "vocab_size": 23,

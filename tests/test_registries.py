@@ -204,6 +204,7 @@ def test_a_registered_divergence_and_method_have_bounds(tmp_path: Path) -> None:
     assert json.loads(matched.stdout)[0]["delta"] == pytest.approx(0.01 * 0.1 / 0.9)
 
 
+@pytest.mark.slow
 def test_a_registered_grader_grades_stored_completions(tmp_path: Path) -> None:
     rows = [{"question": "2 + 2?", "answer": "4", "completions": ["4", "Answer: 4"]}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -18,6 +18,7 @@ import pandas as pd
 from bandpo_cli.__main__ import main
 
 SMALL = [
+    "--set", "task.max_number=5",
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
     "--set", "evaluation.problems=6", "--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]",
     "--set", "evaluation.batch=16",

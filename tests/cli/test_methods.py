@@ -53,6 +53,7 @@ def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_pa
     assert "δ = 0.15 arXiv 2602.04879, published defaults" in printed
 
 
+@pytest.mark.slow
 def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
     for name, method in (("soft", "sapo"), ("hard", "clip")):

@@ -217,7 +217,7 @@ def test_without_caps_the_band_and_dppo_have_the_same_gradient(
     divergence: str, delta: float, spread: float
 ) -> None:
     """The Band is the interval, DPPO the mask: a token is outside the trust region where its ratio is outside it."""
-    groups = [group for seed in range(40) for group in completions(seed, spread)]
+    groups = [group for seed in range(12) for group in completions(seed, spread)]
     region = {"divergence": divergence, "delta": delta}
     band = objective({"method": "band", "max_ratio": None, **region}, groups, dual_clip=None)
     mask = objective({"method": "dppo", "max_weight": None, **region}, groups)
