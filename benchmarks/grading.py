@@ -20,7 +20,7 @@ from hostile_answers import HOSTILE
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.extract import final_answer
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 
 LINE, BOX = "%s\nAnswer: %s", "%s\nSo it is $\\boxed{%s}$."

@@ -14,7 +14,7 @@ import time
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import ReasoningGymTask
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.reasoning_gym import ReasoningGym, describe_generators, generate
 
 

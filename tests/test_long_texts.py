@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.extract import final_answer, unwrap
-from bandpo_cli.grading import GraderPool
 from bandpo_cli.grading.answers import (
     MAX_ANSWER_CHARS,
     canonical_text,
@@ -26,6 +25,7 @@ from bandpo_cli.grading.answers import (
     vote_expression,
     vote_number,
 )
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer
 from bandpo_cli.tasks.questions import compatibility_form
@@ -185,7 +185,7 @@ def test_garbled_completions_are_graded_within_seconds_of_cpu_time() -> None:
         "resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
         "from pathlib import Path\n"
         "from bandpo_cli.config.run import GradingConfig\n"
-        "from bandpo_cli.grading import GraderPool\n"
+        "from bandpo_cli.grading.pool import GraderPool\n"
         "from bandpo_cli.tasks.completions import read_completions\n"
         "[stored] = read_completions(Path(sys.argv[1])).values()\n"
         "pairs = [(each.problem, one.text) for each in stored for one in each.completions_G]\n"

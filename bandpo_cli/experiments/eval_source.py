@@ -65,7 +65,7 @@ def open_completion_source(
 
 def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> CompletionSource:
     from bandpo_cli.evaluation.batches import regrade_batches
-    from bandpo_cli.grading import GraderPool
+    from bandpo_cli.grading.pool import GraderPool
 
     ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in file.sets.items()}
     total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
@@ -88,7 +88,7 @@ def _open_model(
     on_phase("load")
     with out_of_memory_errors(config):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.grading import GraderPool
+        from bandpo_cli.grading.pool import GraderPool
         from bandpo_cli.models.load import load_policy
         from bandpo_cli.sampling.base import SamplingParams, build_sampler
         from bandpo_cli.sampling.rollouts import (

@@ -17,7 +17,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
-from bandpo_cli.grading import check_grader
+from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import folders_containing, path_exists, user_path
 from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
 from bandpo_cli.storage.checkpoints import model_checkpoints

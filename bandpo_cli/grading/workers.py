@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -29,6 +30,10 @@ from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 IMPORT_TIMEOUT_S = 600.0
 """Seconds after which a worker that has not imported its function counts as failed."""
+
+SPAWN_AFTER_S = 1.0
+"""Seconds of grading after which a pool spawns its second and further workers. To import a grader takes about as long,
+so that one worker alone ends a shorter batch sooner."""
 
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
@@ -76,6 +81,8 @@ class WorkerPool:
         self._pending: deque[Job] = deque()
         self._grades: dict[int, Grade] = {}
         self._on_wait: OnWait = _ignore
+        self._wanted = 0
+        self._more_workers_at = math.inf
 
     def run(
         self,
@@ -103,6 +110,8 @@ class WorkerPool:
         self._pending = self._jobs()
         try:
             self._remove_exited_idle()
+            is_ready = any(worker.ready for worker in self._workers)
+            self._more_workers_at = time.monotonic() + SPAWN_AFTER_S if is_ready else math.inf
             while len(self._grades) < len(arguments):
                 self._spawn_workers(len(arguments) - len(self._grades))
                 self._poll_once()
@@ -142,7 +151,9 @@ class WorkerPool:
         return deque(self._batches if self._batched else _one_by_one(self._arguments))
 
     def _spawn_workers(self, jobs: int) -> None:
-        while len(self._workers) < min(self._size, jobs):
+        self._wanted = min(self._size, jobs)
+        spawned = self._wanted if time.monotonic() >= self._more_workers_at else min(1, self._wanted)
+        while len(self._workers) < spawned:
             self._workers.append(_Worker(WorkerProcess(self._grader, self._function, self._config)))
 
     def _remove_exited_idle(self) -> None:
@@ -187,7 +198,10 @@ class WorkerPool:
             poll.register(worker.process.stdout.fileno(), select.POLLIN)
             if worker.process.has_unsent_data:
                 poll.register(worker.process.stdin.fileno(), select.POLLOUT)
-        left = min(map(self._deadline, self._workers)) - time.monotonic()
+        until = min(map(self._deadline, self._workers))
+        if len(self._workers) < self._wanted:
+            until = min(until, self._more_workers_at)
+        left = until - time.monotonic()
         return dict(poll.poll(max(0, min(left, 60)) * 1000 + 1))
 
     def _deadline(self, worker: _Worker) -> float:
@@ -218,6 +232,7 @@ class WorkerPool:
         if "error" in reply:
             raise ConfigError(f"grader '{self._grader}': {reply['error']}")
         worker.ready = True
+        self._more_workers_at = min(self._more_workers_at, time.monotonic() + SPAWN_AFTER_S)
         if self._batched is None:
             self._batched = bool(reply["batched"])
             self._pending = self._jobs()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.types import Problem
 from scripts.answer_corpus.lines import LINES

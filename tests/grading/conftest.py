@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool, check_grader
 from bandpo_cli.grading import pool as pool_module
+from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import CORRECT, Grade, Problem
 from tests.cli.eval_command import succeed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 
 KINDS: dict[str, list[tuple[str, list[str], list[str]]]] = {

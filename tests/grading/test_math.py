@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Grade, Problem
 
 EQUAL = [

@@ -15,8 +15,8 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading import GraderPool, check_grader
 from bandpo_cli.grading import pool as pool_module
+from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import Grade, Problem
 
 CUSTOM_GRADER = """
@@ -262,7 +262,7 @@ def exits_soon(pid: int) -> bool:
 PARENT = """
 import sys
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 print("imported", flush=True)
 pool = GraderPool(GradingConfig(workers=1, deadline=2))

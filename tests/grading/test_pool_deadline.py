@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 
 DEADLINE_S = 1.5

@@ -11,7 +11,7 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.extract import final_answer
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
 from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.tagged import MAX_ANSWER_CHARS, tagged_answer
 from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem
 

@@ -9,7 +9,7 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading import GraderPool, check_grader
+from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.signatures import BatchGrader, answer_of, load_grader
 from bandpo_cli.types import NOT_APPLICABLE, Grade, Message, Problem
 

@@ -9,8 +9,8 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import TEMPLATES
-from bandpo_cli.grading import GraderPool
 from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.verl_graders import (
     grade_gsm8k,
     grade_gsm8k_flexible,

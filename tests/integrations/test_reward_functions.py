@@ -12,7 +12,7 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading import GraderPool, check_grader
+from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.signatures import answer_of, load_grader
 from bandpo_cli.registries import load_attribute
 from bandpo_cli.types import Grade, Message, Problem

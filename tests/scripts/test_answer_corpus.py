@@ -13,7 +13,7 @@ import pandas
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.types import Problem
 from scripts.answer_corpus import __main__ as script

@@ -16,7 +16,7 @@ import pytest
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading import GraderPool
+from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.question_answers import QuestionAnswerTask
