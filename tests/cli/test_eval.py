@@ -307,6 +307,7 @@ def test_mlflow_gets_the_metrics_in_the_run_of_the_model(place: Path, latest: Pa
     assert copy.read_bytes() == (latest / "samples.parquet").read_bytes()
 
 
+@pytest.mark.slow
 def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

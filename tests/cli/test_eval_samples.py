@@ -57,6 +57,7 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
 
 
+@pytest.mark.slow
 def test_no_model_is_loaded(tmp_path: Path) -> None:
     """The interpreter cannot import torch, transformers or MLflow."""
     write_jsonl(tmp_path / "a.jsonl", *FOREIGN)

@@ -271,6 +271,7 @@ def test_subtitle_of_a_run_has_its_method(run):
         assert run_subtitle(run.path) == "a"
 
 
+@pytest.mark.slow
 def test_plots_import_neither_torch_nor_pyplot(run):
     run.append_metrics({"step": 1, **RECORD})
     code = (
