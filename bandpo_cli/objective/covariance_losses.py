@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from bandpo_cli.bounds.methods import ClipState
 from bandpo_cli.config.policy_losses import ClipCovSettings, KlCovSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens, log_ratio
@@ -28,7 +27,7 @@ class ClipCovLoss(PolicyLoss):
     """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high)."""
 
     def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
 
     def prepare(self, tokens: UpdateTokens) -> Columns:
@@ -53,13 +52,6 @@ class ClipCovLoss(PolicyLoss):
         ratios, advantages = inputs.ratios, inputs.advantages
         clamped = ratios.clamp(self._lower, self._upper)
         return -torch.minimum(ratios * advantages, clamped * advantages) * inputs.columns["kept"]
-
-    def clip_state(
-        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
-    ) -> ClipState:
-        """Return the tokens without gradient, and those outside the interval."""
-        state = super().clip_state(columns, ratios, advantages, gradient_weights)
-        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
 
 
 class KlCovLoss(PolicyLoss):

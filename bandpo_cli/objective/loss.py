@@ -92,7 +92,14 @@ class LossOutputs:
 
 
 class PolicyLoss(ABC):
-    """The policy loss of a method. It is built from the method's settings and `objective`; see `policy_loss`."""
+    """The policy loss of a method. It is built from the method's settings and `objective`; see `policy_loss`.
+
+    Attributes:
+        interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
+            tokens; None for others.
+    """
+
+    interval: tuple[float, float] | None = None
 
     @abstractmethod
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None: ...
@@ -119,7 +126,11 @@ class PolicyLoss(ABC):
             ratios, advantages, gradient_weights: [N], as in `LossInputs` and `LossOutputs`.
         """
         zero = gradient_weights == 0
-        return ClipState(zero & (advantages > 0), zero & (advantages < 0), None)
+        outside = None
+        if self.interval is not None:
+            lower, upper = self.interval
+            outside = (ratios < lower) | (ratios > upper)
+        return ClipState(zero & (advantages > 0), zero & (advantages < 0), outside)
 
 
 def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyLoss:

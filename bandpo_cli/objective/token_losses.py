@@ -12,7 +12,6 @@ import math
 
 import torch
 
-from bandpo_cli.bounds.methods import ClipState
 from bandpo_cli.config.policy_losses import (
     AspoSettings,
     CeGppoSettings,
@@ -22,7 +21,7 @@ from bandpo_cli.config.policy_losses import (
     SapoSettings,
 )
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss
+from bandpo_cli.objective.loss import LossInputs, PolicyLoss
 
 
 class DppoLoss(PolicyLoss):
@@ -116,7 +115,7 @@ class CeGppoLoss(PolicyLoss):
     """
 
     def __init__(self, settings: CeGppoSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._beta_low, self._beta_high = settings.beta_low, settings.beta_high
 
     def token_losses(self, inputs: LossInputs) -> torch.Tensor:
@@ -128,13 +127,6 @@ class CeGppoLoss(PolicyLoss):
         scale = torch.where(above, self._beta_high * self._upper / ratios.detach(), scale)
         scale = torch.where(below, self._beta_low * self._lower / ratios.detach(), scale)
         return -scale * ratios * advantages
-
-    def clip_state(
-        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
-    ) -> ClipState:
-        """Return the tokens without gradient (β = 0), and those outside the interval."""
-        state = super().clip_state(columns, ratios, advantages, gradient_weights)
-        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
 
 
 class AspoLoss(PolicyLoss):
@@ -150,7 +142,7 @@ class AspoLoss(PolicyLoss):
     """
 
     def __init__(self, settings: AspoSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._max_weight = settings.max_weight
 
     def token_losses(self, inputs: LossInputs) -> torch.Tensor:
@@ -160,13 +152,6 @@ class AspoLoss(PolicyLoss):
         clipped = torch.where(positive, ratios > self._upper, ratios < self._lower)
         weights = torch.where(positive, 1.0 / ratios, ratios).clamp(max=self._max_weight)
         return -torch.where(clipped, 0.0, weights) * advantages * inputs.logprobs
-
-    def clip_state(
-        self, columns: Columns, ratios: torch.Tensor, advantages: torch.Tensor, gradient_weights: torch.Tensor
-    ) -> ClipState:
-        """Return the tokens without gradient, and those outside the interval."""
-        state = super().clip_state(columns, ratios, advantages, gradient_weights)
-        return state._replace(outside=(ratios < self._lower) | (ratios > self._upper))
 
 
 class DrpoLoss(PolicyLoss):

@@ -105,6 +105,19 @@ def usage_error(*arguments: str | Path, cwd: Path) -> str:
     return done.err
 
 
+def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command in a new process group, as a shell does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
 def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:
     """Run commands, each in its folder, in one other interpreter that cannot import torch, transformers and mlflow."""
     done = subprocess.run(

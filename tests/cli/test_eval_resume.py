@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -16,7 +15,7 @@ import pandas as pd
 import pytest
 
 from bandpo_cli.storage import eval_folder
-from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
+from tests.cli.eval_command import bandpo, record_of, samples_of, start, succeed, usage_error
 from tests.tasks.stored_completions import FOREIGN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,19 +48,6 @@ def long_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "runs" / "complete"
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a command in a new process group, as a shell does."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "bandpo_cli", "eval", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-
-
 def count_parts(folder: Path) -> int:
     return len(list((folder / "parts").glob("[0-9]*.parquet")))
 
@@ -89,7 +75,7 @@ def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
     tmp_path: Path, long_evaluation: Path
 ) -> None:
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
-    process = start(tmp_path, *LONG, "--name", "stopped", "--runs-dir", "my runs")
+    process = start(tmp_path, "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
     wait_for_parts(process, folder, 3)
     os.killpg(process.pid, signal.SIGINT)
@@ -116,7 +102,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -
     """The evaluation is killed five times at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
-    process = start(tmp_path, *LONG, "--name", "killed")
+    process = start(tmp_path, "eval", *LONG, "--name", "killed")
     stored = [0]
     for _ in range(5):
         wait_for_parts(process, folder, stored[-1] + 1)
@@ -125,7 +111,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -
         process.communicate()
         assert record_of(folder)["status"] == "running"
         stored.append(count_parts(folder))
-        process = start(tmp_path, "--resume", "killed", "--no-mlflow")
+        process = start(tmp_path, "eval", "--resume", "killed", "--no-mlflow")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert stored == sorted(stored)

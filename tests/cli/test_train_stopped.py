@@ -13,23 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import succeed, usage_error
+from tests.cli.eval_command import start, succeed, usage_error
 from tests.cli.train_runs import SMALL, check_equal, metrics_lines, record, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a run in a new process group, as a shell does."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "bandpo_cli", "train", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
 
 
 def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
@@ -48,7 +35,7 @@ def count_lines(folder: Path) -> int:
 def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Path) -> None:
     settings = ["--steps", "40", *SMALL, "--set", "checkpoint.every=50", "--set", "evaluation.every=20"]
     succeed("train", *settings, "--name", "complete", "--runs-dir", "there", cwd=tmp_path)
-    process = start(tmp_path, *settings, "--name", "a", "--runs-dir", "there")
+    process = start(tmp_path, "train", *settings, "--name", "a", "--runs-dir", "there")
     folder = tmp_path / "there" / "a"
     wait_until(process, lambda: count_lines(folder) > 3)
     second = usage_error("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
@@ -91,7 +78,7 @@ def test_random_kills(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
     """A step takes many seconds; the first Ctrl-C waits for its end, the second does not."""
     settings = [*SMALL, "--set", "sampling.prompts=256", "--set", "sampling.samples=64"]
-    process = start(tmp_path, *settings, "--set", "evaluation.every=0", "--name", "a")
+    process = start(tmp_path, "train", *settings, "--set", "evaluation.every=0", "--name", "a")
     folder = tmp_path / "runs" / "a"
     wait_until(process, (folder / "env.json").exists)
     time.sleep(1.0)
@@ -114,7 +101,7 @@ def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, *SMALL, "--name", "a")
+    process = start(tmp_path, "train", *SMALL, "--name", "a")
     assert process.stdout is not None
     while not process.stdout.readline().startswith("evaluation"):  # the last line before loading
         pass

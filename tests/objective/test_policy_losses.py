@@ -282,3 +282,23 @@ def test_finite_inputs_give_a_finite_loss_and_gradient(
     out = policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
     assert torch.isfinite(out.loss)
     assert torch.isfinite(out.gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "interval"),
+    [("ce-gppo", (0.8, 1.2)), ("aspo", (0.8, 1.2)), ("clip-cov", (0.0, 2.0)), ("sapo", None)],
+)
+def test_tokens_outside_are_counted_for_methods_with_a_fixed_interval(
+    method: str, interval: tuple[float, float] | None
+) -> None:
+    config = resolve([{"bounds": {"method": method}}])
+    ratios = torch.tensor([0.5, 0.79, 0.81, 1.19, 1.21, 2.5])
+    state = policy_loss(config.bounds, config.objective).clip_state(
+        {}, ratios, torch.ones(6), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    )
+    assert state.at_upper.tolist() == [False, True, False, False, True, False]
+    if interval is None:
+        assert state.outside is None
+    else:
+        low, high = interval
+        assert state.outside.tolist() == [not low <= ratio <= high for ratio in ratios.tolist()]
