@@ -153,7 +153,7 @@ def sweep(
 
 def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
-    runs = [SweepRun(run.name, run.arm, run.seed) for run in request.runs]
+    runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in request.runs]
     configs = {run.name: run.config for run in request.runs}
     with closing(_local_pool(executor, len(runs), {})) as pool:
         return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads)

@@ -26,11 +26,16 @@ _MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One entry of `runs` in `sweep.yaml`."""
+    """One entry of `runs` in `sweep.yaml`.
+
+    `group` is the arm without the values of its axes (`sweeps.plan.PlannedRun`); "" where the plan has none, as those
+    of earlier versions.
+    """
 
     name: str
     arm: str
     seed: int
+    group: str = ""
 
 
 class SweepFolder:
@@ -66,7 +71,7 @@ class SweepFolder:
         path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-        runs = [SweepRun(run.name, run.arm, run.seed) for run in planned]
+        runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in planned]
         plan = {"name": name, "baseline": baseline, **about, "runs": [vars(run) for run in runs]}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
         return cls(path, runs, baseline)
@@ -86,7 +91,10 @@ class SweepFolder:
     def _read(cls, path: Path) -> SweepFolder:
         plan = read_yaml(path / PLAN_FILE, str(path / PLAN_FILE))
         try:
-            runs = [SweepRun(run["name"], str(run["arm"]), run["seed"]) for run in plan["runs"]]
+            runs = [
+                SweepRun(run["name"], str(run["arm"]), run["seed"], str(run.get("group", "")))
+                for run in plan["runs"]
+            ]
             baseline = plan.get("baseline")
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path / PLAN_FILE}: not readable as the plan of a sweep: {error}") from None

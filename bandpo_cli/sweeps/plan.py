@@ -26,12 +26,25 @@ DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: `name` is its folder; the runs of an `arm` differ in the seed alone."""
+    """One run of a sweep: `name` is its folder.
+
+    The runs of an `arm` differ in the seed alone, those of a `group` also in the values of the axes, except method and
+    divergence: a group is what `tuned_on` compares the settings of.
+    """
 
     name: str
     arm: str
+    group: str
     seed: int
     config: RunConfig
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """The settings of an arm, as layers, and its group."""
+
+    layers: list[Layer]
+    group: str
 
 
 def plan_runs(
@@ -56,11 +69,20 @@ def plan_runs(
         )
     return [
         PlannedRun(
-            f"{_slug(arm)}-s{seed}", arm, seed, resolve([*layers, sweep.fixed, *settings, {"seed": seed}])
+            run_name(arm, seed),
+            arm,
+            settings.group,
+            seed,
+            resolve([*layers, sweep.fixed, *settings.layers, {"seed": seed}]),
         )
         for seed in sweep.seeds
         for arm, settings in arms.items()
     ]
+
+
+def run_name(arm: str, seed: int) -> str:
+    """Return the folder name of an arm's run with this seed."""
+    return f"{_slug(arm)}-s{seed}"
 
 
 def check_names(runs: Sequence[PlannedRun]) -> None:
@@ -101,12 +123,10 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     return axes
 
 
-def _arm_layers(
-    sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
-) -> dict[str, list[Layer]]:
-    """Return the settings layers of each arm, by its name."""
+def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None) -> dict[str, _Arm]:
+    """Return the arms by name."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    arms: dict[str, list[Layer]] = {}
+    arms: dict[str, _Arm] = {}
     seen: dict[RunConfig, str] = {}
     unused = set(sweep.axes)
     for arm_name, settings in _combinations(sweep):
@@ -130,7 +150,8 @@ def _arm_layers(
             other = seen.get(config, name)
             raise ConfigError(f"the arms '{other}' and '{name}' are the same runs; remove one of them")
         seen[config] = name
-        arms[name] = layers
+        group = _describe_arm(arm_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
+        arms[name] = _Arm(layers, group)
     if unused:
         axis = sorted(unused)[0]
         raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has this setting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,22 @@ def test_each_sweep_can_be_planned(file: Path) -> None:
 
 def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     counts = {file.stem: (len({run.arm for run in runs_of(file)}), len(runs_of(file))) for file in SWEEPS}
-    assert counts == {"radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64)}
+    assert counts == {
+        "radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64),
+        "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
+    }  # fmt: skip
     methods = {run.arm: run.config.bounds for run in runs_of(CONFIGS / "sweeps" / "methods.yaml")}
     for arm, bounds in methods.items():
         shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{arm}.yaml"
         assert bounds == config_of(shipped).bounds
+
+
+def test_the_tuning_sweeps_group_their_arms_by_method() -> None:
+    runs = runs_of(CONFIGS / "sweeps" / "fair-rare-tuning.yaml")
+    arms = {(run.group, run.arm) for run in runs}
+    assert Counter(group for group, _ in arms) == {
+        "clip": 3, "clip-higher": 3, "dcpo": 3, "cispo": 3, "dppo": 3, "kl": 9,
+    }  # fmt: skip
 
 
 def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() -> None:
