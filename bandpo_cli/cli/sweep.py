@@ -85,6 +85,14 @@ def sweep(
             autocompletion=folder_of("run"),
         ),
     ] = None,
+    tuned_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SWEEP",
+            help="Run each method with the settings that were best in that sweep, with other seeds.",
+            autocompletion=folder_of("sweep"),
+        ),
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
     ] = None,
@@ -144,6 +152,9 @@ def sweep(
 
     [bold]bandpo sweep --divergence kl,tv --delta match:clip --recorded RUN[/bold]  at equal clipping
 
+    [bold]bandpo sweep --method band,clip --lr 2e-5,5e-5,1e-4 --seeds 100,101 --name tuning[/bold]
+    [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each method at its own best setting
+
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
 
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named arms and exclusions from a file
@@ -162,8 +173,8 @@ def sweep(
         given = {
             "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
             "--task": task, "--lr": lr, "--max-tokens": max_tokens, "--sampler": sampler, "--steps": steps,
-            "--seeds": seeds, "--axis": axis, "--baseline": baseline, "--recorded": recorded, "--name": name,
-            "--config": config, "--set": set_, "--tracking-uri": tracking_uri, "--mlflow": mlflow,
+            "--seeds": seeds, "--axis": axis, "--baseline": baseline, "--recorded": recorded, "--tuned-on": tuned_on,
+            "--name": name, "--config": config, "--set": set_, "--tracking-uri": tracking_uri, "--mlflow": mlflow,
             "--dry-run": dry_run or None,
         }  # fmt: skip
         refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
@@ -190,11 +201,12 @@ def sweep(
         "optim.lr": lr,
         "sampling.max_tokens": max_tokens,
     }
-    if file is None and seeds is None and not axis and all(value is None for value in axes.values()):
+    if all(each is None for each in (file, seeds, tuned_on, axis or None, *axes.values())):
         raise UserError(
             "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a sweep file"
         )
-    request = plan_sweep(file, axes, axis or [], seeds, baseline, layers, recorded, runs_dir)
+    options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
+    request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
     return _dry_run(request, chosen, runs_dir) if dry_run else _run(request, chosen, runs_dir, name)
 
 
@@ -208,7 +220,7 @@ def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: 
 
     console = open_console()
     if not isinstance(request, str):
-        _print_matches(console, request)
+        _print_notes(console, request)
     with exit_on_sigterm(), closing(SweepView(console, runs_dir)) as view:
         result = run_sweep(request, executor=executor, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
@@ -223,13 +235,13 @@ def _dry_run(request: SweepRequest, executor: Executor, runs_dir: Path) -> None:
     from bandpo_cli.experiments.sweep import dry_run_info
 
     console = open_console()
-    _print_matches(console, request)
+    _print_notes(console, request)
     with closing(SweepView(console, runs_dir)) as view:
         view.print_plan(dry_run_info(request, executor))
 
 
-def _print_matches(console: Console, request: SweepRequest) -> None:
+def _print_notes(console: Console, request: SweepRequest) -> None:
     from bandpo_cli.cli.console import print_line
 
-    for note in request.notes():
-        print_line(console, note, "matched:", "cyan")
+    for kind, note in request.notes():
+        print_line(console, note, kind, "cyan")

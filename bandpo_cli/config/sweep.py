@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,6 +30,11 @@ class SweepConfig(Section):
     recorded: str | None = None
     """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
     them as clip does."""
+    tuned_on: str | None = None
+    """A finished sweep in place of axes and arms: each of its groups (the arms without the values of the axes, except
+    method and divergence) is an arm here, with the settings that were best there."""
+    tuned_by: Literal["accuracy", "area"] = "accuracy"
+    """The metric of the report that decides which settings were best: the mean over the seeds of that sweep."""
     baseline: str | None = None
     """The arm with which the report compares the others."""
 
@@ -49,6 +54,15 @@ class SweepConfig(Section):
         if not self.seeds:
             raise ValueError("seeds: give at least one")
         _check_unique("seeds:", self.seeds)
+        return self
+
+    @model_validator(mode="after")
+    def _check_tuned_on(self) -> SweepConfig:
+        given = [name for name in ("axes", "arms", "exclude", "recorded") if getattr(self, name)]
+        if self.tuned_on is not None and given:
+            raise ValueError(
+                f"{given[0]}: the arms are those of tuned_on = {self.tuned_on}; remove one of the two"
+            )
         return self
 
 

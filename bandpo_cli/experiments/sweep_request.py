@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -16,10 +16,22 @@ from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.preflight import check_config, choose_run_name
+from bandpo_cli.experiments.tuning import tuned_layers
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.sweeps.plan import MATCH_PREFIX, DeltaMatcher, PlannedRun, check_names, parse_axes, plan_runs
+from bandpo_cli.sweeps.plan import (
+    MATCH_PREFIX,
+    DeltaMatcher,
+    PlannedRun,
+    check_names,
+    parse_axes,
+    plan_runs,
+    plan_tuned_runs,
+)
+
+if TYPE_CHECKING:
+    from bandpo_cli.reports.sweep.tuning import Tuning
 
 _MAX_SEED_DIGITS = 12
 """Largest number of digits of a seed: Python refuses to convert thousands of digits."""
@@ -32,33 +44,44 @@ class SweepRequest:
     Attributes:
         runs: the runs in the order of their execution.
         baseline: the arm that the report compares the others with; None without one.
-        about: other entries of the plan on disk: the matched radii, and the run that they were matched on.
+        about: other entries of the plan on disk: the matched radii, and the run that they were matched on; the tuned
+            settings.
+        tuning: how the settings were chosen; None where they were given.
     """
 
     runs: list[PlannedRun]
     baseline: str | None
     about: Mapping[str, Any]
+    tuning: Tuning | None = None
 
-    def notes(self) -> list[str]:
-        """Return one line per matched radius, with the clip fraction that it reaches."""
-        return [
+    def notes(self) -> list[tuple[str, str]]:
+        """Return one line per matched radius and per tuned arm, each after its kind."""
+        matched = [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
             f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
             for arm, match in self.about.get("matched", {}).items()
         ]
+        tuned = [] if self.tuning is None else self.tuning.notes()
+        return [*(("matched:", line) for line in matched), *(("tuned:", line) for line in tuned)]
 
 
 def plan_sweep(
     file: Path | None,
     flags: Mapping[str, str | None],
     axes: Sequence[str],
-    seeds: str | None,
-    baseline: str | None,
+    options: Mapping[str, str | None],
     layers: Sequence[Layer],
-    recorded: str | None,
     runs_dir: Path,
 ) -> SweepRequest:
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
+
+    Args:
+        file: sweep file; None for a sweep by flags alone.
+        flags: comma-separated values by dotted setting; None where the flag was not given.
+        axes: further axes, each `KEY=V,V`.
+        options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
+        layers: settings of all runs.
+        runs_dir: the folder of the runs and sweeps that the options name.
 
     Raises:
         ConfigError: the file, an axis or a setting is not valid.
@@ -67,14 +90,10 @@ def plan_sweep(
     try:
         config = SweepConfig.model_validate(dict(written or {}))
         replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split_axis, axes)))}
-        changes: dict[str, Any] = {"axes": replaced}
-        if seeds is not None:
-            changes["seeds"] = [_seed(part.strip(), seeds) for part in seeds.split(",")]
-        if baseline is not None:
-            changes["baseline"] = baseline
-        if recorded is not None:
-            changes["recorded"] = recorded
-        config = SweepConfig.model_validate({**config.model_dump(), **changes})
+        changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
+        if "seeds" in changes:
+            changes["seeds"] = _seeds(changes["seeds"])
+        config = SweepConfig.model_validate({**config.model_dump(), "axes": replaced, **changes})
     except ValidationError as error:
         keys = [str(key) for key in error.errors(include_url=False)[0]["loc"]]
         place = None if written is None else written.locate(keys) or written.where
@@ -89,8 +108,17 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     Raises:
         ConfigError: a setting of a run cannot be used.
     """
-    matches: dict[str, Any] = {}
-    runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
+    about: dict[str, Any] = {}
+    tuning: Tuning | None = None
+    if config.tuned_on is not None:
+        tuned, tuning = tuned_layers(config, runs_dir)
+        runs = plan_tuned_runs(config, tuned, layers)
+        about = tuning.as_plan()
+    else:
+        matches: dict[str, Any] = {}
+        runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
+        if config.recorded is not None:
+            about = {"recorded": config.recorded, "matched": matches}
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
@@ -98,8 +126,7 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
         if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
             checked.add(sections)
             check_config(run.config)
-    about = {} if config.recorded is None else {"recorded": config.recorded, "matched": matches}
-    return SweepRequest(runs, config.baseline, about)
+    return SweepRequest(runs, config.baseline, about, tuning)
 
 
 def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
@@ -136,10 +163,11 @@ def _split_axis(text: str) -> tuple[str, str]:
     return key.strip(), values
 
 
-def _seed(part: str, text: str) -> int:
-    """Return one seed of the list `text` of `--seeds`."""
-    if not part.isdecimal() or len(part) > _MAX_SEED_DIGITS:
+def _seeds(text: str) -> list[int]:
+    """Return the seeds of `--seeds`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= _MAX_SEED_DIGITS for part in parts):
         raise ConfigError(
             f"--seeds {text}: whole numbers from 0 on, separated by commas, as in --seeds 0,1,2"
         )
-    return int(part)
+    return [int(part) for part in parts]

@@ -62,11 +62,7 @@ def plan_runs(
         ConfigError: a setting is unknown or invalid, two arms are equal, or no arm is left.
     """
     arms = _arm_layers(sweep, [*layers, sweep.fixed], match)
-    if sweep.baseline is not None and sweep.baseline not in arms:
-        raise ConfigError(
-            f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
-            f"arms: {', '.join(arms)}"
-        )
+    _check_baseline(sweep, arms)
     return [
         PlannedRun(
             run_name(arm, seed),
@@ -78,6 +74,34 @@ def plan_runs(
         for seed in sweep.seeds
         for arm, settings in arms.items()
     ]
+
+
+def plan_tuned_runs(
+    sweep: SweepConfig, tuned: Mapping[str, Layer], layers: Sequence[Layer] = ()
+) -> list[PlannedRun]:
+    """Return a run of each arm in `tuned` with each seed, in the order of `plan_runs`.
+
+    Args:
+        tuned: all settings of each arm; those of `layers` and of `sweep.fixed` override them.
+        layers: settings of all runs.
+
+    Raises:
+        ConfigError: a setting is not valid, or two arms are equal.
+    """
+    _check_baseline(sweep, tuned)
+    runs = [
+        PlannedRun(
+            run_name(arm, seed), arm, arm, seed, resolve([settings, *layers, sweep.fixed, {"seed": seed}])
+        )
+        for seed in sweep.seeds
+        for arm, settings in tuned.items()
+    ]
+    arms: dict[RunConfig, str] = {}
+    for run in runs:
+        other = arms.setdefault(run.config, run.arm)
+        if other != run.arm:
+            raise ConfigError(f"the arms '{other}' and '{run.arm}' are the same runs")
+    return runs
 
 
 def run_name(arm: str, seed: int) -> str:
@@ -121,6 +145,14 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
             )
         axes[key] = [read_value(item, f"{key}={item}") for item in items]
     return axes
+
+
+def _check_baseline(sweep: SweepConfig, arms: Mapping[str, Any]) -> None:
+    if sweep.baseline is not None and sweep.baseline not in arms:
+        raise ConfigError(
+            f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
+            f"arms: {', '.join(arms)}"
+        )
 
 
 def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None) -> dict[str, _Arm]:

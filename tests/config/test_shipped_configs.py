@@ -14,7 +14,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.registries import MethodEntry
-from bandpo_cli.sweeps.plan import PlannedRun, plan_runs
+from bandpo_cli.sweeps.plan import PlannedRun, plan_runs, plan_tuned_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = [file for file in sorted((CONFIGS / "sweeps").glob("*.yaml")) if "seeds:" in file.read_text("utf-8")]
@@ -38,8 +38,18 @@ def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
 
 
 def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
-    """Return the runs of a sweep file; `match:` gives `radius`, since the recorded run is not shipped."""
-    return plan_runs(SweepConfig.model_validate(read_layer(sweep)), match=lambda band, method: radius)
+    """Return the runs of a sweep file.
+
+    What is not shipped is replaced: `match:` gives `radius`, and the settings of each tuned arm are those of the first
+    arm of its group.
+    """
+    config = SweepConfig.model_validate(read_layer(sweep))
+    if config.tuned_on is None:
+        return plan_runs(config, match=lambda band, method: radius)
+    tuning = runs_of(CONFIGS / "sweeps" / f"{config.tuned_on}.yaml")
+    assert not {run.seed for run in tuning} & set(config.seeds)
+    tuned = {run.group: run.config.model_dump() for run in reversed(tuning)}
+    return plan_tuned_runs(config, tuned)
 
 
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
@@ -54,6 +64,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     assert counts == {
         "radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64),
         "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
+        "fair-rare": (6, 36), "fair-countdown": (2, 12),
     }  # fmt: skip
     methods = {run.arm: run.config.bounds for run in runs_of(CONFIGS / "sweeps" / "methods.yaml")}
     for arm, bounds in methods.items():

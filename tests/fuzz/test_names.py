@@ -99,7 +99,7 @@ def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def create_sweep_of_two_runs(place: Path) -> Path:
-    request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], None, None, [], None, place)
+    request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], {}, [], place)
     return sweep_request.create_sweep(request, place, "s").path
 
 
@@ -159,4 +159,4 @@ def test_a_too_long_arm_name_is_refused(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter name"):
-        sweep_request.plan_sweep(sweep, {}, [], None, None, [], None, tmp_path)
+        sweep_request.plan_sweep(sweep, {}, [], {}, [], tmp_path)

@@ -86,7 +86,7 @@ def test_sweep_files(empty_cwd: Path, count: int) -> None:
     ]
     contents += [as_yaml(SWEEP)] if count < 100 else map(as_yaml, each_entry_replaced(SWEEP))
     check_both_outcomes(
-        lambda: sweep_request.plan_sweep(path, {}, [], None, None, [], None, empty_cwd / "runs"),
+        lambda: sweep_request.plan_sweep(path, {}, [], {}, [], empty_cwd / "runs"),
         path,
         contents,
     )
@@ -111,18 +111,15 @@ def test_assignments(empty_cwd: Path) -> None:
 
 
 def test_sweep_flags(empty_cwd: Path) -> None:
-    def plan(axes: list[str], seeds: str | None, baseline: str | None, recorded: str | None) -> object:
-        return sweep_request.plan_sweep(None, {}, axes, seeds, baseline, [], recorded, empty_cwd / "runs")
+    def plan(axes: list[str], options: dict[str, str | None]) -> object:
+        return sweep_request.plan_sweep(None, {}, axes, options, [], empty_cwd / "runs")
 
     for text in NAMES:
-        for given in (
-            ([text], None, None, None),
-            ([f"optim.lr={text}"], None, None, None),
-            ([], text, None, None),
-            ([], None, text, None),
-            ([], None, None, text),
-        ):
-            accepts(lambda given=given: plan(*given), given)
+        axes: tuple[list[str], ...] = ([text], [f"optim.lr={text}"])
+        for given in axes:
+            accepts(lambda given=given: plan(given, {}), given)
+        for name in ("seeds", "baseline", "recorded", "tuned_on"):
+            accepts(lambda name=name, text=text: plan([], {name: text}), (name, text))
     assert not list(empty_cwd.iterdir())
 
 

@@ -1,0 +1,151 @@
+"""Tuned settings of a sweep: the arms of an earlier sweep, their values there, and the best arm of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from bandpo_cli.config.yaml_loader import read_yaml
+from bandpo_cli.errors import UserError
+from bandpo_cli.reports.sweep.arms import arm_metrics, common_sets
+from bandpo_cli.reports.sweep.findings import plural
+from bandpo_cli.reports.sweep.runs import ArmRunData
+from bandpo_cli.reports.sweep.selection import PLAN_FILE, differing_settings, format_setting
+
+TUNING_KEY = "tuning"
+"""The key of `sweep.yaml` with the tuned settings."""
+
+
+@dataclass(frozen=True)
+class TunedArm:
+    """An arm of the tuning sweep. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        group: the group that the arm belongs to, which is an arm of the tuned sweep.
+        arm: name of the arm.
+        settings: the settings in which the arms of its group differ, by dotted key.
+        values: the value of the metric for each tuning seed.
+        chosen: whether the arm is the best of its group.
+    """
+
+    group: str
+    arm: str
+    settings: Mapping[str, Any]
+    values: Sequence[float]
+    chosen: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values over the tuning seeds."""
+        return fmean(self.values)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The arms that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        sweep: name of the tuning sweep.
+        metric: the metric that decides, `accuracy` or `area` of the report.
+        seeds: the tuning seeds.
+        arms: the arms of the tuning sweep, group by group.
+    """
+
+    sweep: str
+    metric: Literal["accuracy", "area"]
+    seeds: Sequence[int]
+    arms: Sequence[TunedArm]
+
+    @property
+    def groups(self) -> dict[str, list[TunedArm]]:
+        """The arms of each group."""
+        groups: dict[str, list[TunedArm]] = {}
+        for arm in self.arms:
+            groups.setdefault(arm.group, []).append(arm)
+        return groups
+
+    def chosen(self, group: str) -> TunedArm:
+        """Return the best arm of a group."""
+        return next(arm for arm in self.groups[group] if arm.chosen)
+
+    def notes(self) -> list[str]:
+        """Return a line per group: the best arm, its value, and the number of arms that it was chosen from."""
+        lines = []
+        for group, arms in self.groups.items():
+            best = self.chosen(group)
+            settings = ", ".join(f"{key} = {format_setting(value)}" for key, value in best.settings.items())
+            lines.append(
+                f"{group}: {settings or 'its only settings'}; {self.metric} {best.mean:.3f} over "
+                f"{plural(len(self.seeds), 'seed')}, the best of {plural(len(arms), 'arm')}"
+            )
+        return lines
+
+    def as_plan(self) -> dict[str, Any]:
+        """Return the key of `sweep.yaml` and its entry; `read_tuning` turns it back."""
+        plain = asdict(self)
+        return {TUNING_KEY: {**plain, "arms": list(plain["arms"]), "seeds": list(self.seeds)}}
+
+
+def choose(
+    sweep: str,
+    metric: Literal["accuracy", "area"],
+    groups: Mapping[str, Mapping[str, Sequence[ArmRunData]]],
+) -> Tuning:
+    """Return the arms with their values, the best of each group chosen; of equal arms the first.
+
+    Args:
+        sweep: name of the tuning sweep.
+        metric: the metric that decides, of which more is better.
+        groups: the runs of each arm of each group, with the same seeds for every arm.
+
+    Raises:
+        UserError: the runs share no evaluation set, or have no value of the metric.
+    """
+    records = [record for arms in groups.values() for runs in arms.values() for record in runs]
+    value_of = next(
+        each.value for each in arm_metrics(records, common_sets(records)) if each.metric.key == metric
+    )
+    listed: list[TunedArm] = []
+    for group, arms in groups.items():
+        differing = differing_settings(record.settings for runs in arms.values() for record in runs)
+        values = {name: [value_of(record) for record in runs] for name, runs in arms.items()}
+        for name, found in values.items():
+            if None in found:
+                raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
+        means = {name: fmean(value for value in found if value is not None) for name, found in values.items()}
+        best = max(means, key=lambda name: means[name])
+        listed += [
+            TunedArm(
+                group,
+                name,
+                {key: runs[0].settings[key] for key in differing if key in runs[0].settings},
+                [value for value in values[name] if value is not None],
+                chosen=name == best,
+            )
+            for name, runs in arms.items()
+        ]
+    seeds = sorted({record.run.seed for record in records})
+    return Tuning(sweep, metric, seeds, listed)
+
+
+def read_tuning(folder: Path) -> Tuning | None:
+    """Return the tuned settings of the sweep in `folder`; None for a sweep without.
+
+    Raises:
+        UserError: `sweep.yaml` is damaged.
+    """
+    path = folder / PLAN_FILE
+    plan = read_yaml(path, str(path))
+    if not isinstance(plan, dict) or TUNING_KEY not in plan:
+        return None
+    try:
+        return TypeAdapter(Tuning).validate_python(plan[TUNING_KEY])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, (TUNING_KEY, *first["loc"])))
+        raise UserError(f"{path}: {place}: {first['msg']}") from None
