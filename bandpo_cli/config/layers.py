@@ -26,6 +26,9 @@ from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries.methods import method_name
 
+_MAX_PEERS = 7
+"""Methods or tasks that an error lists as having a setting."""
+
 Layer = Mapping[str, Any]
 """Settings by section, as in a YAML file: {"optim": {"lr": 1e-4}}."""
 
@@ -241,14 +244,18 @@ def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
 
 def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
     """Return one error of pydantic as `key = value: what is wrong and what is allowed`."""
-    path, owner, tag = _locate(error["loc"], model)
+    path, owner, tag, peers = _locate(error["loc"], model)
     kind, value = error["type"], error["input"]
     if kind == "extra_forbidden":
         names = list(owner.model_fields) if owner else []
         section = f" of '{tag}'" if tag else ""
         meant = setting_for(path)
-        near = nearest(path.split(".")[-1], names) if meant is None else f" (did you mean '{meant}'?)"
-        return f"{path}: no such setting{section}{near}; known: {', '.join(names)}"
+        name = path.split(".")[-1]
+        near = nearest(name, names) if meant is None else f" (did you mean '{meant}'?)"
+        having = [peer for peer, settings in peers.items() if name in settings.model_fields]
+        more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
+        elsewhere = f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}" if having else ""
+        return f"{path}: no such setting{section}{near}; known: {', '.join(names)}{elsewhere}"
     if kind == "union_tag_invalid":
         key = str(error["ctx"]["discriminator"])
         given = value.get(key) if isinstance(value, dict) else value
@@ -276,11 +283,19 @@ def _short_repr(value: Any) -> str:
 
 
 class _Location(NamedTuple):
-    """Location of an error: the dotted key, the settings class that holds it, and the tag that chose this class."""
+    """Location of an error.
+
+    Attributes:
+        path: the dotted key.
+        owner: the settings class that holds it.
+        tag: the tag that chose this class.
+        peers: the classes that the other tags choose, with this one.
+    """
 
     path: str
     owner: type[BaseModel] | None
     tag: str | None
+    peers: Mapping[str, type[BaseModel]]
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
@@ -291,9 +306,11 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
     path, tag = "", None
     owner: type[BaseModel] | None = model
     choice: Choice | None = None
+    peers: Mapping[str, type[BaseModel]] = {}
     for index, part in enumerate(loc):
         if choice is not None:
-            owner, choice, tag = choice.classes().get(str(part)), None, str(part)
+            peers = choice.classes()
+            owner, choice, tag = peers.get(str(part)), None, str(part)
             continue
         if isinstance(part, int):
             path += f"[{part}]"
@@ -307,8 +324,8 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> _Location:
         choice = choice_of(field)
         inner = None if choice else _nested_section(field)
         if inner is not None and index + 1 < len(loc):
-            owner, tag = inner, None
-    return _Location(path, owner, tag)
+            owner, tag, peers = inner, None, {}
+    return _Location(path, owner, tag, peers)
 
 
 def _literal_values(annotation: Any) -> tuple[Any, ...]:

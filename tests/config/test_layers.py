@@ -137,7 +137,14 @@ def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
             ["task.tempate", "of 'gsm8k'", "did you mean 'template'"],
         ),
         ({"task": {"name": "gsm8k", "numbers": 3}}, ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
-        ({"task": {"train": "x.jsonl"}}, ["task.train: no such setting of 'countdown'"]),
+        (
+            {"task": {"train": "x.jsonl"}},
+            ["task.train: no such setting of 'countdown'", "a setting of data, gsm8k"],
+        ),
+        (
+            {"bounds": {"method": "gspo", "delta": 0.1}},
+            ["bounds.delta: no such setting of 'gspo'; known: method, eps_low", "; a setting of band, dppo"],
+        ),
         ({"task": {"name": "data", "template": "boxd"}}, ["task.template = 'boxd'", "did you mean 'boxed'"]),
         (
             {"task": {"name": "data", "train": ["a.jsonl", {"pth": "x"}]}},
