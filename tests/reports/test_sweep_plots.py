@@ -134,6 +134,18 @@ def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, fi
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
 
 
+def test_the_accuracy_at_which_entropies_are_compared_is_a_line(tmp_path, figures):
+    _write_report(write_sweep(tmp_path / "s", FINALS))
+    (axes,) = figures["accuracy_entropy.png"].axes
+    line = axes.get_lines()[-1]
+    assert list(line.get_ydata()) == [0.39, 0.39]  # the best value of kl 0.03, the lowest of all runs
+    assert [text.get_text() for text in axes.texts] == ["entropies compared at 39%"]
+    low, high = axes.get_ylim()
+    assert low < 0.39 < high
+    _write_report(write_sweep(tmp_path / "t", {"clip": FINALS["clip"]}))  # one arm: no comparison
+    assert not figures["accuracy_entropy.png"].axes[0].texts
+
+
 def test_every_arm_has_its_own_line_style():
     names = [f"arm {index}" for index in range(MAX_ARMS_PLOTTED)]
     styles = arm_styles(names, "arm 3")

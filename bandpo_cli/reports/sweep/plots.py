@@ -1,4 +1,7 @@
-"""Plots of a report: metrics over steps with bands, accuracy against entropy, clipped tokens by probability."""
+"""Plots of a report.
+
+Metrics over steps with bands, accuracy against entropy, clipped tokens by probability.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from numpy.typing import NDArray
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
 from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
-from bandpo_cli.reports.sweep.runs import ArmRunData
+from bandpo_cli.reports.sweep.equal_accuracy import percent_text
+from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.sweep.statistics import interval_band
 
 Floats = NDArray[np.float64]
@@ -51,7 +55,13 @@ class Curve:
 
 
 def plot_all(
-    arms: Arms, order: Sequence[str], baseline: str | None, sets: Sequence[str], subtitle: str, out: Path
+    arms: Arms,
+    order: Sequence[str],
+    baseline: str | None,
+    sets: Sequence[str],
+    level: float | None,
+    subtitle: str,
+    out: Path,
 ) -> dict[str, Path]:
     """Plot into `out` what the runs have data for.
 
@@ -60,6 +70,7 @@ def plot_all(
         order: names of the arms, highest accuracy first.
         baseline: name of the baseline; None for no comparison.
         sets: the evaluation sets whose mean is plotted.
+        level: accuracy at which the entropies are compared; None for no such comparison.
         subtitle: first part of the line under each title.
         out: folder to write to.
 
@@ -90,7 +101,7 @@ def plot_all(
             plotted, styles, entropy_of, ("Entropy of the policy", subtitle, "entropy, nats per token"), False
         ),
         "accuracy_entropy": _plot_accuracy_entropy(
-            plotted, styles, accuracy, subtitle, f"held-out accuracy, {mean_at_n}"
+            plotted, styles, accuracy, level, subtitle, f"held-out accuracy, {mean_at_n}"
         ),
         "clip_by_probability": plot_clip_table(plotted, styles, subtitle),
     }
@@ -155,13 +166,6 @@ def common_curve(curves: Sequence[Series]) -> Curve | None:
     return Curve(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
 
 
-def accuracy_of(record: ArmRunData, sets: Sequence[str]) -> Series:
-    """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
-    curves = [dict(zip(record.sets[label].steps, record.sets[label].mean, strict=True)) for label in sets]
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    return steps, [float(np.mean([curve[step] for curve in curves])) for step in steps]
-
-
 def entropy_of(record: ArmRunData) -> Series:
     """Return the entropy over the steps, smoothed as in the plot of a single run."""
     return record.entropy[0], smooth(record.entropy[1])[0] if record.entropy[1] else []
@@ -188,7 +192,7 @@ def _plot_over_steps(
     if not curves:
         return None
     title, subtitle, y_label = texts
-    bands = _describe_bands(curves.values())
+    bands = _describe_bands({len(curve.values_RS) for curve in curves.values()})
     figure, (axes,) = style.new_figure(
         title, subtitle if bands else f"{subtitle} · one seed per arm, no interval"
     )
@@ -233,10 +237,11 @@ def _plot_accuracy_entropy(
     arms: Arms,
     styles: Mapping[str, ArmStyle],
     accuracy: Callable[[ArmRunData], Series],
+    level: float | None,
     subtitle: str,
     y_label: str,
 ) -> Figure | None:
-    """Plot accuracy against entropy at the evaluated steps, with the last step marked."""
+    """Plot accuracy against entropy at the evaluated steps, with the last step and `level` marked."""
     paths: dict[str, tuple[Floats, Floats]] = {}
     for name, runs in arms.items():
         curve = common_curve([accuracy(record) for record in runs])
@@ -270,6 +275,18 @@ def _plot_accuracy_entropy(
             markeredgecolor="white",
             zorder=4,
         )
+    if level is not None:
+        axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
+        axes.annotate(
+            f"entropies compared at {percent_text(level)}",
+            (1, level),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            size=10.5,
+            color=style.MUTED_COLOR,
+        )
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.percent_axis(axes)
@@ -278,9 +295,8 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _describe_bands(curves: Collection[Curve]) -> str:
-    """Return what the bands of a plot show, a line for each kind; '' if there are none."""
-    runs = {len(curve.values_RS) for curve in curves}
+def _describe_bands(runs: Collection[int]) -> str:
+    """Return what the bands of curves over these numbers of runs show, a line for each kind; '' for no band."""
     texts = [
         "95% interval over seeds" if max(runs) > 2 else "",
         "range of two seeds" if 2 in runs else "",
