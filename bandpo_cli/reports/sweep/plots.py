@@ -180,6 +180,7 @@ def plot_accuracy_lr(
             marker="o",
             markersize=5,
             zorder=3,
+            clip_on=False,  # dots at an accuracy of 0
             transform=place,
         )
         axes.plot(
@@ -190,6 +191,7 @@ def plot_accuracy_lr(
             markersize=11,
             markeredgecolor="white",
             zorder=4,
+            clip_on=False,
             transform=place,
         )
     _fit_y_axis(axes, shown)
