@@ -308,18 +308,23 @@ def print_report(console: Console, report: Report) -> None:
     console.print(Text(f"plots: {', '.join(plots)}", style="dim"), soft_wrap=soft_wrap)
 
 
+def _heading(metric: Metric) -> str:
+    """Return the name of `metric` on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
+    name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+    return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
+
+
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
     """Return one row per arm, highest accuracy first.
 
     A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    gap = 1 if separator == "\n" else 2
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     table.add_column("arm", overflow="fold")
     table.add_column("seeds", justify="right", no_wrap=True)
     for metric in metrics:
-        table.add_column(
-            metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n"), justify="right", no_wrap=True
-        )
+        table.add_column(_heading(metric), justify="right", no_wrap=True)
     for arm in report.arms:
         name = Text(arm.name)
         if arm.name == report.baseline:

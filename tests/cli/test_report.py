@@ -37,10 +37,10 @@ def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     assert "Against clip, final held-out accuracy is higher for kl 0.02" in out
     rows = [line.split() for line in out.splitlines()]
     kl, clip = (
-        rows.index(["±0.038", "±0.019", "±0.038", "1.25–1.25"]),
+        rows.index(["±0.038", "±0.019", "±0.015", "±0.038", "1.25–1.25"]),
         rows.index(["baseline", "±0.025", "±0.012", "±0.025", "1.25–1.25"]),
     )
-    assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.817", "2.00%", "1.25"]
+    assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.323", "0.817", "2.00%", "1.25"]
     assert rows[clip - 1][:4] == ["clip", "3", "0.410", "0.305"]
     assert kl < clip
     for name in ("report.html", "report.md", "leaderboard.csv", "accuracy.png"):

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from bandpo_cli.reports import style
 from bandpo_cli.reports.style import arm_styles, shorten_middle
 from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
-from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, common_curve
+from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, common_curve, plot_accuracy_lr
 from bandpo_cli.reports.sweep.statistics import estimate
 from tests.reports.sweep_folders import write_run, write_sweep
 
@@ -132,6 +132,68 @@ def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, fi
     # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
+
+
+def test_the_accuracy_at_which_entropies_are_compared_is_a_line(tmp_path, figures):
+    _write_report(write_sweep(tmp_path / "s", FINALS))
+    (axes,) = figures["accuracy_entropy.png"].axes
+    line = axes.get_lines()[-1]
+    assert list(line.get_ydata()) == [0.39, 0.39]  # the best value of kl 0.03, the lowest of all runs
+    assert [text.get_text() for text in axes.texts] == ["entropies compared at 39%"]
+    low, high = axes.get_ylim()
+    assert low < 0.39 < high
+    _write_report(write_sweep(tmp_path / "t", {"clip": FINALS["clip"]}))  # one arm: no comparison
+    assert not figures["accuracy_entropy.png"].axes[0].texts
+
+
+LINES = {
+    "clip": {1e-4: [0.30, 0.34, 0.35], 1e-5: [0.10, 0.20, 0.21], 1e-3: [0.2, 0.1]},
+    "kl 0.05": {1e-5: [0.25], 1e-3: [0.5]},
+}
+
+
+def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():
+    figure = plot_accuracy_lr(LINES, "tuning", "held-out accuracy, mean@16")
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1e-5", "1e-4", "1e-3"]
+    assert list(_lines(figure)) == ["kl 0.05", "clip"]  # the highest best mean first
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    clip, kl = ([1e-5, 1e-4, 1e-3], pytest.approx([0.17, 0.33, 0.15])), ([1e-5, 1e-3], [0.25, 0.5])
+    assert clip in lines
+    assert kl in lines
+    best = [line for line in axes.get_lines() if line.get_markersize() > 8]
+    assert [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in best] == [
+        (1e-4, pytest.approx(0.33)),
+        (1e-3, 0.5),
+    ]
+    interval = estimate(LINES["clip"][1e-4])
+    assert ([1e-4, 1e-4], pytest.approx([interval.low, interval.high])) in lines
+    assert ([1e-3, 1e-3], [0.1, 0.2]) in lines  # the range of two seeds
+    low, high = axes.get_ylim()
+    assert low <= estimate(LINES["clip"][1e-5]).low
+    assert interval.high < high
+    assert figure.legends[0].get_texts()[-1].get_text() == (
+        "95% interval over seeds\nrange of two seeds\nnone for one seed"
+    )
+
+
+def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tmp_path):
+    lines = {
+        f"kl 0.05 schedule=linear updates={index:02d}": {1e-5: [0.0], 1e-4: [index / 100]}
+        for index in range(20)
+    }
+    figure = plot_accuracy_lr(lines, "s", "held-out accuracy, mean@16")
+    assert list(_lines(figure)) == [shorten_middle(name) for name in list(lines)[:-13:-1]]
+    assert "the 12 most accurate of 20 methods" in figure.texts[1].get_text()
+    figure.canvas.draw()
+    assert figure.axes[0].get_window_extent().x1 < figure.legends[0].get_window_extent().x0
+    assert figure.texts[1].get_window_extent().x1 <= figure.bbox.width
+
+
+def test_accuracy_against_learning_rate_needs_two_rates():
+    assert plot_accuracy_lr({}, "s", "y") is None
+    assert plot_accuracy_lr({"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}, "s", "y") is None
 
 
 def test_every_arm_has_its_own_line_style():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, percent_text
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, mean
 from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.sweep.statistics import (
@@ -119,6 +120,7 @@ class Report:
         finding: the result in one sentence.
         baseline: the arm that the others are compared with; None for no comparison.
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
+        accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
         figures: the metrics, accuracy first.
         arms: highest accuracy first.
         differences: ordered by metric, then by arm.
@@ -132,6 +134,7 @@ class Report:
     finding: str
     baseline: str | None
     sets: tuple[str, ...]
+    accuracy_level: float | None
     figures: tuple[Metric, ...]
     arms: tuple[Arm, ...]
     differences: tuple[ArmDifference, ...]
@@ -208,8 +211,14 @@ def common_k(records: Sequence[ArmRunData], sets: Sequence[str]) -> int | None:
     return max(set.intersection(*shared), default=None)
 
 
-def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmMetric]:
-    """Return the metrics of these runs, accuracy first; with several sets their mean first, then each set."""
+def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str], equal: EqualAccuracy) -> list[ArmMetric]:
+    """Return the metrics of these runs, accuracy first; with several sets their mean first, then each set.
+
+    Args:
+        records: the runs.
+        sets: the evaluation sets that all of them have.
+        equal: their entropies at equal accuracy.
+    """
     ns = {record.sets[label].n for record in records for label in sets}
     n, k = ns.pop() if len(ns) == 1 else "n", common_k(records, sets)
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
@@ -229,6 +238,21 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str]) -> list[ArmM
             lambda record: record.final_entropy,
         ),
     ]
+    if equal.level is not None and equal.values:
+        reached = percent_text(equal.level.accuracy)
+        metrics.append(
+            ArmMetric(
+                Metric(
+                    "entropy_at_accuracy",
+                    f"entropy at {reached} accuracy",
+                    f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the "
+                    "highest level that all runs reach, without arms and runs whose best is under half of the best "
+                    "arm's; linear between evaluations",
+                    largest=None,
+                ),
+                lambda record: equal.values.get((record.run.arm, record.run.seed)),
+            )
+        )
     if k:
         metrics.append(
             ArmMetric(
@@ -305,24 +329,24 @@ def compare_arms(
     for each in metrics:
         if not each.metric.compared:
             continue
-        base = _by_seed(arms[baseline], each)
-        pairs = {
-            name: paired_test(_by_seed(runs, each), base, each.metric.limits)
-            for name, runs in arms.items()
-            if name != baseline
-        }
+        values = {name: _by_seed(runs, each) for name, runs in arms.items()}
+        base = values.pop(baseline)
+        pairs = {name: paired_test(by_seed, base, each.metric.limits) for name, by_seed in values.items()}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
             p_holm = adjusted.get(name)
-            differences.append(ArmDifference(name, each.metric.key, pair, p_holm, verdict(pair, p_holm)))
+            has_values = bool(values[name] and base)
+            differences.append(
+                ArmDifference(name, each.metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
+            )
     return differences
 
 
-def verdict(pair: PairedTest | None, p_holm: float | None) -> str:
-    """Return the conclusion that a difference allows, in words."""
+def verdict(pair: PairedTest | None, p_holm: float | None, has_values: bool) -> str:
+    """Return the conclusion that a difference allows, in words; `has_values`: arm and baseline have the metric."""
     if pair is None:
-        return "no common seed"
+        return "no common seed" if has_values else "no value"
     change = pair.change
     if change.low is None or change.high is None:
         equal = (

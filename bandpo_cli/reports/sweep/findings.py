@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bandpo_cli.reports.sweep.arms import Arm, ArmDifference, Metric
+from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, RunKey, percent_text
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
 from bandpo_cli.reports.sweep.selection import differing_settings
 from bandpo_cli.reports.sweep.statistics import LEVEL
@@ -70,6 +71,7 @@ def report_notes(
     sets: Sequence[str],
     has_pass_at_k: bool,
     excluded: Sequence[ExcludedRun],
+    equal: EqualAccuracy,
 ) -> list[str]:
     """Return what limits the comparison, one sentence per note."""
     records = [record for runs in arms.values() for record in runs]
@@ -79,6 +81,7 @@ def report_notes(
         *_notes_on_steps(arms),
         *_notes_on_settings(arms, records),
         *_notes_on_sets(records, sets, has_pass_at_k),
+        *_notes_on_equal_accuracy(equal),
     ]
 
 
@@ -225,6 +228,46 @@ def _notes_on_sets(records: Sequence[ArmRunData], sets: Sequence[str], has_pass_
         yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
     if not has_pass_at_k:
         yield "No pass@k is common to all runs."
+
+
+def _notes_on_equal_accuracy(equal: EqualAccuracy) -> Iterable[str]:
+    level = equal.level
+    if level is None:
+        if equal.behind:
+            yield (
+                "No entropy at equal held-out accuracy: fewer than two arms are left without those whose best value "
+                f"(median over seeds) is under half of the best arm's, {_shorten_list(equal.behind)}."
+            )
+        return
+    if not level.is_crossed:
+        yield (
+            "No entropy at equal held-out accuracy: the highest level that all compared runs reach, "
+            f"{percent_text(level.accuracy)}, is not above all first evaluations (up to {percent_text(level.start)})."
+        )
+    if not equal.values:
+        return
+    reached = f"{percent_text(level.accuracy)} held-out accuracy"
+    others = percent_text(level.next_accuracy)
+    without = "the same" if others == percent_text(level.accuracy) else others
+    yield (
+        f"Entropies are compared at {reached}, the highest level that all compared runs reach. It is the best value of "
+        f"{_run_text(level.set_by)}; without this run it would be {without}."
+    )
+    if equal.behind:
+        yield (
+            f"No entropy at {reached}, since the best value (median over seeds) is under half of the best arm's: "
+            f"{_shorten_list(equal.behind)}."
+        )
+    if equal.missing:
+        yield (
+            f"{plural(len(equal.missing), 'run')} of the compared arms without entropy at {reached}: "
+            f"{_shorten_list([_run_text(run) for run in equal.missing])}."
+        )
+
+
+def _run_text(run: RunKey) -> str:
+    arm, seed = run
+    return f"{arm} (seed {seed})"
 
 
 def _join_with_and(texts: Sequence[str]) -> str:

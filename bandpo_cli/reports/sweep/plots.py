@@ -1,4 +1,7 @@
-"""Plots of a report: metrics over steps with bands, accuracy against entropy, clipped tokens by probability."""
+"""Plots of a report.
+
+Metrics over steps with bands, accuracy against learning rate and against entropy, clipped tokens by probability.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
 from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
-from bandpo_cli.reports.sweep.runs import ArmRunData
+from bandpo_cli.reports.sweep.equal_accuracy import percent_text
+from bandpo_cli.reports.sweep.learning_rates import accuracy_by_learning_rate
+from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.sweep.selection import format_setting
 from bandpo_cli.reports.sweep.statistics import interval_band
 
 Floats = NDArray[np.float64]
@@ -28,6 +35,12 @@ MAX_ARMS_PLOTTED = 12
 
 _ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
 """Inches: height of a row of the table of clipped tokens where there are few, and of the texts below the table."""
+
+_MAX_RATE_TICKS = 8
+"""Learning rates up to this number are the ticks of their axis."""
+
+_SPREAD_POINTS = 24.0
+"""Width, in points, over which the lines of the plot against the learning rate are spread, so that bars stay apart."""
 
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
@@ -51,7 +64,13 @@ class Curve:
 
 
 def plot_all(
-    arms: Arms, order: Sequence[str], baseline: str | None, sets: Sequence[str], subtitle: str, out: Path
+    arms: Arms,
+    order: Sequence[str],
+    baseline: str | None,
+    sets: Sequence[str],
+    level: float | None,
+    subtitle: str,
+    out: Path,
 ) -> dict[str, Path]:
     """Plot into `out` what the runs have data for.
 
@@ -60,6 +79,7 @@ def plot_all(
         order: names of the arms, highest accuracy first.
         baseline: name of the baseline; None for no comparison.
         sets: the evaluation sets whose mean is plotted.
+        level: accuracy at which the entropies are compared; None for no such comparison.
         subtitle: first part of the line under each title.
         out: folder to write to.
 
@@ -86,11 +106,14 @@ def plot_all(
             ("Held-out accuracy", subtitle, f"held-out accuracy, {mean_at_n}"),
             True,
         ),
+        "accuracy_lr": plot_accuracy_lr(
+            accuracy_by_learning_rate(arms, sets), subtitle, f"held-out accuracy, {mean_at_n}"
+        ),
         "entropy": _plot_over_steps(
             plotted, styles, entropy_of, ("Entropy of the policy", subtitle, "entropy, nats per token"), False
         ),
         "accuracy_entropy": _plot_accuracy_entropy(
-            plotted, styles, accuracy, subtitle, f"held-out accuracy, {mean_at_n}"
+            plotted, styles, accuracy, level, subtitle, f"held-out accuracy, {mean_at_n}"
         ),
         "clip_by_probability": plot_clip_table(plotted, styles, subtitle),
     }
@@ -99,6 +122,88 @@ def plot_all(
         for name, figure in figures.items()
         if figure is not None
     }
+
+
+def plot_accuracy_lr(
+    lines: Mapping[str, Mapping[float, Sequence[float]]], subtitle: str, y_label: str
+) -> Figure | None:
+    """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
+
+    Args:
+        lines: accuracies by name of the line and learning rate, one value per seed. With more than `MAX_ARMS_PLOTTED`
+            lines, those with the highest best mean are plotted.
+        subtitle: first part of the line under the title.
+        y_label: label of the y axis.
+    """
+    if max((len(line) for line in lines.values()), default=0) < 2:
+        return None
+    means = {
+        name: {rate: float(np.mean(line[rate])) for rate in sorted(line)} for name, line in lines.items()
+    }
+    best = {name: max(line.values()) for name, line in means.items()}
+    names = sorted(best, key=lambda name: -best[name])[:MAX_ARMS_PLOTTED]
+    styles = arm_styles([name for name in lines if name in names], None)
+    seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
+    shown_lines = (
+        f"; the {len(names)} most accurate of {len(lines)} methods" if len(names) < len(lines) else ""
+    )
+    figure, (axes,) = style.new_figure(
+        "Held-out accuracy against learning rate",
+        f"{subtitle} · means over seeds, a large dot for the best{shown_lines}",
+    )
+    axes.set_xscale("log")
+    shown = []
+    for index, name in enumerate(styles):
+        line, rates = styles[name], list(means[name])
+        shift = _SPREAD_POINTS * (index / (len(styles) - 1) - 0.5) if len(styles) > 1 else 0.0
+        place = offset_copy(axes.transData, figure, x=shift, units="points")
+        for rate in rates:
+            values_R = np.array(lines[name][rate], dtype=np.float64)
+            edges = interval_band(values_R[:, np.newaxis])
+            low_high = np.clip(edges, 0, 1).ravel() if edges is not None else values_R
+            shown.append(low_high)
+            axes.plot(
+                [rate, rate],
+                [low_high.min(), low_high.max()],
+                color=line.color,
+                alpha=0.25,
+                linewidth=6,
+                solid_capstyle="butt",
+                transform=place,
+            )
+        axes.plot(
+            rates,
+            list(means[name].values()),
+            color=line.color,
+            linestyle=line.dash,
+            linewidth=line.width,
+            marker="o",
+            markersize=5,
+            zorder=3,
+            clip_on=False,  # dots at an accuracy of 0
+            transform=place,
+        )
+        axes.plot(
+            max(rates, key=lambda rate: means[name][rate]),
+            best[name],
+            color=line.color,
+            marker="o",
+            markersize=11,
+            markeredgecolor="white",
+            zorder=4,
+            clip_on=False,
+            transform=place,
+        )
+    _fit_y_axis(axes, shown)
+    all_rates = sorted({rate for name in names for rate in lines[name]})
+    axes.set_xlim(all_rates[0] / 1.5, all_rates[-1] * 1.5)
+    if len(all_rates) <= _MAX_RATE_TICKS:
+        axes.set_xticks(all_rates, [format_setting(rate) for rate in all_rates])
+        axes.xaxis.set_minor_locator(NullLocator())
+    style.percent_axis(axes)
+    style.label(axes, "learning rate", y_label)
+    side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
+    return figure
 
 
 def plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -> Figure | None:
@@ -155,13 +260,6 @@ def common_curve(curves: Sequence[Series]) -> Curve | None:
     return Curve(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
 
 
-def accuracy_of(record: ArmRunData, sets: Sequence[str]) -> Series:
-    """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
-    curves = [dict(zip(record.sets[label].steps, record.sets[label].mean, strict=True)) for label in sets]
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    return steps, [float(np.mean([curve[step] for curve in curves])) for step in steps]
-
-
 def entropy_of(record: ArmRunData) -> Series:
     """Return the entropy over the steps, smoothed as in the plot of a single run."""
     return record.entropy[0], smooth(record.entropy[1])[0] if record.entropy[1] else []
@@ -188,7 +286,7 @@ def _plot_over_steps(
     if not curves:
         return None
     title, subtitle, y_label = texts
-    bands = _describe_bands(curves.values())
+    bands = _describe_bands({len(curve.values_RS) for curve in curves.values()})
     figure, (axes,) = style.new_figure(
         title, subtitle if bands else f"{subtitle} · one seed per arm, no interval"
     )
@@ -233,10 +331,11 @@ def _plot_accuracy_entropy(
     arms: Arms,
     styles: Mapping[str, ArmStyle],
     accuracy: Callable[[ArmRunData], Series],
+    level: float | None,
     subtitle: str,
     y_label: str,
 ) -> Figure | None:
-    """Plot accuracy against entropy at the evaluated steps, with the last step marked."""
+    """Plot accuracy against entropy at the evaluated steps, with the last step and `level` marked."""
     paths: dict[str, tuple[Floats, Floats]] = {}
     for name, runs in arms.items():
         curve = common_curve([accuracy(record) for record in runs])
@@ -270,6 +369,18 @@ def _plot_accuracy_entropy(
             markeredgecolor="white",
             zorder=4,
         )
+    if level is not None:
+        axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
+        axes.annotate(
+            f"entropies compared at {percent_text(level)}",
+            (1, level),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            size=10.5,
+            color=style.MUTED_COLOR,
+        )
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.percent_axis(axes)
@@ -278,9 +389,8 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _describe_bands(curves: Collection[Curve]) -> str:
-    """Return what the bands of a plot show, a line for each kind; '' if there are none."""
-    runs = {len(curve.values_RS) for curve in curves}
+def _describe_bands(runs: Collection[int]) -> str:
+    """Return what the bands of curves over these numbers of runs show, a line for each kind; '' for no band."""
     texts = [
         "95% interval over seeds" if max(runs) > 2 else "",
         "range of two seeds" if 2 in runs else "",

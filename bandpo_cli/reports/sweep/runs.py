@@ -104,6 +104,13 @@ def read_arm_run(run: ArmRun) -> ArmRunData | ExcludedRun:
         return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
+def accuracy_of(record: ArmRunData, sets: Sequence[str]) -> Series:
+    """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
+    curves = [dict(zip(record.sets[label].steps, record.sets[label].mean, strict=True)) for label in sets]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return steps, [math.fsum(curve[step] for curve in curves) / len(curves) for step in steps]
+
+
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean of `values`; None for an empty sequence."""
     return math.fsum(values) / len(values) if values else None

@@ -17,6 +17,7 @@ LEADERBOARD_CAPTION = (
 
 CAPTIONS = {
     "accuracy": "Held-out accuracy over steps",
+    "accuracy_lr": "Held-out accuracy against learning rate",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Held-out accuracy against entropy",
     "clip_by_probability": "Share of clipped tokens by probability",

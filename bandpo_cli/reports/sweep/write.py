@@ -19,6 +19,7 @@ from bandpo_cli.reports.sweep.arms import (
     evaluate_arms,
     group_by_arm,
 )
+from bandpo_cli.reports.sweep.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
 from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
@@ -56,7 +57,8 @@ def write_report(
         raise UserError(_no_runs_message(title, excluded))
     arms = group_by_arm(records)
     sets = common_sets(records)
-    metrics = arm_metrics(records, sets)
+    equal = entropy_at_equal_accuracy(arms, sets)
+    metrics = arm_metrics(records, sets, equal)
     evaluated = evaluate_arms(arms, metrics)
     metrics = [each for each in metrics if any(each.metric.key in arm.figures for arm in evaluated)]
     ranked = {arm.name: arms[arm.name] for arm in evaluated}
@@ -76,12 +78,13 @@ def write_report(
         ),
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
+        accuracy_level=equal.level.accuracy if equal.level is not None and equal.values else None,
         figures=tuple(each.metric for each in metrics),
         arms=tuple(evaluated),
         differences=tuple(differences),
         notes=(
             *notes,
-            *report_notes(arms, baseline, differences, sets, has_pass_at_k, excluded),
+            *report_notes(arms, baseline, differences, sets, has_pass_at_k, excluded, equal),
             *plot_notes,
         ),
         left_out=tuple(excluded),
@@ -143,7 +146,7 @@ def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -
     """Write the plots first, then the files that refer to them."""
     out.mkdir(parents=True, exist_ok=True)
     order = [arm.name for arm in report.arms]
-    plots = plot_all(arms, order, report.baseline, report.sets, report.title, out)
+    plots = plot_all(arms, order, report.baseline, report.sets, report.accuracy_level, report.title, out)
     files = {name: out / name for name in ("report.html", "report.md", "leaderboard.csv")}
     report = replace(report, files={**files, **{path.name: path for path in plots.values()}})
     write_text(files["leaderboard.csv"], tables.leaderboard_csv(report))
