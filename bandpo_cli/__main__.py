@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -27,6 +29,9 @@ def main() -> None:
     """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
     if COMPLETION_VARIABLE in os.environ:
         _complete()
+    # The callback registered first runs last. After it the interpreter does not search for unreachable objects, which
+    # takes 0.3 s after the imports of an evaluation. Files, workers and threads are closed by then.
+    atexit.register(gc.freeze)
     exit_with_parent()
     try:
         _check_utf8(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,10 @@ eval_app = typer.Typer(
 )
 
 FORMATS = ("table", "json")
+_GC_THRESHOLDS = (50_000, 10, 10)
+"""Thresholds of the garbage collector. The imports of an evaluation create 175,000 objects and hardly any garbage; with
+Python's thresholds (700, 10, 10) the collector visits them 470 times in all, which takes 0.35 s."""
+
 _SAMPLING_FLAGS = {
     "--model",
     "--task",
@@ -172,6 +177,7 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return None
+    gc.set_threshold(*_GC_THRESHOLDS)
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.config.files import read_config

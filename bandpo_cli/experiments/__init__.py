@@ -10,12 +10,41 @@ Settings are checked before torch is imported. Mistakes are raised as `errors.Us
 `errors.RunError`. Callbacks follow `types.Callback`. Remarks and warnings go to the logger `bandpo_cli`.
 """
 
-from bandpo_cli.experiments.compare import compare
-from bandpo_cli.experiments.evaluate import evaluate
-from bandpo_cli.experiments.resume import resume
-from bandpo_cli.experiments.sweep import sweep
-from bandpo_cli.experiments.sync import sync
-from bandpo_cli.experiments.train import train
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-# The functions replace the submodules of the same name as attributes of this package; `import_module` finds those.
+if TYPE_CHECKING:
+    from bandpo_cli.experiments.compare import compare
+    from bandpo_cli.experiments.evaluate import evaluate
+    from bandpo_cli.experiments.resume import resume
+    from bandpo_cli.experiments.sweep import sweep
+    from bandpo_cli.experiments.sync import sync
+    from bandpo_cli.experiments.train import train
+
 __all__ = ["compare", "evaluate", "resume", "sweep", "sync", "train"]
+
+
+class _Package(ModuleType):
+    """This package: each function is imported from the submodule of the same name when it is first used.
+
+    A command then imports only what it needs. As attributes of the package, the names are always the functions;
+    `import_module` returns the submodules.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{name}"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import of a submodule binds it to its name in the package, where it would hide the function.
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

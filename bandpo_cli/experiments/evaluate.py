@@ -267,7 +267,8 @@ def _scoring_imports() -> Iterator[None]:
 
 
 def _import_scoring() -> None:
-    import pandas  # noqa: F401 - pyarrow imports it to convert lists
+    import pyarrow.json
+    import pyarrow.parquet  # noqa: F401
     import scipy.stats  # noqa: F401
 
     import bandpo_cli.evaluation.scores

@@ -6,7 +6,6 @@ The interfaces are those of verl 0.9.1 (`reward_manager/naive.py` and `batch.py`
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -241,6 +240,7 @@ def _finished(value: Any) -> Any:
     """Return `value`; of an asynchronous function, the result after running it."""
     if not inspect.isawaitable(value):
         return value
+    import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
 
     async def wait_for(awaitable: Awaitable[Any]) -> Any:
         return await awaitable

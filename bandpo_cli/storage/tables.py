@@ -39,6 +39,10 @@ BAD_BATCH_COLUMNS = {
 """Columns with a list of float32 per completion, one number per token; null where they were not computed."""
 
 
+_ROWS_PER_BLOCK = 4096
+"""Completions that are converted at once; a block must stay below 2 GiB, half a million characters per completion."""
+
+
 class SampleRow(TypedDict):
     """One completion, as a row of `samples/step-000010.parquet`."""
 
@@ -170,9 +174,29 @@ def write_sample_table(
 
 def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
     """Write the completions of an evaluation."""
-    import pyarrow as pa
+    return _write(path, eval_table(rows))
 
-    return _write(path, pa.Table.from_pylist([dict(each) for each in rows], schema=_schema(EvalRow)))
+
+def eval_table(rows: Sequence[EvalRow]) -> Any:
+    """Return the completions of an evaluation as a pyarrow.Table, the same as from `Table.from_pylist`.
+
+    pyarrow imports pandas (0.3 s) to convert Python objects, and needs only itself to read JSON.
+
+    Raises:
+        ValueError: a value does not have the type of its column, or a text is not valid Unicode.
+    """
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    schema = _schema(EvalRow)
+    blocks = []
+    for start in range(0, len(rows), _ROWS_PER_BLOCK):
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows[start : start + _ROWS_PER_BLOCK]]
+        data = "\n".join(lines).encode()
+        parse = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+        read = arrow_json.ReadOptions(block_size=len(data) + 1, use_threads=False)
+        blocks.append(arrow_json.read_json(pa.BufferReader(data), read, parse))
+    return pa.concat_tables(blocks) if rows else schema.empty_table()
 
 
 def read_eval_table(path: Path) -> list[EvalRow]:

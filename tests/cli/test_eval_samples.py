@@ -57,6 +57,22 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
 
 
+def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collection(tmp_path: Path) -> None:
+    """The start, the imports and the exit take most of the time of a small evaluation."""
+    code = """
+import atexit, gc, sys
+not_needed = ("torch", "pandas", "asyncio", "bandpo_cli.experiments.train", "bandpo_cli.experiments.sweep")
+atexit.register(lambda: print([each for each in not_needed if each in sys.modules], gc.get_freeze_count() > 100_000))
+from bandpo_cli.__main__ import main
+main()
+"""
+    path = write_jsonl(tmp_path / "a.jsonl", FOREIGN[0])
+    arguments = ["eval", "--samples", str(path), "--no-mlflow", "--runs-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] True"
+
+
 @pytest.mark.slow
 def test_no_model_is_loaded(tmp_path: Path) -> None:
     """The interpreter cannot import torch, transformers or MLflow."""

@@ -175,6 +175,29 @@ def test_importing_the_functions_loads_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_function_is_imported_when_it_is_used_and_hides_its_module() -> None:
+    """The import of a submodule, before or after, does not put the module in the place of the function."""
+    code = """
+import sys
+import bandpo_cli.experiments.compare
+import bandpo_cli.experiments as experiments
+
+print([name for name in experiments.__all__ if f"bandpo_cli.experiments.{name}" in sys.modules])
+from bandpo_cli.experiments import compare, sync
+import bandpo_cli.experiments.train, bandpo_cli.experiments.sync
+print(all(getattr(experiments, name).__name__ == name for name in experiments.__all__))
+print(experiments.compare is compare, experiments.sync is sync, {*experiments.__all__} < {*dir(experiments)})
+print(hasattr(experiments, "tune"), experiments.sweep_request.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "['compare']",
+        "True",
+        "True True True",
+        "False bandpo_cli.experiments.sweep_request",
+    ]
+
+
 @pytest.mark.slow
 def test_all_functions_run_without_rich_and_typer(tmp_path: Path) -> None:
     """A sweep's runs are processes of the command line; this process imports neither."""
