@@ -1,4 +1,4 @@
-"""`bandpo_cli.bounds` beside other trainers: it imports numpy alone."""
+"""`bandpo_cli.bounds` and `bandpo_cli.integrations` beside other trainers: imports of numpy and the trainer alone."""
 
 from __future__ import annotations
 
@@ -77,6 +77,31 @@ from bandpo_cli.registries import METHODS, load_attribute
 print([load_attribute(entry.bounds).__name__ for entry in METHODS.values() if entry.bounds])
 """
     assert "band" in run(sys.executable, NO_OTHER_PACKAGES + code)
+
+
+@pytest.mark.parametrize("name", ["trl", "prime_rl", "skyrl"])
+def test_an_integration_needs_numpy_and_its_trainer_alone(name: str) -> None:
+    """Empty classes stand for what it imports from torch and the trainer."""
+    code = f"""
+from types import ModuleType
+
+class Anything(ModuleType):
+    __version__, __path__ = "1.16.0", []
+    def __getattr__(self, name):
+        return type(name, (), {{}})
+
+for module in (
+    "torch", "trl", "prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl", "prime_rl.trainer.rl.loss", "skyrl",
+    "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils",
+    "skyrl.backends.skyrl_train.utils.off_policy_correction_utils",
+    "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl.backends.skyrl_train.utils.torch_utils",
+    "skyrl.train", "skyrl.train.config",
+):
+    sys.modules[module] = Anything(module)
+import bandpo_cli.integrations.{name}
+print(sorted(name for name in sys.modules if name.startswith("bandpo_cli.config")))
+"""
+    assert run(sys.executable, NO_OTHER_PACKAGES + code) == "[]\n"
 
 
 @pytest.mark.slow
