@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import HfArgumentParser
 
 from bandpo_cli.bounds import band_bounds
 from tests.integrations import stand_ins
@@ -42,6 +43,15 @@ def test_the_defaults_are_those_of_the_runner(band: ModuleType, tmp_path: Path) 
     assert (args.band_divergence, args.band_delta, args.band_max_ratio) == (
         ours.divergence, ours.delta, ours.max_ratio,
     )  # fmt: skip
+
+
+def test_the_settings_are_flags_of_trls_command_line(band: ModuleType, tmp_path: Path) -> None:
+    """TRL's parser of flags and YAML files is a subclass of this one."""
+    flags = f"--output_dir {tmp_path} --use_cpu True --bf16 False --num_iterations 2 --band_divergence js"
+    (args,) = HfArgumentParser(band.BandGRPOConfig).parse_args_into_dataclasses(
+        [*flags.split(), "--band_delta", "0.1", "--band_max_ratio", "4"]
+    )
+    assert (args.band_divergence, args.band_delta, args.band_max_ratio) == ("js", 0.1, 4.0)
 
 
 @pytest.mark.parametrize(
