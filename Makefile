@@ -76,7 +76,7 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e ".[test]"
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--no-deps -c constraints-integrations.txt verl trl
+		--no-deps -c constraints-integrations.txt verl trl skyrl
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		-c constraints.txt -c constraints-integrations.txt accelerate tensordict
+		-c constraints.txt -c constraints-integrations.txt accelerate tensordict peft ray jaxtyping loguru
 	@touch $@

@@ -3,7 +3,8 @@
     from bandpo_cli.bounds import band_bounds
     lower, upper = band_bounds(old_logprobs, divergence="kl", delta=0.05, max_ratio=10.0)
 
-The package imports numpy only; it uses torch when the input is a tensor.
+The package needs numpy alone: it uses torch when the input is a tensor, and settings of methods (`bandpo_cli.config`,
+pydantic) only as arguments of `ratio_bounds`.
 """
 
 from bandpo_cli.bounds.arrays import RatioBounds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from bandpo_cli.bounds.arrays import TokenProbs
 from bandpo_cli.bounds.divergences import divergence_at, find_divergence
 from bandpo_cli.bounds.methods import clip_state, ratio_bounds
-from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.errors import ConfigError
+
+if TYPE_CHECKING:  # the settings need pydantic
+    from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 
 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:

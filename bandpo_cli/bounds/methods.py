@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bandpo_cli.bounds.arrays import (
     Array,
@@ -21,17 +21,19 @@ from bandpo_cli.bounds.arrays import (
     to_float64,
 )
 from bandpo_cli.bounds.band import logprob_bounds
-from bandpo_cli.config.methods import (
-    BandSettings,
-    ClipHigherSettings,
-    ClipSettings,
-    DcpoSettings,
-    MethodSettings,
-    NoClipSettings,
-)
-from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings, DppoSettings, GmpoSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
+
+if TYPE_CHECKING:  # the settings need pydantic, the functions of this module numpy alone
+    from bandpo_cli.config.methods import (
+        BandSettings,
+        ClipHigherSettings,
+        ClipSettings,
+        DcpoSettings,
+        MethodSettings,
+        NoClipSettings,
+    )
+    from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings, DppoSettings, GmpoSettings
 
 BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""

@@ -1,0 +1,37 @@
+"""The clipped loss of a token under the Band, for trainers whose policy loss is a function that they call."""
+
+from __future__ import annotations
+
+import torch
+
+from bandpo_cli.bounds import band_bounds
+from bandpo_cli.bounds.methods import ClipState, clip_state
+
+MAX_LOG_RATIO = 20.0
+"""Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
+
+
+def band_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    divergence: str,
+    delta: float,
+    max_ratio: float | None,
+) -> tuple[torch.Tensor, ClipState]:
+    """Return −min(r·a, clamp(r, lower, upper)·a) of each token, and which tokens the bounds clip.
+
+    Args:
+        logprobs: log π(token), nats, any shape, with gradient.
+        old_logprobs: log π_old(token), nats, the same shape.
+        advantages: a of each token, the same shape.
+        divergence, delta, max_ratio: the settings of the Band, as in `band_bounds`.
+
+    Raises:
+        ConfigError: `band_bounds` raises it for the settings.
+    """
+    lower, upper = band_bounds(old_logprobs, divergence, delta, max_ratio)
+    ratios = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    clamped = torch.clamp(ratios, lower, upper)
+    losses = -torch.minimum(ratios * advantages, clamped * advantages)
+    return losses, clip_state(ratios.detach(), lower, upper, advantages)

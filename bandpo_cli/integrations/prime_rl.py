@@ -1,0 +1,47 @@
+"""The Band as the custom loss of prime-rl: `import_path = "bandpo_cli.integrations.prime_rl.band_loss"`."""
+
+from __future__ import annotations
+
+import torch
+from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
+
+from bandpo_cli.integrations.clipping import band_losses
+
+
+def band_loss(
+    inputs: LossInputs, *, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = 10.0
+) -> LossOutputs:
+    """Return the sum of the clipped losses of one sequence, and the shares of its tokens that the Band clips.
+
+    π_old is the policy that sampled the sequence (`inference_logprobs`). prime-rl divides the sum by the number of
+    tokens of the batch.
+
+    Args:
+        inputs: one sequence, [seq] each: `trainer_logprobs` with gradient, `inference_logprobs`, `advantages`,
+            `loss_mask` (bool), and `loss_weights` or None. Positions outside the mask may have any values.
+        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
+
+    Returns:
+        The scalar loss, and the metrics `band/upper_fraction` and `band/lower_fraction`: the tokens of the mask whose
+        gradient is zero because the ratio is above the upper bound at a positive advantage, or below the lower bound
+        at a negative one.
+
+    Raises:
+        ConfigError: a setting is invalid.
+    """
+    mask = inputs.loss_mask
+    logprobs, old_logprobs, advantages = (
+        torch.where(mask, values, 0.0)
+        for values in (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages)
+    )
+    losses, clipped = band_losses(logprobs, old_logprobs, advantages, divergence, delta, max_ratio)
+    if inputs.loss_weights is not None:
+        losses = losses * torch.where(mask, inputs.loss_weights, 0.0)
+    tokens = mask.sum().clamp(min=1)
+    return LossOutputs(
+        loss=losses.sum(),
+        metrics={
+            "band/upper_fraction": clipped.at_upper.sum() / tokens,
+            "band/lower_fraction": clipped.at_lower.sum() / tokens,
+        },
+    )

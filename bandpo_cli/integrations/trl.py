@@ -1,0 +1,140 @@
+"""The Band in TRL's GRPOTrainer: `BandGRPOTrainer` with `BandGRPOConfig`.
+
+    from bandpo_cli.integrations.trl import BandGRPOConfig, BandGRPOTrainer
+    args = BandGRPOConfig(band_divergence="kl", band_delta=0.05, num_iterations=4)
+    BandGRPOTrainer(model=..., reward_funcs=..., args=args, train_dataset=...).train()
+
+TRL clamps the ratio to [1 − epsilon_low, 1 + epsilon_high], which are attributes of the trainer, and its clamp and its
+metrics `clip_ratio/...` accept tensors for them. While the loss of a micro-batch is computed, the trainer here sets
+both to the values of each token; the rest of TRL's loss applies unchanged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trl
+from trl import GRPOConfig, GRPOTrainer
+
+from bandpo_cli.bounds import band_bounds
+from bandpo_cli.bounds.band import logprob_bounds
+from bandpo_cli.errors import ConfigError
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Values of `loss_type` with a ratio that TRL clamps on both sides; cispo, sapo and vespo weight tokens otherwise."""
+
+if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 16):
+    raise ImportError(
+        f"bandpo_cli.integrations.trl needs TRL 1.16 or later, not {trl.__version__}: earlier versions can compute the "
+        "loss in Liger's fused kernel, which ignores the bounds"
+    )
+
+
+@dataclass
+class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
+    """TRL's GRPOConfig with the settings of the Band, which replaces `epsilon` and `epsilon_high`.
+
+    Raises:
+        ConfigError: a setting of the Band is invalid, or a setting of TRL excludes the Band.
+    """
+
+    band_divergence: str = field(
+        default="kl",
+        metadata={"help": "Divergence of the trust region: a name, or module:function for a custom f."},
+    )
+    band_delta: float = field(
+        default=0.05, metadata={"help": "Radius of the trust region, > 0; in nats for kl, reverse-kl and js."}
+    )
+    band_max_ratio: float | None = field(
+        default=10.0, metadata={"help": "Largest upper bound of the ratio, > 1; None for no limit."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_band()
+        self._check_settings_of_trl()
+        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0:
+            warnings.warn(
+                "every batch is used for one optimizer step, at which the ratio π/π_old is 1, so that no bound has an "
+                "effect: set num_iterations to 2 or more, or steps_per_generation to more than "
+                f"gradient_accumulation_steps ({self.gradient_accumulation_steps})",
+                stacklevel=3,
+            )
+
+    def _check_band(self) -> None:
+        try:
+            band_bounds([-1.0], self.band_divergence, self.band_delta, self.band_max_ratio)
+        except ConfigError as error:
+            raise ConfigError(
+                f"BandGRPOConfig(band_divergence={self.band_divergence!r}, band_delta={self.band_delta!r}, "
+                f"band_max_ratio={self.band_max_ratio!r}): {error}"
+            ) from None
+
+    def _check_settings_of_trl(self) -> None:
+        if self.loss_type not in CLIPPED_LOSSES:
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} has no interval of ratios that the Band could replace; set loss_type to "
+                f"one of {', '.join(CLIPPED_LOSSES)}"
+            )
+        if self.importance_sampling_level != "token":
+            raise ConfigError(
+                f"importance_sampling_level={self.importance_sampling_level!r} has one ratio per completion, and the "
+                "Band bounds the ratio of a token; set importance_sampling_level='token'"
+            )
+        if self.epsilon != GRPOConfig.epsilon or self.epsilon_high is not None:
+            raise ConfigError(
+                f"epsilon={self.epsilon!r} and epsilon_high={self.epsilon_high!r} have no effect, since the Band "
+                "replaces their interval; leave both out, and set band_delta"
+            )
+        if self.delta is not None and (self.band_max_ratio is None or self.delta <= self.band_max_ratio):
+            raise ConfigError(
+                f"delta={self.delta!r}, TRL's limit of the ratio at negative advantages, must be above every upper "
+                f"bound: set band_max_ratio (now {self.band_max_ratio!r}) to less than delta, or leave delta out"
+            )
+
+
+class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPOTrainer with the Band of each token in place of the interval [1 − epsilon, 1 + epsilon_high].
+
+    It takes the arguments of GRPOTrainer; `args` must be a `BandGRPOConfig`.
+
+    Attributes:
+        epsilon_low, epsilon_high: TRL's numbers; [B, T] while the loss of a micro-batch is computed.
+
+    Raises:
+        ConfigError: `args` is missing or of another type.
+    """
+
+    epsilon_low: float | torch.Tensor
+    epsilon_high: float | torch.Tensor
+
+    def __init__(
+        self, model: Any, reward_funcs: Any, args: BandGRPOConfig, *others: Any, **named: Any
+    ) -> None:
+        if not isinstance(args, BandGRPOConfig):
+            raise ConfigError(
+                f"BandGRPOTrainer needs args=BandGRPOConfig(...), which has the settings of the Band, not "
+                f"{type(args).__name__}"
+            )
+        super().__init__(model, reward_funcs, args, *others, **named)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return TRL's loss of a micro-batch, clamped to the Band of each token, scalar.
+
+        `inputs["old_per_token_logps"]` is [B, T]; TRL leaves it out where the ratio is 1.
+        """
+        old_logprobs = inputs.get("old_per_token_logps")
+        if old_logprobs is None:
+            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+        lower, upper = logprob_bounds(
+            old_logprobs, self.args.band_divergence, self.args.band_delta, self.args.band_max_ratio
+        )
+        fixed = self.epsilon_low, self.epsilon_high
+        self.epsilon_low, self.epsilon_high = 1.0 - lower, upper - 1.0
+        try:
+            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+        finally:
+            self.epsilon_low, self.epsilon_high = fixed

@@ -1,0 +1,191 @@
+"""Stand-ins for the trainers of `bandpo_cli.integrations`: their documented interfaces, in a few lines each.
+
+Tests that need a trainer's interface alone run with the stand-in, so that they run in every environment, and with the
+installed package where there is one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import bandpo_cli.integrations
+
+
+@contextmanager
+def integration(name: str, modules: dict[str, dict[str, Any]]) -> Iterator[ModuleType]:
+    """Import `bandpo_cli.integrations.<name>` afresh with `modules` (attributes by name) in `sys.modules`."""
+    path = f"bandpo_cli.integrations.{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        for module_name, attributes in modules.items():
+            module = ModuleType(module_name)
+            vars(module).update(attributes)
+            patch.setitem(sys.modules, module_name, module)
+        patch.delitem(sys.modules, path, raising=False)
+        patch.delattr(bandpo_cli.integrations, name, raising=False)
+        module = importlib.import_module(path)
+        try:
+            yield module
+        finally:
+            del sys.modules[path]
+            delattr(bandpo_cli.integrations, name)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def with_parents(modules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the modules and all packages above them, which are empty."""
+    parents = {
+        name.rsplit(".", count)[0]: {"__path__": []}
+        for name in modules
+        for count in range(1, name.count(".") + 1)
+    }
+    return parents | modules
+
+
+# ---- prime-rl: src/prime_rl/trainer/rl/loss.py, August 2026 ----------------------------------------------------------
+
+
+@dataclass
+class LossInputs:
+    """One sequence, [seq] each."""
+
+    trainer_logprobs: torch.Tensor
+    inference_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor | None = field(default=None)
+
+
+@dataclass
+class LossOutputs:
+    """The loss of a sequence and its metrics, scalars."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+PRIME_RL = with_parents({"prime_rl.trainer.rl.loss": {"LossInputs": LossInputs, "LossOutputs": LossOutputs}})
+
+
+# ---- SkyRL 0.3: skyrl/backends/skyrl_train/utils ---------------------------------------------------------------------
+
+
+class PolicyLossRegistry:
+    """Policy losses by name; SkyRL's is shared between processes by Ray."""
+
+    functions: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    @classmethod
+    def register(cls, name: str, function: Callable[..., Any]) -> None:
+        """Add a function. Raise ValueError if the name is taken."""
+        if name in cls.functions:
+            raise ValueError(f"policy loss '{name}' already registered")
+        cls.functions[name] = function
+
+    @classmethod
+    def get(cls, name: str) -> Callable[..., Any]:
+        """Return a function."""
+        return cls.functions[name]
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        """Remove a function."""
+        del cls.functions[name]
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of the values where the mask is 1."""
+    return values.mean() if mask is None else (values * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def reduce_loss(losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the losses where the mask is 1."""
+    return losses.sum() if mask is None else (losses * mask).sum()
+
+
+def apply_off_policy_correction(
+    losses: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    correction: SimpleNamespace,
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
+    """Return the losses times the importance ratio of each token, truncated, where the correction asks for it."""
+    if rollout_logprobs is None or correction.tis_ratio_type is None:
+        return losses, mask, {}
+    ratio = (old_logprobs - rollout_logprobs).exp()
+    cap = correction.token_tis_ratio_clip_high
+    return (
+        losses * ratio.clamp(max=cap).detach(),
+        mask,
+        {"tis_token_clip_high_ratio": (ratio > cap).float().mean().item()},
+    )
+
+
+_UTILS = "skyrl.backends.skyrl_train.utils"
+SKYRL = with_parents(
+    {
+        f"{_UTILS}.ppo_utils": {"PolicyLossRegistry": PolicyLossRegistry, "reduce_loss": reduce_loss},
+        f"{_UTILS}.off_policy_correction_utils": {"apply_off_policy_correction": apply_off_policy_correction},
+        f"{_UTILS}.torch_utils": {"masked_mean": masked_mean},
+        "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
+    }
+)
+
+
+# ---- TRL 1.16: trainer/grpo_config.py, trainer/grpo_trainer.py -------------------------------------------------------
+
+
+@dataclass
+class GRPOConfig:
+    """The settings that concern the ratio, with TRL's defaults."""
+
+    output_dir: str | None = None
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    num_generations: int = 8
+    use_cpu: bool = False
+    bf16: bool | None = None
+    report_to: str = "none"
+
+    def __post_init__(self) -> None:
+        self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+
+
+class GRPOTrainer:
+    """A trainer whose loss is the clipped objective, averaged over all tokens; the policy is a tensor of log-probs."""
+
+    def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, train_dataset: Any = None) -> None:
+        self.args = args
+        self.epsilon_low = args.epsilon
+        self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
+
+    def _compute_loss(self, model: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        old = inputs.get("old_per_token_logps")
+        ratio = torch.exp(model - (model.detach() if old is None else old))
+        advantages = inputs["advantages"][:, None]
+        clamped = torch.clamp(ratio, 1 - self.epsilon_low, 1 + self.epsilon_high)
+        return -torch.min(ratio * advantages, clamped * advantages).mean()
+
+
+TRL = {"trl": {"__version__": "1.16.0", "GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer}}

@@ -1,0 +1,121 @@
+"""The Band as prime-rl's custom loss, with copies of its two types, and with prime-rl where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from tests.integrations import stand_ins
+
+
+@pytest.fixture(scope="module", params=["stand-in", "installed"])
+def prime_rl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Return `bandpo_cli.integrations.prime_rl`."""
+    if request.param == "stand-in":
+        with stand_ins.integration("prime_rl", stand_ins.PRIME_RL) as module:
+            yield module
+        return
+    pytest.importorskip("prime_rl")
+    yield importlib.import_module("bandpo_cli.integrations.prime_rl")
+
+
+def sequence(seed: int, spread: float, tokens: int = 50, weights: bool = False) -> SimpleNamespace:
+    """Return a sequence of a prompt, whose sampling log-probs are 0, and a completion, whose mask has gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    inference = -8 * torch.rand(tokens, generator=generator, dtype=torch.float64) ** 3 - 1e-3
+    trainer = (inference + spread * torch.randn(tokens, generator=generator, dtype=torch.float64)).clamp(
+        max=-1e-4
+    )
+    mask = torch.rand(tokens, generator=generator) > 0.2
+    mask[:7] = False
+    inference[:7] = 0.0
+    return SimpleNamespace(
+        trainer_logprobs=trainer.requires_grad_(),
+        inference_logprobs=inference,
+        ref_logprobs=None,
+        advantages=torch.randn(tokens, generator=generator, dtype=torch.float64),
+        loss_mask=mask,
+        loss_weights=torch.rand(tokens, generator=generator, dtype=torch.float64) if weights else None,
+    )
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize(("divergence", "delta", "max_ratio"), [("kl", 0.05, 10.0), ("tv", 0.1, None)])
+def test_loss_and_gradient_are_those_of_the_runner(
+    prime_rl: ModuleType, divergence: str, delta: float, max_ratio: float | None, spread: float, weights: bool
+) -> None:
+    given = sequence(2, spread, weights=weights)
+    found = prime_rl.band_loss(
+        prime_rl.LossInputs(**vars(given)), divergence=divergence, delta=delta, max_ratio=max_ratio
+    )
+    (gradient,) = torch.autograd.grad(found.loss, given.trainer_logprobs)
+
+    bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
+    config = resolve([{"bounds": bounds, "objective": {"dual_clip": None}}])
+    method = policy_loss(config.bounds, config.objective)
+    mask = given.loss_mask
+    old, new, advantages = (
+        tensor[mask]
+        for tensor in (given.inference_logprobs, given.trainer_logprobs.detach(), given.advantages)
+    )
+    lengths = torch.tensor([len(old)])
+    weight = given.loss_weights[mask] if weights else torch.ones_like(old)
+    columns = method.prepare(UpdateTokens(old, advantages, lengths))
+    expected = policy_objective(method, LossInputs(new, old, advantages, weight, lengths, columns))
+    torch.testing.assert_close(found.loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient[mask], expected.gradient, rtol=1e-6, atol=1e-10)
+    assert (gradient[~mask] == 0).all()
+    clipped = method.clip_state(columns, expected.ratios, advantages, expected.gradient_weights)
+    for name, tokens in (("upper", clipped.at_upper), ("lower", clipped.at_lower)):
+        assert found.metrics[f"band/{name}_fraction"].item() == pytest.approx(tokens.double().mean().item())
+    if spread == 2.0:
+        assert clipped.at_upper.any()
+        assert clipped.at_lower.any()
+
+
+def test_values_outside_the_mask_have_no_effect(prime_rl: ModuleType) -> None:
+    """Not even those of which a ratio, a bound or a product would be infinite or NaN."""
+    given = sequence(3, 0.3, weights=True)
+    outside = ~given.loss_mask
+    clean = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)))
+    for name, value in (
+        ("inference_logprobs", -math.inf),
+        ("advantages", math.nan),
+        ("loss_weights", math.inf),
+    ):
+        setattr(given, name, getattr(given, name).masked_fill(outside, value))
+    logprobs = given.trainer_logprobs.detach().masked_fill(outside, 5.0).requires_grad_()
+    given.trainer_logprobs = logprobs
+    dirty = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)))
+    assert torch.equal(dirty.loss, clean.loss)
+    (gradient,) = torch.autograd.grad(dirty.loss, logprobs)
+    assert (gradient[outside] == 0).all()
+    assert torch.isfinite(gradient).all()
+    assert dirty.metrics == clean.metrics
+
+
+def test_an_empty_mask_gives_a_loss_of_0_with_a_gradient(prime_rl: ModuleType) -> None:
+    given = sequence(4, 0.3)
+    given.loss_mask = torch.zeros_like(given.loss_mask)
+    found = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)))
+    (gradient,) = torch.autograd.grad(found.loss, given.trainer_logprobs)
+    assert found.loss.item() == 0.0
+    assert (gradient == 0).all()
+    assert found.metrics["band/upper_fraction"].item() == 0.0
+
+
+def test_invalid_kwargs_are_refused(prime_rl: ModuleType) -> None:
+    inputs = prime_rl.LossInputs(**vars(sequence(5, 0.3)))
+    with pytest.raises(ConfigError, match="delta must be a finite number > 0"):
+        prime_rl.band_loss(inputs, delta=-1.0)
+    with pytest.raises(ConfigError, match="did you mean 'hellinger'"):
+        prime_rl.band_loss(inputs, divergence="helinger")

@@ -1,0 +1,171 @@
+"""The Band as a policy loss of SkyRL, with a stand-in for its registry, and with SkyRL's modules where installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from tests.integrations import stand_ins
+from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
+
+PACKAGES = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils")
+
+
+def partial_skyrl() -> dict[str, dict[str, Any]]:
+    """Return modules for `stand_ins.integration` with which those of SkyRL's losses import without vLLM and more.
+
+    Packages are empty modules with the packages' folders, so that no `__init__.py` runs; the class of settings, which
+    annotations use, is a stand-in.
+    """
+    installed = distribution("skyrl")
+    folders = {name: {"__path__": [str(installed.locate_file(name.replace(".", "/")))]} for name in PACKAGES}
+    return folders | {
+        "skyrl.train": {"__path__": []},
+        "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
+        "omegaconf": {"DictConfig": dict},
+    }
+
+
+@pytest.fixture(scope="module", params=["stand-in", "installed"])
+def skyrl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Return `bandpo_cli.integrations.skyrl`."""
+    if request.param == "stand-in":
+        with stand_ins.integration("skyrl", stand_ins.SKYRL) as module:
+            yield module
+        return
+    try:
+        modules = partial_skyrl()
+    except PackageNotFoundError:
+        pytest.skip("needs skyrl")
+    for package in ("ray", "jaxtyping", "loguru"):
+        pytest.importorskip(package)
+    with stand_ins.integration("skyrl", modules) as module:
+        yield module
+    for name in [name for name in sys.modules if name.partition(".")[0] == "skyrl"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def registered(skyrl: ModuleType) -> Iterator[Callable[..., Callable[..., Any]]]:
+    """Return a function that registers the Band with settings, and returns what SkyRL's workers get."""
+    names: list[str] = []
+
+    def register(**settings: Any) -> Callable[..., Any]:
+        skyrl.register(**settings)
+        names.append("band")
+        loss: Callable[..., Any] = skyrl.PolicyLossRegistry.get("band")
+        return loss
+
+    yield register
+    for name in names:
+        skyrl.PolicyLossRegistry.unregister(name)
+
+
+def algorithm(importance_cap: float | None = None) -> SimpleNamespace:
+    """Return SkyRL's settings; with a cap, importance ratios of the sampling engine truncated per token."""
+    correction = SimpleNamespace(
+        tis_ratio_type="token" if importance_cap else None, token_tis_ratio_clip_high=importance_cap,
+        sequence_tis_ratio_clip_high=None, sequence_mask_metric=None, geo_mask_low=None, geo_mask_high=None,
+        product_mask_low=None, product_mask_high=None, outlier_token_is_threshold_low=None,
+        outlier_token_is_threshold_high=None, token_mask_is_threshold_low=None, token_mask_is_threshold_high=None,
+    )  # fmt: skip
+    return SimpleNamespace(policy_loss_type="band", off_policy_correction=correction)
+
+
+def scaled(batch: Batch) -> Batch:
+    """Return the batch with advantages that SkyRL's `token_mean` has scaled."""
+    return Batch(batch.old, batch.new, batch.advantages / batch.mask.sum(), batch.mask)
+
+
+@pytest.mark.parametrize("cap", [None, 1.2])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(("divergence", "delta", "max_ratio"), [("kl", 0.05, 10.0), ("tv", 0.1, None)])
+def test_loss_and_gradient_are_those_of_the_runner(
+    registered: Callable[..., Callable[..., Any]],
+    divergence: str,
+    delta: float,
+    max_ratio: float | None,
+    spread: str,
+    cap: float | None,
+) -> None:
+    loss_function = registered(divergence=divergence, delta=delta, max_ratio=max_ratio)
+    batch = scaled(random_batch(6, SPREADS[spread]))
+    generator = torch.Generator().manual_seed(1)
+    engine = batch.old + 0.3 * torch.randn(batch.old.shape, generator=generator, dtype=torch.float64)
+    logprobs = batch.new.clone().requires_grad_()
+    loss, metrics = loss_function(
+        logprobs,
+        batch.old,
+        batch.advantages,
+        config=algorithm(cap),
+        loss_mask=batch.mask.long(),
+        rollout_logprobs=engine,
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
+    config = resolve([{"bounds": bounds, "objective": {"dual_clip": None}}])
+    method = policy_loss(config.bounds, config.objective)
+    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
+    weights = torch.ones_like(old) if cap is None else (old - engine[batch.mask]).exp().clamp(max=cap)
+    columns = method.prepare(UpdateTokens(old, advantages, batch.lengths))
+    expected = policy_objective(method, LossInputs(new, old, advantages, weights, batch.lengths, columns))
+    # SkyRL computes the importance ratios in float32, whatever the type of the log-probs.
+    rtol = 1e-6 if cap is None else 1e-5
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(gradient[batch.mask], expected.gradient, rtol=rtol, atol=1e-10)
+    assert (gradient[~batch.mask] == 0).all()
+    clipped = method.clip_state(columns, expected.ratios, advantages, expected.gradient_weights)
+    for name, tokens in (("", clipped.active), ("_upper", clipped.at_upper), ("_lower", clipped.at_lower)):
+        assert metrics[f"clip_ratio{name}"] == pytest.approx(tokens.double().mean().item(), rel=1e-6)
+    assert ("tis_token_clip_high_ratio" in metrics) == (cap is not None)
+    assert all(isinstance(value, float) for value in metrics.values())
+    if spread == "far":
+        assert clipped.at_upper.any()
+        assert clipped.at_lower.any()
+
+
+def test_without_a_mask_all_tokens_count(registered: Callable[..., Callable[..., Any]]) -> None:
+    batch = random_batch(7, 2.0)
+    loss_function = registered()
+    ones = torch.ones_like(batch.old)
+    without = loss_function(batch.new, batch.old, batch.advantages, config=algorithm())
+    with_ones = loss_function(batch.new, batch.old, batch.advantages, config=algorithm(), loss_mask=ones)
+    assert without[0].item() == pytest.approx(with_ones[0].item())
+    assert without[1] == pytest.approx(with_ones[1])
+
+
+def test_two_registrations_are_refused(registered: Callable[..., Callable[..., Any]]) -> None:
+    registered()
+    with pytest.raises(ValueError, match="'band' already registered"):
+        registered()
+
+
+def test_invalid_settings_are_refused_when_registering(skyrl: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="max_ratio must be a number > 1"):
+        skyrl.register(max_ratio=0.5)
+    with pytest.raises(ConfigError, match="did you mean 'kl'"):
+        skyrl.register(divergence="kll")
+    skyrl.register()  # nothing was registered above
+    skyrl.PolicyLossRegistry.unregister("band")
+
+
+def test_the_registered_function_reaches_a_worker(registered: Callable[..., Callable[..., Any]]) -> None:
+    """SkyRL sends it with cloudpickle to processes that have bandpo_cli installed."""
+    cloudpickle = importlib.import_module("cloudpickle")
+    function = registered(divergence="tv", delta=0.2)
+    copy = cloudpickle.loads(cloudpickle.dumps(function))
+    assert copy.keywords == {"divergence": "tv", "delta": 0.2, "max_ratio": 10.0}
+    batch = random_batch(8, 2.0)
+    arguments = (batch.new, batch.old, batch.advantages, algorithm())
+    assert copy(*arguments)[1] == function(*arguments)[1]

@@ -1,0 +1,164 @@
+"""Settings of the Band in TRL: defaults, refusals, warnings; with a stand-in for TRL, and with TRL where installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import HfArgumentParser
+
+from bandpo_cli.bounds import band_bounds
+from tests.integrations import stand_ins
+
+REPEATED = {"num_iterations": 2}
+"""Two optimizer steps per batch, so that the ratio differs from 1."""
+
+
+@pytest.fixture(scope="module", params=["stand-in", "installed"])
+def band(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Return `bandpo_cli.integrations.trl`."""
+    if request.param == "stand-in":
+        with stand_ins.integration("trl", stand_ins.TRL) as module:
+            yield module
+        return
+    pytest.importorskip("trl")
+    yield importlib.import_module("bandpo_cli.integrations.trl")
+
+
+def config(band: ModuleType, folder: Path, **settings: Any) -> Any:
+    return band.BandGRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+
+
+def test_the_defaults_are_those_of_the_runner(band: ModuleType, tmp_path: Path) -> None:
+    from bandpo_cli.config.methods import BandSettings
+
+    ours, args = BandSettings(), config(band, tmp_path, **REPEATED)
+    assert (args.band_divergence, args.band_delta, args.band_max_ratio) == (
+        ours.divergence, ours.delta, ours.max_ratio,
+    )  # fmt: skip
+
+
+def test_the_settings_are_flags_of_trls_command_line(band: ModuleType, tmp_path: Path) -> None:
+    """TRL's parser of flags and YAML files is a subclass of this one."""
+    flags = f"--output_dir {tmp_path} --use_cpu True --bf16 False --num_iterations 2 --band_divergence js"
+    (args,) = HfArgumentParser(band.BandGRPOConfig).parse_args_into_dataclasses(
+        [*flags.split(), "--band_delta", "0.1", "--band_max_ratio", "4"]
+    )
+    assert (args.band_divergence, args.band_delta, args.band_max_ratio) == ("js", 0.1, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"band_delta": 0.0}, r"band_delta=0\.0.*delta must be a finite number > 0"),
+        ({"band_delta": float("nan")}, "delta must be a finite number > 0"),
+        ({"band_max_ratio": 1.0}, r"band_max_ratio=1\.0.*max_ratio must be a number > 1 or None"),
+        ({"band_divergence": "kll"}, r"band_divergence='kll'.*did you mean 'kl'"),
+        ({"loss_type": "cispo"}, "loss_type='cispo'.*set loss_type to one of grpo, bnpo, dr_grpo, dapo"),
+        ({"loss_type": "sapo"}, "loss_type='sapo'.*set loss_type"),
+        ({"loss_type": "vespo"}, "loss_type='vespo'.*set loss_type"),
+        ({"importance_sampling_level": "sequence"}, "set importance_sampling_level='token'"),
+        ({"epsilon": 0.1}, r"epsilon=0\.1.*leave both out"),
+        ({"epsilon_high": 0.28}, r"epsilon_high=0\.28.*leave both out"),
+        ({"delta": 4.0}, r"delta=4\.0.*set band_max_ratio \(now 10\.0\) to less"),
+        ({"delta": 10.0}, r"delta=10\.0.*set band_max_ratio"),
+        ({"delta": 4.0, "band_max_ratio": None}, r"delta=4\.0.*band_max_ratio \(now None\)"),
+    ],
+)
+def test_settings_that_exclude_the_band_are_refused_in_one_line(
+    band: ModuleType, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(band.ConfigError, match=message) as error:
+        config(band, tmp_path, **REPEATED | settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_clipped_losses_and_a_wide_delta_are_accepted(
+    band: ModuleType, tmp_path: Path, loss_type: str
+) -> None:
+    args = config(band, tmp_path, **REPEATED, loss_type=loss_type, delta=4.0, band_max_ratio=3.0)
+    assert args.delta == 4.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "one_update"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 8}, True),
+        ({"gradient_accumulation_steps": 8, "steps_per_generation": 4}, True),
+        ({"gradient_accumulation_steps": 8, "steps_per_generation": 4, "num_iterations": 2}, True),
+        ({"gradient_accumulation_steps": 8, "steps_per_generation": 16}, False),
+        ({"gradient_accumulation_steps": 8, "num_iterations": 2}, False),
+        ({"steps_per_generation": 4}, False),
+    ],
+)
+def test_a_ratio_that_is_always_1_is_warned_about(
+    band: ModuleType, tmp_path: Path, settings: dict[str, Any], one_update: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(band, tmp_path, **settings)
+    found = [str(warning.message) for warning in caught if "no bound has an effect" in str(warning.message)]
+    assert len(found) == one_update
+    assert all("set num_iterations to 2 or more" in message for message in found)
+
+
+def test_an_older_trl_is_refused() -> None:
+    old = {"trl": stand_ins.TRL["trl"] | {"__version__": "1.9.2"}}
+    with pytest.raises(ImportError, match=r"needs TRL 1\.16 or later, not 1\.9\.2"):  # noqa: SIM117
+        with stand_ins.integration("trl", old):
+            pass
+
+
+# With the stand-in alone: its model is the tensor of log-probs.
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[ModuleType]:
+    with stand_ins.integration("trl", stand_ins.TRL) as module:
+        yield module
+
+
+def test_another_config_is_refused(stand_in: ModuleType) -> None:
+    with pytest.raises(stand_in.ConfigError, match="needs args=BandGRPOConfig"):
+        stand_in.BandGRPOTrainer("model", [], stand_ins.GRPOConfig())
+    with pytest.raises(stand_in.ConfigError, match="not NoneType"):
+        stand_in.BandGRPOTrainer("model", [], None)
+
+
+def test_the_loss_is_clamped_to_the_band_of_each_token(stand_in: ModuleType) -> None:
+    args = stand_in.BandGRPOConfig(num_iterations=2, band_divergence="kl", band_delta=0.1, band_max_ratio=2.0)
+    trainer = stand_in.BandGRPOTrainer("model", [], args)
+    old = torch.tensor([[-0.1, -2.0, -6.0], [-0.1, -2.0, -6.0]])
+    new = torch.tensor([[-0.01, -1.0, -5.0], [-0.9, -3.0, -8.0]])
+    advantages = torch.tensor([1.0, -1.0])
+    loss = trainer._compute_loss(new, {"old_per_token_logps": old, "advantages": advantages})
+
+    lower, upper = band_bounds(old.double().numpy(), "kl", 0.1, 2.0)
+    ratio, a = np.exp((new - old).double().numpy()), np.array([[1.0], [-1.0]])
+    expected = -np.minimum(ratio * a, np.clip(ratio, lower, upper) * a).mean()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert (ratio > upper).any()
+    assert (ratio < lower).any()
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
+
+
+def test_without_old_logprobs_the_ratio_is_1(stand_in: ModuleType) -> None:
+    trainer = stand_in.BandGRPOTrainer("model", [], stand_in.BandGRPOConfig(num_iterations=2))
+    loss = trainer._compute_loss(torch.tensor([[-1.0, -2.0]]), {"advantages": torch.tensor([3.0])})
+    assert loss.item() == pytest.approx(-3.0)
+
+
+def test_an_error_in_the_loss_restores_the_interval(stand_in: ModuleType) -> None:
+    trainer = stand_in.BandGRPOTrainer("model", [], stand_in.BandGRPOConfig(num_iterations=2))
+    with pytest.raises(KeyError, match="advantages"):
+        trainer._compute_loss(torch.zeros(1, 2), {"old_per_token_logps": torch.zeros(1, 2)})
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)

@@ -1,0 +1,305 @@
+"""The Band in TRL's GRPOTrainer, with the installed TRL: training steps of the embedded model on countdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bandpo_cli.bounds import RatioBounds
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.grading.countdown import grade_countdown
+from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.tasks.base import build_task
+from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+UPDATES_PER_BATCH = {"steps_per_generation": 2, "num_iterations": 2}
+"""A batch of completions is used for 4 optimizer steps, of half of its completions each."""
+
+
+@pytest.fixture(scope="module")
+def band() -> ModuleType:
+    """Return the module under test."""
+    pytest.importorskip("trl")
+    import bandpo_cli.integrations.trl
+
+    return bandpo_cli.integrations.trl
+
+
+@dataclass
+class Run:
+    """A finished run: its trainer, and all weights in one tensor."""
+
+    trainer: Any
+    weights: torch.Tensor
+
+    def logged(self, name: str) -> list[float]:
+        """Return a metric per optimizer step."""
+        return [record[name] for record in self.trainer.state.log_history if name in record]
+
+
+def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any) -> Run:
+    """Train the embedded model on countdown from one seed.
+
+    Args:
+        trainer, config: GRPOTrainer and GRPOConfig, or their subclasses.
+        settings: settings of the configuration, and `peft_config` for the trainer.
+    """
+    from datasets import Dataset
+
+    problems = {problem.prompt: problem for problem in build_task(RunConfig().task).train_problems()[:32]}
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [grade_countdown(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
+
+    peft_config = settings.pop("peft_config", None)
+    common = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "dataloader_pin_memory": False, "gradient_checkpointing": False, "seed": 3,
+        "max_steps": steps, "logging_steps": 1, "per_device_train_batch_size": 32, "num_generations": 8,
+        "gradient_accumulation_steps": 1, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+        "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    run = trainer(
+        model=str(embedded_model_path()),
+        reward_funcs=[reward],
+        args=config(**common | UPDATES_PER_BATCH | settings),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in problems]),
+        peft_config=peft_config,
+    )
+    run.train()
+    return Run(run, torch.cat([weight.detach().reshape(-1) for weight in run.model.parameters()]))
+
+
+def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(
+    band: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    theirs = train(GRPOTrainer, GRPOConfig, tmp_path, steps=4, epsilon=0.2)
+    with_band = train(band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=4)
+
+    def constant(old_logprobs: torch.Tensor, *_: object) -> RatioBounds:
+        return RatioBounds(torch.full_like(old_logprobs, 0.8), torch.full_like(old_logprobs, 1.2))
+
+    monkeypatch.setattr(band, "logprob_bounds", constant)
+    ours = train(band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=4)
+    assert torch.equal(ours.weights, theirs.weights)
+    assert not torch.equal(with_band.weights, theirs.weights)
+    for name in ("loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "reward"):
+        assert ours.logged(name) == theirs.logged(name)
+    assert max(theirs.logged("clip_ratio/region_mean")) > 0
+
+
+@pytest.mark.parametrize("divergence", ["kl", "tv"])
+def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: Path, divergence: str) -> None:
+    seen: list[tuple[np.ndarray, ...]] = []
+
+    class Recorder(band.BandGRPOTrainer):  # type: ignore[name-defined,misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **named: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(*args, **named)
+            self.logprobs = found[0].detach()
+            return found
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            loss = super()._compute_loss(model, inputs)
+            tensors = (inputs["old_per_token_logps"], self.logprobs, inputs["completion_mask"])
+            advantages = inputs["advantages"][:, None].expand_as(self.logprobs)
+            seen.append(tuple(tensor.double().numpy() for tensor in (*tensors, advantages)))
+            return loss
+
+    settings = {"band_divergence": divergence, "band_delta": 0.02, "band_max_ratio": 3.0}
+    run = train(Recorder, band.BandGRPOConfig, tmp_path, steps=4, **settings)
+    assert len(seen) == 4
+    for step, (old, new, mask, advantages) in enumerate(seen):
+        p, ratio = np.exp(old), np.exp(new - old)
+        above = (ratio > 1) & (ratio >= 3.0) | (ratio > 1) & (
+            divergence_of_token(divergence, p, ratio) > 0.02
+        )
+        below = (ratio < 1) & (divergence_of_token(divergence, p, ratio) > 0.02)
+        high, low = above & (advantages > 0) & (mask == 1), below & (advantages < 0) & (mask == 1)
+        tokens = mask.sum()
+        assert run.logged("clip_ratio/high_mean")[step] == pytest.approx(high.sum() / tokens, rel=1e-6)
+        assert run.logged("clip_ratio/low_mean")[step] == pytest.approx(low.sum() / tokens, rel=1e-6)
+        assert run.logged("clip_ratio/region_mean")[step] == pytest.approx(
+            (high | low).sum() / tokens, rel=1e-6
+        )
+        assert run.logged("clip_ratio/low_min")[step] == pytest.approx((low.sum(1) / mask.sum(1)).min())
+        assert run.logged("clip_ratio/high_max")[step] == pytest.approx((high.sum(1) / mask.sum(1)).max())
+    assert run.logged("clip_ratio/region_mean")[0] == 0.0  # the first update: π = π_old
+    assert max(run.logged("clip_ratio/high_mean")) > 0
+    assert max(run.logged("clip_ratio/low_mean")) > 0
+
+
+def divergence_of_token(name: str, p: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """Return the divergence of the two-point distributions (p, 1−p) and (r·p, 1−r·p), from its definition."""
+    q = ratio * p
+    if name == "tv":
+        return np.abs(q - p)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
+def test_a_lora_adapter_is_trained(band: ModuleType, tmp_path: Path) -> None:
+    """Three optimizer steps change the adapter and leave the model's own weights as they are."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    run = train(
+        band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=3, peft_config=lora, learning_rate=5e-2
+    )
+    from transformers import AutoModelForCausalLM
+
+    named = dict(run.trainer.model.named_parameters())
+    assert any("lora_B" in name and weight.abs().max() > 0 for name, weight in named.items())
+    shipped = dict(AutoModelForCausalLM.from_pretrained(embedded_model_path()).named_parameters())
+    base = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight
+        for name, weight in named.items()
+    }
+    assert all(torch.equal(base[name], weight) for name, weight in shipped.items())
+    assert max(run.logged("clip_ratio/region_mean")) > 0
+
+
+def test_a_plain_config_of_trl_is_refused(band: ModuleType, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    with pytest.raises(band.ConfigError, match=r"needs args=BandGRPOConfig.*not GRPOConfig"):
+        train(band.BandGRPOTrainer, GRPOConfig, tmp_path, steps=1)
+
+
+ACCUMULATION, MAX_TOKENS = 2, 64
+"""`gradient_accumulation_steps` and `max_completion_length` of the following tests."""
+
+# The loss itself: TRL's `_compute_loss` on a trainer with the attributes that its constructor would set, and a model
+# that returns the given log-probs.
+
+
+def trl_loss(
+    band: ModuleType,
+    folder: Path,
+    batch: Batch,
+    logprobs: torch.Tensor,
+    weights: torch.Tensor | None,
+    **settings: Any,
+) -> tuple[torch.Tensor, dict[str, list[float]]]:
+    """Return the loss and the metrics of a micro-batch; `weights` are vLLM's importance ratios, [B, T]."""
+    args = band.BandGRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", num_iterations=2,
+        max_completion_length=MAX_TOKENS, **settings,
+    )  # fmt: skip
+    trainer = object.__new__(band.BandGRPOTrainer)
+    attributes = {
+        "args": args,
+        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        "model": SimpleNamespace(training=True),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        "_metrics": {"train": defaultdict(list)},
+        "_entropy_bonus_enabled": False,
+        "aux_loss_enabled": False,
+        "use_vllm": weights is not None,
+        "vllm_importance_sampling_correction": True,
+        "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+    }
+    shared = (
+        "beta", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold",
+        "top_entropy_quantile",
+    )  # fmt: skip
+    for name, value in (attributes | {name: getattr(args, name) for name in shared}).items():
+        setattr(trainer, name, value)
+    inputs = {
+        "prompt_ids": torch.zeros(len(batch.mask), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(batch.mask), 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old,
+        "num_items_in_batch": batch.mask.sum(),
+        "importance_sampling_ratio": weights,
+    }
+    loss = trainer._compute_loss(None, inputs)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
+    return loss, trainer._metrics["train"]
+
+
+def token_weights(loss_type: str, batch: Batch) -> torch.Tensor:
+    """Return the weight of each token in the loss, [B, T]: TRL's documentation of `loss_type`, accumulated twice.
+
+    dapo divides by the tokens of the generation batch, which is one accumulation window here.
+    """
+    lengths, completions = batch.lengths[:, None], len(batch.mask)
+    weights = {
+        "grpo": 1.0 / (lengths * completions * ACCUMULATION),
+        "bnpo": 1.0 / (batch.mask.sum() * ACCUMULATION),
+        "dr_grpo": torch.tensor(1.0 / (completions * MAX_TOKENS * ACCUMULATION)),
+        "dapo": 1.0 / batch.mask.sum(),
+        "luspo": torch.tensor(1.0 / (completions * ACCUMULATION)),
+    }[loss_type]
+    return weights.double().expand(batch.mask.shape)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("case", ["kl", "tv without a cap", "delta of TRL", "importance ratios of vLLM"])
+def test_loss_and_gradient_are_those_of_the_runner(
+    band: ModuleType, tmp_path: Path, case: str, loss_type: str, spread: str
+) -> None:
+    ours: dict[str, Any] = {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0}
+    if case == "tv without a cap":
+        ours = {"divergence": "tv", "delta": 0.1, "max_ratio": None}
+    theirs = {f"band_{name}": value for name, value in ours.items()} | {"loss_type": loss_type}
+    dual_clip = 12.0 if case == "delta of TRL" else None
+    batch = random_batch(1, SPREADS[spread])
+    generator = torch.Generator().manual_seed(0)
+    sampler = torch.rand(batch.mask.shape, generator=generator, dtype=torch.float64) + 0.5
+    weights = sampler if case == "importance ratios of vLLM" else None
+    logprobs = batch.new.clone().requires_grad_()
+    loss, _ = trl_loss(
+        band,
+        tmp_path,
+        batch,
+        logprobs,
+        weights,
+        delta=dual_clip,
+        gradient_accumulation_steps=ACCUMULATION,
+        **theirs,
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    config = resolve([{"bounds": {"method": "band", **ours}, "objective": {"dual_clip": dual_clip}}])
+    method = policy_loss(config.bounds, config.objective)
+    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
+    weight = token_weights(loss_type, batch) * (1.0 if weights is None else weights)
+    columns = method.prepare(UpdateTokens(old, advantages, batch.lengths))
+    expected = policy_objective(
+        method, LossInputs(new, old, advantages, weight[batch.mask], batch.lengths, columns)
+    )
+    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient[batch.mask], expected.gradient, rtol=1e-6, atol=1e-10)
+    assert (gradient[~batch.mask] == 0).all()
+    if spread == "far":
+        assert (expected.gradient_weights[advantages != 0] == 0).any()
+
+
+def test_the_example_differs_in_the_bounds_alone(
+    band: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both runs sample the same first batch; a narrow Band then clips more of its tokens than TRL's interval."""
+    from examples import trl_band
+
+    (with_band,) = trl_band.train(1, {"band_divergence": "kl", "band_delta": 0.001})
+    (without,) = trl_band.train(1, None)
+    assert with_band["reward"] == without["reward"] > 0
+    assert with_band["clip_ratio/low_mean"] > without["clip_ratio/low_mean"] > 0
+    assert capsys.readouterr().out.count("batch 1  reward") == 2
