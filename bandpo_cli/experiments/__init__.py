@@ -13,10 +13,11 @@ Settings are checked before torch is imported. Mistakes are raised as `errors.Us
 from bandpo_cli.experiments.compare import compare
 from bandpo_cli.experiments.evaluate import evaluate
 from bandpo_cli.experiments.export import export_verl
+from bandpo_cli.experiments.import_verl import import_verl
 from bandpo_cli.experiments.resume import resume
 from bandpo_cli.experiments.sweep import sweep
 from bandpo_cli.experiments.sync import sync
 from bandpo_cli.experiments.train import train
 
 # The functions replace the submodules of the same name as attributes of this package; `import_module` finds those.
-__all__ = ["compare", "evaluate", "export_verl", "resume", "sweep", "sync", "train"]
+__all__ = ["compare", "evaluate", "export_verl", "import_verl", "resume", "sweep", "sync", "train"]

@@ -198,6 +198,19 @@ def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run() -> None:
     assert not is_runnable(config_of(optim__schedule="linear"))
 
 
+def test_a_bound_that_is_null_is_never_reached() -> None:
+    """Both engines limit the log ratio to 20."""
+    unclipped = overrides_of(config_of(bounds__method="none", objective__dual_clip=None))
+    assert unclipped[f"{ACTOR}.clip_ratio_low"] == 1.0
+    uncapped = overrides_of(config_of(bounds__method="dppo", bounds__max_weight=None))
+    for cap in (
+        unclipped[f"{ACTOR}.clip_ratio_high"],
+        unclipped[f"{ACTOR}.clip_ratio_c"],
+        uncapped[f"{ACTOR}.clip_ratio_c"],
+    ):
+        assert cap > math.exp(20)
+
+
 OTHER = {
     "divergence": "tv",
     "delta_schedule": None,

@@ -18,8 +18,10 @@ def verl_package() -> SimpleNamespace:
     pytest.importorskip("hydra")
     pytest.importorskip("ray")
     pytest.importorskip("verl.workers.config")
+    algos = importlib.import_module("verl.trainer.ppo.core_algos")
     return SimpleNamespace(
-        algos=importlib.import_module("verl.trainer.ppo.core_algos"),
+        registered_by_verl="band" in algos.POLICY_LOSS_REGISTRY,
+        algos=algos,
         config=importlib.import_module("verl.workers.config"),
         band=importlib.import_module("bandpo_cli.integrations.verl"),
     )

@@ -20,7 +20,7 @@ import torch
 
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments import export_verl
+from bandpo_cli.experiments import export_verl, import_verl
 from bandpo_cli.exports.verl_data import problem_from_json
 from bandpo_cli.exports.verl_losses import LOSSES
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
@@ -357,3 +357,26 @@ def test_learning_rates_are_those_of_a_run(
             assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
         optimizer.step()
         scheduler.step()
+
+
+def test_the_run_that_verls_logger_writes_is_imported(
+    verl_package: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's own class writes to MLflow: its names of the run, the experiment and the metrics."""
+    pytest.importorskip("sqlalchemy")
+    tracking = importlib.import_module("verl.utils.tracking")
+    config = small({"steps": 2})
+    export_verl(config, tmp_path / "job", gpus_per_node=1)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/job/mlflow.db")
+    logger = tracking.Tracking(config.tracking.experiment, "job", "mlflow", config={"trainer": {"nnodes": 1}})
+    logger.log({"val-core/countdown/acc/mean@16": 0.25, "val-aux/countdown/acc/std@16": 0.1}, step=0)
+    for step in (1, 2):
+        logger.log(
+            {"critic/score/mean": 0.5, "actor/pg_clipfrac": np.float64(0.125), "actor/lr": 1e-6}, step=step
+        )
+    logger.finish(exit_code=0)
+    imported = import_verl(tmp_path / "job", runs_dir=tmp_path / "runs")
+    assert (imported.status, imported.last_step) == ("FINISHED", 2)
+    lines = [json.loads(line) for line in (imported.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert lines[0] == {"step": 0, "eval/countdown/mean_at_16": 0.25}
+    assert lines[2] == {"step": 2, "train/reward": 0.5, "clip/active_fraction": 0.125, "optim/lr": 1e-6}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,12 +259,19 @@ def test_settings_without_a_band_are_refused_when_they_are_created(verl_package:
             config(**wrong)
 
 
-def test_importing_verl_registers_the_loss(
+def test_importing_verl_registers_the_loss(verl_package: SimpleNamespace) -> None:
+    """The entry point of the installed package needs no variable; it is loaded while verl itself is being imported."""
+    if not any(each.name == "bandpo" for each in entry_points(group="verl.plugins")):
+        pytest.skip("bandpo is not installed, only on the path")
+    assert verl_package.registered_by_verl
+
+
+def test_the_variable_of_verl_registers_the_loss(
     verl_package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """verl's own function of VERL_USE_EXTERNAL_MODULES imports the module, which registers the loss again."""
+    """verl's own function of VERL_USE_EXTERNAL_MODULES imports the module, here for a second time."""
     import_utils = importlib.import_module("verl.utils.import_utils")
     monkeypatch.delitem(verl_package.algos.POLICY_LOSS_REGISTRY, "band")
-    monkeypatch.delitem(__import__("sys").modules, "bandpo_cli.integrations.verl")
+    monkeypatch.delitem(sys.modules, "bandpo_cli.integrations.verl")
     import_utils.import_external_libs(["bandpo_cli.integrations.verl"])
     assert "band" in verl_package.algos.POLICY_LOSS_REGISTRY
