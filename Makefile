@@ -89,7 +89,7 @@ $(VENV)-verl/installed: pyproject.toml constraints-verl.txt
 	$(VENV)-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-verl.txt \
 		torch transformers tensordict "ray[default]" hydra-core torchdata datasets peft accelerate codetiming dill \
 		pylatexenc pybind11 pillow TransferQueue numpy pandas pyarrow packaging \
-		pydantic PyYAML scipy filelock "math-verify[antlr4_9_3]" typer rich jinja2 mlflow-skinny SQLAlchemy alembic \
+		pydantic PyYAML scipy filelock "math-verify[antlr4-9-3]" typer rich jinja2 mlflow-skinny SQLAlchemy alembic \
 		pytest hypothesis mpmath
 	$(VENV)-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 		-c constraints-verl.txt verl -e .

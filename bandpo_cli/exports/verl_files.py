@@ -143,7 +143,7 @@ def readme(
             "",
             f"An experiment of bandpo for verl {VERL_VERSION}, written by `bandpo export verl`.",
             "",
-            "    pip install --no-deps bandpo && pip install pydantic PyYAML scipy filelock 'math-verify[antlr4_9_3]'",
+            "    pip install --no-deps bandpo && pip install pydantic PyYAML scipy filelock 'math-verify[antlr4-9-3]'",
             "    bash run.sh                              # further overrides of verl's settings as arguments",
             "",
             "On several machines, start Ray on each of them first (`ray start`), with this folder at the same path,",

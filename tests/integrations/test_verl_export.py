@@ -21,8 +21,9 @@ import torch
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import export_verl, import_verl
-from bandpo_cli.exports.verl_data import problem_from_json
+from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
 from bandpo_cli.exports.verl_losses import LOSSES
+from bandpo_cli.exports.verl_reward import RewardFunction
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
@@ -280,6 +281,19 @@ def test_rewards_of_verls_manager_are_those_of_a_run(buffer: int, tmp_path: Path
                 assert result["reward_extra_info"]["acc"] == float(grade.correct)
                 seen.add((grade.correct, expected))
     assert len({reward for _, reward in seen}) >= (3 if buffer else 2)
+
+
+def test_expressions_are_compared_with_the_antlr_of_hydra(compose: Compose) -> None:
+    """math-verify asks for a later ANTLR by default; Hydra needs 4.9.3, for which it has generated parsers, too."""
+    function = RewardFunction(resolve([{"task": {"name": "data", "train": "rows.jsonl"}}]))
+    for reference, answer, correct in (
+        (r"\frac{1}{2}+x", r"x+\frac{2}{4}", 1.0),
+        (r"\sqrt{8}", r"2\sqrt{2}", 1.0),
+        (r"\sqrt{8}", r"3\sqrt{2}", 0.0),
+    ):
+        problem = Problem("q", (Message("user", "?"),), reference, "set", "math")
+        info = {"problem": problem_to_json(problem)}
+        assert function("set", f"The answer is \\boxed{{{answer}}}", reference, info)["acc"] == correct
 
 
 # ---- what the settings mean in verl ----------------------------------------------------------------------------------
