@@ -196,6 +196,32 @@ def test_a_restricted_penalty_and_an_unlimited_gradient_norm_pass_verls_checks(
     assert composed.reward.reward_kwargs.overlong_buffer_cfg.len == 4
 
 
+def test_a_ray_worker_has_the_loss_and_the_address_of_mlflow(
+    tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.sh passes both variables to Ray, as main_ppo merges them: workers on other machines inherit none."""
+    ray = importlib.import_module("ray")
+    omegaconf = importlib.import_module("omegaconf").OmegaConf
+    constants = importlib.import_module("verl.trainer.constants_ppo")
+    export_verl(small(), tmp_path / "job", gpus_per_node=1)
+    composed = compose(tmp_path / "job")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")  # only the variable is left
+    default = constants.get_ppo_ray_runtime_env(composed)
+    runtime = omegaconf.merge(default, composed.ray_kwargs.ray_init.runtime_env)
+
+    def registered() -> tuple[bool, str]:
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        return "band" in algos.POLICY_LOSS_REGISTRY, os.environ["MLFLOW_TRACKING_URI"]
+
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env=omegaconf.to_container(runtime))
+    try:
+        has_loss, uri = ray.get(ray.remote(registered).remote())
+    finally:
+        ray.shutdown()
+    assert has_loss
+    assert uri == f"sqlite:///{tmp_path}/job/mlflow.db"
+
+
 # ---- data and prompts ------------------------------------------------------------------------------------------------
 
 
