@@ -18,6 +18,7 @@ from bandpo_cli.exports.verl_files import Machines
 from bandpo_cli.exports.verl_losses import Overrides
 from bandpo_cli.exports.verl_rules import MODEL, InFolder, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
+from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import path_exists
 from bandpo_cli.storage.files import sync_folder, write_text
 from bandpo_cli.tasks.base import build_task
@@ -84,6 +85,9 @@ def export_verl(
     training, heldout = task.train_problems(), verl_data.heldout_problems(config, task)
     arithmetic = verl_files.batch_arithmetic(config, machines, len(training))
     check_graders(chain(training, *heldout.values()))
+    for reward in config.task.rewards or ():
+        if reward.grader is not None:
+            check_grader(reward.grader)
     template = verl_data.chat_template(config, training)
     overrides = {
         **overrides_of(config),

@@ -56,7 +56,8 @@ def loss_differences(config: RunConfig) -> list[str]:
         found.append(
             f"objective.aggregation = {config.objective.aggregation}: verl's {bounds.method} has {PER_COMPLETION} only"
         )
-    if isinstance(bounds, GmpoSettings) and config.objective.importance_cap is not None:
+    corrected = config.objective.importance_cap is not None and config.objective.old_logprobs == "trainer"
+    if isinstance(bounds, GmpoSettings) and corrected:
         found.append(
             "objective.importance_cap: verl's gmpo takes the geometric mean of the importance weights over a completion"
         )

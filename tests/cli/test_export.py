@@ -111,13 +111,16 @@ def test_an_existing_folder_is_named(place: Path, capsys: pytest.CaptureFixture[
     assert (code, "--out file/job: cannot be written" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "setting", ["grader: missing_module:reward", "rewards: [number, missing_module:reward]"]
+)
 def test_a_custom_grader_that_cannot_be_imported_is_refused(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    setting: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_text_model(place / "model", ["1+1"], layers=1)
     rows = [{"question": f"{index}+1?", "answer": str(index + 1)} for index in range(80)]
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    task = "task={name: data, train: rows.jsonl, grader: missing_module:reward}"
+    task = f"task={{name: data, train: rows.jsonl, {setting}}}"
     arguments = ["--set", task, "--set", "model.path=model", "--set", "optim.warmup_steps=0"]
     code, _, err = export(capsys, "verl", *arguments, "--out", "job", "--gpus-per-node", "1")
     assert (code, "missing_module" in err) == (2, True)

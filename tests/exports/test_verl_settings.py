@@ -201,6 +201,7 @@ SAME: list[dict[str, Any]] = [
     {"objective__reference_kl": 0.001, "objective__old_logprobs": "sampler"},
     {"objective__importance": "sequence-mask", "objective__old_logprobs": "sampler"},
     {"bounds__method": "gmpo", "objective__importance_cap": None},
+    {"bounds__method": "gmpo", "objective__old_logprobs": "sampler"},
     {"model__device": "cuda:1"},
     {"sampling__engine": "vllm"},
 ]
