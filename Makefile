@@ -22,8 +22,9 @@ test-all: test test-slow
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
 	$(VENV)-vllm/bin/python -m pytest tests/vllm
 
-test-integrations: $(VENV)-integrations/installed  ## comparisons with other packages, in an environment of their own
+test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
 	$(VENV)-integrations/bin/python -m pytest tests/integrations
+	$(VENV)-verl/bin/python -m pytest tests/integrations/test_verl_loss.py tests/integrations/test_verl_export.py
 
 mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the fast tests must catch
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
@@ -47,7 +48,7 @@ compare: $(VENV)/installed          ## all outputs of two checkouts, compared ex
 	$(BIN)/python -m scripts.compare_checkouts $(OLD) $(NEW)
 
 clean:
-	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm $(VENV)-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -79,4 +80,17 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 		--no-deps -c constraints-integrations.txt verl trl skyrl
 	$(VENV)-integrations/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -c constraints-integrations.txt accelerate tensordict peft ray jaxtyping loguru
+	@touch $@
+
+# All of verl, which needs other versions than this package does: of transformers, and of the ANTLR that Hydra shares
+# with math-verify. Without wandb and the engines, which the tests do not start.
+$(VENV)-verl/installed: pyproject.toml constraints-verl.txt
+	test -x $(VENV)-verl/bin/python || $(PYTHON) -m venv $(VENV)-verl
+	$(VENV)-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-verl.txt \
+		torch transformers tensordict "ray[default]" hydra-core torchdata datasets peft accelerate codetiming dill \
+		pylatexenc pybind11 pillow TransferQueue numpy pandas pyarrow packaging \
+		pydantic PyYAML scipy filelock "math-verify[antlr4-9-3]" typer rich jinja2 mlflow-skinny SQLAlchemy alembic \
+		pytest hypothesis mpmath
+	$(VENV)-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		-c constraints-verl.txt verl -e .
 	@touch $@

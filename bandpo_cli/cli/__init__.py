@@ -11,6 +11,8 @@ from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
 from bandpo_cli.cli.configs import configs_app
 from bandpo_cli.cli.eval import eval_app
+from bandpo_cli.cli.export import export_app
+from bandpo_cli.cli.import_ import import_app
 from bandpo_cli.cli.plot import plot
 from bandpo_cli.cli.report import report
 from bandpo_cli.cli.runs import runs
@@ -67,4 +69,6 @@ app.command()(samples)
 app.command()(plot)
 app.command()(sync)
 app.command()(bounds)
+app.add_typer(export_app, name="export")
+app.add_typer(import_app, name="import")
 app.add_typer(configs_app, name="configs")

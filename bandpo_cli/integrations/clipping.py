@@ -8,7 +8,7 @@ from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.methods import ClipState, clip_state
 
 MAX_LOG_RATIO = 20.0
-"""Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
+"""Limit of |log ratio|, as in verl: exp(20) = 5e8 is far beyond any bound and far below overflow."""
 
 
 def band_losses(

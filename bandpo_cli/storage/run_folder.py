@@ -28,6 +28,9 @@ from bandpo_cli.storage.files import (
 from bandpo_cli.storage.tables import SampleRow, write_sample_table, write_token_table
 
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
+VERL_FILE = "verl.json"
+"""The file of a run that verl trained and `bandpo import verl` brought here: its MLflow run."""
+
 MAX_SAMPLE_FILES = 20
 """Largest number of files of completions that MLflow gets of a run."""
 

@@ -79,7 +79,7 @@ print([load_attribute(entry.bounds).__name__ for entry in METHODS.values() if en
     assert "band" in run(sys.executable, NO_OTHER_PACKAGES + code)
 
 
-@pytest.mark.parametrize("name", ["trl", "prime_rl", "skyrl"])
+@pytest.mark.parametrize("name", ["trl", "prime_rl", "skyrl", "verl"])
 def test_an_integration_needs_numpy_and_its_trainer_alone(name: str) -> None:
     """Empty classes stand for what it imports from torch and the trainer."""
     code = f"""
@@ -88,14 +88,16 @@ from types import ModuleType
 class Anything(ModuleType):
     __version__, __path__ = "1.16.0", []
     def __getattr__(self, name):
-        return type(name, (), {{}})
+        accept = lambda self, *arguments, **settings: None
+        return type(name, (), {{"__init__": accept, "__call__": accept}})
 
 for module in (
     "torch", "trl", "prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl", "prime_rl.trainer.rl.loss", "skyrl",
     "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils",
     "skyrl.backends.skyrl_train.utils.off_policy_correction_utils",
     "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl.backends.skyrl_train.utils.torch_utils",
-    "skyrl.train", "skyrl.train.config",
+    "skyrl.train", "skyrl.train.config", "verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.core_algos",
+    "verl.utils", "verl.utils.torch_functional", "verl.workers", "verl.workers.config",
 ):
     sys.modules[module] = Anything(module)
 import bandpo_cli.integrations.{name}

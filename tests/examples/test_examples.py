@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bandpo_cli.bounds import band_bounds
+from bandpo_cli.config.files import read_config
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from examples import custom_grader, grpo_loop, python_api
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +92,28 @@ def test_the_python_api_trains_resumes_and_compares(
     assert [line[:8] for line in out.splitlines() if line.startswith("step")] == ["step   1", "step   2"]
     assert abs(change) < 0.5
     assert json.loads((tmp_path / "demo" / "summary.json").read_text())["status"] == "FINISHED"
+
+
+def test_the_example_for_verl_exports_both_arms(tmp_path: Path) -> None:
+    """The commands of its run.sh, with programs in place of bandpo and of the exported scripts, and their settings."""
+    program = tmp_path / "bin" / "bandpo"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        'for last in "$@"; do [ "$previous" = --out ] && out=$last; previous=$last; done\n'
+        'mkdir -p "$out"; echo "$@" > "$out/words"; echo "echo ran \\$@ > $out/ran" > "$out/run.sh"\n'
+    )
+    program.chmod(0o755)
+    subprocess.run(
+        ["bash", ROOT / "examples" / "verl_band" / "run.sh", "a=b"],
+        env={"PATH": f"{program.parent}:/usr/bin:/bin", "GPUS": "2"}, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    for arm in ("band-kl", "clip"):
+        folder = tmp_path / "verl-jobs" / arm
+        assert (folder / "ran").read_text() == "ran a=b\n"
+        words = (folder / "words").read_text().split()
+        assert words[-4:] == ["--nodes", "1", "--gpus-per-node", "2"]
+        layers = [read_config(Path(name)) for flag, name in pairwise(words) if flag == "-c"]
+        config = resolve(layers)
+        assert config.bounds.method == arm.partition("-")[0]
+        assert (differences_of(config), is_runnable(config)) == ([], True)

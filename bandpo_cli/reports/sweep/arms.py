@@ -211,13 +211,15 @@ def common_k(records: Sequence[ArmRunData], sets: Sequence[str]) -> int | None:
     return max(set.intersection(*shared), default=None)
 
 
-def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str], equal: EqualAccuracy) -> list[ArmMetric]:
+def arm_metrics(
+    records: Sequence[ArmRunData], sets: Sequence[str], equal: EqualAccuracy | None = None
+) -> list[ArmMetric]:
     """Return the metrics of these runs, accuracy first; with several sets their mean first, then each set.
 
     Args:
         records: the runs.
         sets: the evaluation sets that all of them have.
-        equal: their entropies at equal accuracy.
+        equal: their entropies at equal accuracy; None for none.
     """
     ns = {record.sets[label].n for record in records for label in sets}
     n, k = ns.pop() if len(ns) == 1 else "n", common_k(records, sets)
@@ -238,7 +240,7 @@ def arm_metrics(records: Sequence[ArmRunData], sets: Sequence[str], equal: Equal
             lambda record: record.final_entropy,
         ),
     ]
-    if equal.level is not None and equal.values:
+    if equal is not None and equal.level is not None and equal.values:
         reached = percent_text(equal.level.accuracy)
         metrics.append(
             ArmMetric(

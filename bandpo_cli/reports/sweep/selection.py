@@ -20,7 +20,7 @@ from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
 from bandpo_cli.registries import METHODS
-from bandpo_cli.storage.run_folder import is_valid_name
+from bandpo_cli.storage.run_folder import VERL_FILE, is_valid_name
 
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""
@@ -125,7 +125,7 @@ def read_sweep(folder: Path) -> tuple[str, str | None, list[ArmRun]]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return all settings of the run in `folder` by dotted key.
+    """Return all settings of the run in `folder` by dotted key, and `engine` for a run that verl trained.
 
     Raises:
         UserError: `config.yaml` is missing or damaged.
@@ -136,7 +136,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     content = read_yaml(path, path.name)
     if not isinstance(content, dict):
         raise UserError("config.yaml holds no settings")
-    return flatten(content, expand_lists=True)
+    engine = {"engine": "verl"} if path_exists(folder / VERL_FILE) else {}
+    return flatten(content, expand_lists=True) | engine
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:

@@ -1,0 +1,178 @@
+"""Exports: the folder with which verl runs the experiment of a configuration."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.preflight import check_embedded_task, check_graders, check_model_path
+from bandpo_cli.exports import verl_data, verl_files
+from bandpo_cli.exports.verl_files import Machines
+from bandpo_cli.exports.verl_losses import Overrides
+from bandpo_cli.exports.verl_rules import MODEL, InFolder, is_copied
+from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
+from bandpo_cli.grading.pool import check_grader
+from bandpo_cli.paths import path_exists
+from bandpo_cli.storage.files import sync_folder, write_text
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.types import Problem
+
+VERL_MODULE = "bandpo_cli.integrations.verl"
+"""The module that verl imports for the policy loss `band`."""
+
+
+@dataclass(frozen=True)
+class VerlExport:
+    """An exported experiment.
+
+    Attributes:
+        folder: the folder that was written.
+        overrides: verl's settings in run.sh.
+        differences: what verl computes differently, one line each.
+        arithmetic: the batches, one line each.
+        notes: remarks of the task, one line each.
+        problems: number of training problems.
+        heldout: number of held-out problems.
+    """
+
+    folder: Path
+    overrides: Overrides
+    differences: Sequence[str]
+    arithmetic: Sequence[str]
+    notes: Sequence[str]
+    problems: int
+    heldout: int
+
+
+def export_verl(
+    config: RunConfig,
+    out: Path | str,
+    *,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    allow_differences: bool = False,
+) -> VerlExport:
+    """Write the folder with which verl runs the experiment: run.sh, data, reward function, README.md.
+
+    The folder is either complete or absent.
+
+    Args:
+        config: the experiment.
+        out: the folder; it must not exist.
+        nodes: number of machines.
+        gpus_per_node: GPUs of each machine.
+        allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
+
+    Raises:
+        ConfigError: verl cannot run the configuration, or computes something differently and that is not allowed.
+        UserError: the folder exists, or cannot be written.
+    """
+    out = Path(out)
+    _check_absent(out)
+    machines = Machines(nodes, gpus_per_node)
+    differences = differences_of(config)
+    _check_differences(config, differences, allow_differences)
+    check_model_path(config.model.path)
+    check_embedded_task(config, f"task.name = {config.task.name!r}")
+    task = build_task(config.task)
+    training, heldout = task.train_problems(), verl_data.heldout_problems(config, task)
+    arithmetic = verl_files.batch_arithmetic(config, machines, len(training))
+    check_graders(chain(training, *heldout.values()))
+    for reward in config.task.rewards or ():
+        if reward.grader is not None:
+            check_grader(reward.grader)
+    template = verl_data.chat_template(config, training)
+    overrides = {
+        **overrides_of(config),
+        f"{MODEL}.custom_chat_template": template,
+        **_placement(config, out.name, machines),
+    }
+    sets = (
+        ("train", verl_files.TRAIN_FILE, _by_source(training)),
+        ("test", verl_files.HELDOUT_FILE, heldout),
+    )
+    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True)
+        for split, file, problems in sets:
+            verl_data.write_problems(folder / file, split, problems, join_messages=template is not None)
+        _write_texts(folder, config, overrides, differences, arithmetic)
+        folder.rename(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sync_folder(out.absolute().parent)
+    return VerlExport(
+        folder=out,
+        overrides=overrides,
+        differences=differences,
+        arithmetic=arithmetic,
+        notes=task.notes(),
+        problems=len(training),
+        heldout=sum(map(len, heldout.values())),
+    )
+
+
+def _check_absent(out: Path) -> None:
+    if path_exists(out):
+        raise UserError(
+            f"--out {out}: it exists already, and an export overwrites nothing; name another folder"
+        )
+
+
+def _check_differences(config: RunConfig, differences: Sequence[str], allowed: bool) -> None:
+    """Raise ConfigError for differences that are not allowed, or that no setting of verl stands for."""
+    if not is_runnable(config):
+        raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
+    if differences and not allowed:
+        raise ConfigError(
+            f"verl would compute this experiment differently: {'; '.join(differences)}. Change these settings, or "
+            "accept the differences with --allow-differences"
+        )
+
+
+def _placement(config: RunConfig, name: str, machines: Machines) -> Overrides:
+    """Return verl's settings for the files of the folder and for the machines."""
+    return {
+        "data.train_files": InFolder(verl_files.TRAIN_FILE),
+        "data.val_files": InFolder(verl_files.HELDOUT_FILE),
+        "reward.custom_reward_function.path": InFolder(verl_files.REWARD_FILE),
+        "reward.custom_reward_function.name": "compute_score",
+        "trainer.experiment_name": name,
+        "trainer.default_local_dir": InFolder("checkpoints"),
+        "trainer.nnodes": machines.nodes,
+        "trainer.n_gpus_per_node": machines.gpus_per_node,
+    }
+
+
+def _by_source(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    found: dict[str, list[Problem]] = {}
+    for problem in problems:
+        found.setdefault(problem.source, []).append(problem)
+    return found
+
+
+def _write_texts(
+    folder: Path,
+    config: RunConfig,
+    overrides: Overrides,
+    differences: Sequence[str],
+    arithmetic: Sequence[str],
+) -> None:
+    """Write everything but the problems."""
+    modules = [VERL_MODULE] if config.bounds.method == "band" else []
+    script = verl_files.run_script(overrides, config.tracking.uri, modules, config.tracking.mlflow)
+    write_text(folder / "run.sh", script).chmod(0o755)
+    write_text(folder / verl_files.CONFIG_FILE, to_yaml(config))
+    write_text(folder / verl_files.REWARD_FILE, verl_files.REWARD_MODULE)
+    write_text(folder / "README.md", verl_files.readme(config, overrides, differences, arithmetic))
+    if is_copied(config):
+        verl_data.copy_embedded_model(folder / "model")

@@ -1,0 +1,1 @@
+"""Experiments for other engines: the files with which verl runs the experiment of a configuration."""

@@ -1,0 +1,228 @@
+"""The folder of an experiment for verl: run.sh, reward.py, README.md, and how values are written for Hydra."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.exports.verl_losses import Overrides
+from bandpo_cli.exports.verl_rules import InFolder, longest_row, tokens_per_micro_batch
+from bandpo_cli.exports.verl_settings import RULES
+
+VERL_VERSION = "0.9.1"
+"""The version whose settings, defaults and losses the export is written for."""
+
+TRAIN_FILE, HELDOUT_FILE, REWARD_FILE, CONFIG_FILE = (
+    "train.parquet",
+    "heldout.parquet",
+    "reward.py",
+    "config.yaml",
+)
+
+_PLAIN = re.compile(r"[A-Za-z][\w./-]*")
+_RESERVED = {"true", "false", "null", "nan", "inf", "none"}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a job.
+
+    Attributes:
+        nodes: number of machines.
+        gpus_per_node: GPUs of each.
+    """
+
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all machines."""
+        return self.nodes * self.gpus_per_node
+
+
+def batch_arithmetic(config: RunConfig, machines: Machines, problems: int) -> list[str]:
+    """Return the numbers of prompts, completions and updates per step and GPU, one line each.
+
+    Args:
+        problems: number of training problems.
+
+    Raises:
+        ConfigError: verl needs a number to be divisible and it is not, or has no complete batch of problems.
+    """
+    prompts, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
+    parallel = config.sampling.vllm.tensor_parallel
+    per_update = prompts // updates * samples
+    if problems < prompts:
+        raise ConfigError(
+            f"sampling.prompts = {prompts}: there are {problems:,} training problems, and verl drops a batch that is "
+            "not complete; take fewer prompts"
+        )
+    if machines.gpus % parallel:
+        raise ConfigError(
+            f"sampling.vllm.tensor_parallel = {parallel} does not divide the {machines.gpus} GPUs of the job"
+        )
+    if per_update % machines.gpus:
+        raise ConfigError(
+            f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
+            f"optim.updates × sampling.samples), and verl needs a multiple of the {machines.gpus} GPUs"
+        )
+    longest, tokens = longest_row(config), tokens_per_micro_batch(config)
+    return [
+        f"per step: {prompts:,} prompts × {samples} completions = {prompts * samples:,} completions; GPUs: "
+        f"{machines.gpus}, vLLM engines: {machines.gpus // parallel}",
+        f"per update ({updates} per step): {per_update:,} completions, {per_update // machines.gpus:,} per GPU",
+        f"per micro-batch and GPU: at most {tokens:,} tokens; a prompt and its completion have at most {longest:,}",
+        f"per pass over the {problems:,} training problems: {problems // prompts:,} steps",
+    ]
+
+
+def run_script(overrides: Overrides, uri: str | None, external_modules: Sequence[str], mlflow: bool) -> str:
+    """Return run.sh.
+
+    Args:
+        overrides: verl's settings.
+        uri: MLflow server or store; None for a file in the folder. The environment variable comes first.
+        external_modules: modules that each process of verl imports.
+        mlflow: the job sends metrics to MLflow.
+    """
+    variables, lines = [], []
+    if external_modules:
+        variables.append("VERL_USE_EXTERNAL_MODULES")
+        lines.append(f"export VERL_USE_EXTERNAL_MODULES={shlex.quote(','.join(external_modules))}")
+    if mlflow:
+        variables.append("MLFLOW_TRACKING_URI")
+        default = '"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)
+        lines.append(f"DEFAULT_URI={default}")
+        lines.append('export MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-$DEFAULT_URI}"')
+    arguments = [_argument(key, value) for key, value in overrides.items()]
+    # Workers on other machines do not inherit the environment of this script.
+    arguments += [
+        f'"+ray_kwargs.ray_init.runtime_env.env_vars.{name}=$(quoted "${name}")"' for name in variables
+    ]
+    body = " \\\n  ".join(["python3 -m verl.trainer.main_ppo", *arguments, '"$@"'])
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"# Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.",
+            "set -euo pipefail",
+            'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
+            r"""quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # a text in the syntax of Hydra's overrides""",
+            *lines,
+            body,
+            "",
+        ]
+    )
+
+
+REWARD_MODULE = '''"""Reward function of this experiment: the graders and rewards of config.yaml."""
+
+from pathlib import Path
+
+from bandpo_cli.exports.verl_reward import load_reward_function
+
+compute_score = load_reward_function(Path(__file__).with_name("config.yaml"))
+'''
+
+
+def readme(
+    config: RunConfig, overrides: Overrides, differences: Sequence[str], arithmetic: Sequence[str]
+) -> str:
+    """Return README.md: how to run the folder, what differs, the batches, and each setting."""
+    differing = [f"- {line}" for line in differences] or ["- none of the settings"]
+    return "\n".join(
+        [
+            f"# {config.bounds.describe()}",
+            "",
+            f"An experiment of bandpo for verl {VERL_VERSION}, written by `bandpo export verl`.",
+            "",
+            "    pip install --no-deps bandpo && pip install pydantic PyYAML scipy filelock 'math-verify[antlr4-9-3]'",
+            "    bash run.sh                              # further overrides of verl's settings as arguments",
+            "",
+            "On several machines, start Ray on each of them first (`ray start`), with this folder at the same path,",
+            "and run the script on one of them. Modules of custom graders must be on PYTHONPATH on every machine.",
+            "Checkpoints are verl's; `python -m verl.model_merger merge` turns one into a folder that",
+            "`bandpo eval --model` reads.",
+            "",
+            "| file | content |",
+            "|---|---|",
+            "| config.yaml | all settings; `bandpo train -c config.yaml` runs the experiment without verl |",
+            "| run.sh | the command with every override |",
+            f"| {TRAIN_FILE}, {HELDOUT_FILE} | the problems, with the prompts of config.yaml |",
+            "| reward.py | the reward function: graders and rewards of config.yaml |",
+            "",
+            "## Batches",
+            "",
+            *(f"- {line}" for line in arithmetic),
+            "",
+            "## Computed differently",
+            "",
+            *differing,
+            "",
+            "Another engine also means another order of the problems, other samples, and other rounding.",
+            "",
+            "## Settings",
+            "",
+            "| setting | value | in verl |",
+            "|---|---|---|",
+            *_setting_rows(config),
+            "",
+            "## Overrides",
+            "",
+            "| key of verl | value |",
+            "|---|---|",
+            *(
+                f"| {key.removeprefix('+')} | `{_cell(hydra_value(value))}` |"
+                for key, value in overrides.items()
+            ),
+            "",
+        ]
+    )
+
+
+def _setting_rows(config: RunConfig) -> list[str]:
+    settings = flatten(config.model_dump(mode="json"))
+    return [
+        f"| {key} | `{_cell(str(value))}` | {_cell(rule.describe())} |"
+        for key, value in settings.items()
+        for name, rule in RULES.items()
+        if key == name or key.startswith(f"{name}.")
+    ]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _argument(key: str, value: Any) -> str:
+    """Return an override as a word of the shell."""
+    if isinstance(value, InFolder):
+        return f'"{key}=$(quoted "$HERE/{value}")"'
+    return shlex.quote(f"{key}={hydra_value(value)}")
+
+
+def hydra_value(value: Any) -> str:
+    """Return a value in the syntax of Hydra's overrides, from which it is read back unchanged."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return "inf" if math.isinf(value) else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
+            return value
+        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
+    return "[" + ",".join(map(hydra_value, value)) + "]"

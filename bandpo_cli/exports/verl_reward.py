@@ -1,0 +1,107 @@
+"""Reward function for verl: the graders and rewards of a configuration, in the form of verl's `compute_score`.
+
+The module is imported in verl's processes. It needs pydantic and the packages of the graders, but neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.exports.verl_data import problem_from_json
+from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.grading.rewards import weighted_grade
+from bandpo_cli.types import Grade, Problem
+
+log = logging.getLogger("bandpo_cli")
+
+
+class RewardFunction:
+    """The rewards of a configuration as verl's `compute_score`, for any number of calling threads.
+
+    verl calls it once per completion, from the threads of an executor, while a grader pool takes many completions and
+    one caller. The calls that wait for the pool are therefore graded together by the first of them.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Create the function without spawning a worker process."""
+        self._reward = config.reward
+        self._components = config.task.rewards or ()
+        self._pool = GraderPool(config.grading)
+        self._pool_lock = threading.Lock()
+        self._waiting: list[tuple[Problem, str, Future[Grade]]] = []
+        self._waiting_lock = threading.Lock()
+        self._reported: set[str] = set()
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
+    ) -> dict[str, float]:
+        """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
+
+        Args:
+            data_source, ground_truth: not used; both are part of the problem.
+            solution_str: the completion.
+            extra_info: that of a row of `verl_data.write_problems`.
+        """
+        grade = self._grade(problem_from_json(extra_info["problem"]), solution_str)
+        reward = self._reward
+        return {
+            "score": reward.wrong + (reward.correct - reward.wrong) * grade.reward,
+            "acc": float(grade.correct),
+        }
+
+    def _grade(self, problem: Problem, text: str) -> Grade:
+        """Return the grade of a completion; grade all waiting ones if no other thread has done so meanwhile."""
+        result: Future[Grade] = Future()
+        with self._waiting_lock:
+            self._waiting.append((problem, text, result))
+        with self._pool_lock:
+            if not result.done():
+                with self._waiting_lock:
+                    batch, self._waiting = self._waiting, []
+                self._grade_batch(batch)
+        return result.result()
+
+    def _grade_batch(self, batch: list[tuple[Problem, str, Future[Grade]]]) -> None:
+        """Grade completions and set their results; an error is raised in every thread that waits."""
+        problems, texts, results = zip(*batch, strict=True)
+        try:
+            grades = self._weighted(list(problems), list(texts))
+        except Exception as error:  # noqa: BLE001 - each waiting thread raises it
+            for result in results:
+                result.set_exception(error)
+            return
+        for result, grade in zip(results, grades, strict=True):
+            result.set_result(grade)
+        self._report_errors()
+
+    def _weighted(self, problems: list[Problem], texts: list[str]) -> list[Grade]:
+        """Return the grades of completions, those of `task.rewards` weighted and added."""
+        if not self._components:
+            return self._pool.grade(problems, texts)
+        by_component = []
+        for component in self._components:
+            grader = component.grader
+            named = problems if grader is None else [replace(each, grader=grader) for each in problems]
+            by_component.append(self._pool.grade(named, texts))
+        return [weighted_grade(self._components, grades) for grades in zip(*by_component, strict=True)]
+
+    def _report_errors(self) -> None:
+        """Log the first error of each grader once."""
+        for name, error in self._pool.errors.items():
+            if name not in self._reported:
+                self._reported.add(name)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, error)
+
+
+def load_reward_function(config_file: str | Path) -> RewardFunction:
+    """Return the reward function of a configuration file, such as the config.yaml of an exported folder."""
+    return RewardFunction(resolve([read_layer(Path(config_file))]))

@@ -1,0 +1,245 @@
+"""Values of verl's settings that are not those of one setting here, and what verl 0.9.1 computes differently.
+
+The functions are named after the settings that they read; `verl_settings.RULES` has the complete list.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.exports.verl_losses import ACTOR, Overrides
+from bandpo_cli.paths import path_exists, user_path
+
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+OVERLONG = "+reward.reward_kwargs.overlong_buffer_cfg"
+
+AGGREGATIONS = {
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "token-mean": "token-mean",
+    "seq-sum-norm": "seq-mean-token-sum-norm",
+}
+"""verl's name of each value of `objective.aggregation`."""
+
+
+class InFolder(str):
+    """A path relative to the exported folder, whose place is known when run.sh runs."""
+
+
+def model_path(config: RunConfig) -> Overrides:
+    """Return the model: a hub id, an absolute folder, or the copy in the exported folder."""
+    path = config.model.path
+    if is_copied(config):
+        return {f"{MODEL}.path": InFolder("model")}
+    local = user_path(path)
+    return {f"{MODEL}.path": str(local.absolute()) if path_exists(local) else path}
+
+
+def is_copied(config: RunConfig) -> bool:
+    """Return whether the model's files are copied: those of the embedded model, whose path depends on the machine."""
+    return config.model.path == EMBEDDED_MODEL
+
+
+def attention(config: RunConfig) -> Overrides:
+    """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
+    chosen = config.model.attention
+    if chosen == "flash_attention_2" or (chosen == "auto" and config.model.dtype == "bfloat16"):
+        return {}
+    kernel = "sdpa" if chosen == "auto" else chosen
+    return {f"+{MODEL}.override_config.attn_implementation": kernel, f"{MODEL}.use_remove_padding": False}
+
+
+def passes_dtype(config: RunConfig) -> Overrides:
+    """Return the type of forward and backward passes, which is bfloat16 where nothing is set."""
+    if config.model.dtype == "bfloat16":
+        return {}
+    return {
+        f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}": "fp32"
+        for role in ("actor", "ref")
+        for part in ("param_dtype", "reduce_dtype", "buffer_dtype")
+    }
+
+
+def device_differences(config: RunConfig) -> list[str]:
+    """Return a line for a device that is no GPU."""
+    device = config.model.device
+    on_gpu = device == "auto" or device.startswith("cuda")
+    return [] if on_gpu else [f"model.device = {device}: the exported job runs on GPUs"]
+
+
+def engine_differences(config: RunConfig) -> list[str]:
+    """Return a line for an engine that verl does not have."""
+    engine = config.sampling.engine
+    return (
+        []
+        if engine in ("auto", "vllm")
+        else [f"sampling.engine = {engine}: the exported job samples with vLLM"]
+    )
+
+
+def dynamic_batches_differences(config: RunConfig) -> list[str]:
+    """Return a line for the limit of dynamic sampling."""
+    if not config.sampling.dynamic:
+        return []
+    batches = config.sampling.dynamic_batches
+    return [f"sampling.dynamic_batches = {batches}: verl samples until it has all groups, without a limit"]
+
+
+def overlong(config: RunConfig) -> Overrides:
+    """Return the soft over-long penalty of verl's reward manager `dapo`."""
+    reward = config.reward
+    if not reward.overlong_buffer:
+        return {}
+    return {
+        "reward.reward_manager.name": "dapo",
+        "+reward.reward_kwargs.max_resp_len": config.sampling.max_tokens,
+        f"{OVERLONG}.enable": True,
+        f"{OVERLONG}.len": reward.overlong_buffer,
+        f"{OVERLONG}.penalty_factor": reward.overlong_penalty,
+        f"{OVERLONG}.log": False,
+    }
+
+
+def aggregation(config: RunConfig) -> Overrides:
+    """Return the aggregation, and the constant that divides it where there is one."""
+    aggregation = config.objective.aggregation
+    found: Overrides = {f"{ACTOR}.loss_agg_mode": AGGREGATIONS[aggregation]}
+    if aggregation == "seq-sum-norm":
+        found[f"{ACTOR}.loss_scale_factor"] = config.sampling.max_tokens
+    return found
+
+
+def reference_kl(config: RunConfig) -> Overrides:
+    """Return the penalty to the reference model in the loss."""
+    coefficient = config.objective.reference_kl
+    if coefficient == 0:
+        return {f"{ACTOR}.use_kl_loss": False}
+    return {
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": coefficient,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+    }
+
+
+def reference_kl_differences(config: RunConfig) -> list[str]:
+    """Return a line if tokens have an importance weight: here it weights the penalty, too."""
+    if config.objective.reference_kl == 0 or not is_corrected(config):
+        return []
+    return ["objective.reference_kl: verl does not weight the penalty by the importance correction"]
+
+
+def is_corrected(config: RunConfig) -> bool:
+    """Return whether the loss has importance weights; with the sampler's log-probs as π_old there is nothing to do."""
+    return config.objective.importance_cap is not None and config.objective.old_logprobs == "trainer"
+
+
+def importance(config: RunConfig) -> Overrides:
+    """Return the correction for the gap between the sampler's and the trainer's log-probs."""
+    objective = config.objective
+    cap = objective.importance_cap
+    if cap is None or not is_corrected(config):
+        return {}
+    floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
+    if objective.importance == "sequence-mask":  # verl's statistic is the inverse ratio
+        return {
+            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+            f"{CORRECTION}.rollout_rs_threshold": f"{1 / cap}_{1 / floor}",
+        }
+    if objective.importance == "sequence-mask-any":
+        return {
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_threshold": cap,
+            f"{CORRECTION}.rollout_rs": "seq_max_k2",
+            f"{CORRECTION}.rollout_rs_threshold": math.log(cap) ** 2 / 2,
+        }
+    return {
+        f"{CORRECTION}.rollout_is": objective.importance.partition("-")[0],
+        f"{CORRECTION}.rollout_is_threshold": f"{floor}_{cap}"
+        if objective.importance == "token-mask"
+        else cap,
+    }
+
+
+IMPORTANCE_DIFFERENCES = {
+    "sequence-truncate": "verl's weight of a completion is the product of its ratios, not their geometric mean",
+    "sequence-mask": "verl masks the same completions, and the others have the weight 1, not their mean ratio",
+    "sequence-mask-any": "verl's limits are 1/importance_cap and importance_cap, whatever importance_floor is, and its "
+    "mean over tokens is that of the tokens that are left",
+}
+"""What verl computes differently, by the values of `objective.importance` for which it does."""
+
+
+def importance_differences(config: RunConfig) -> list[str]:
+    """Return a line for a correction that verl computes differently."""
+    rule = config.objective.importance
+    if not is_corrected(config) or rule not in IMPORTANCE_DIFFERENCES:
+        return []
+    return [f"objective.importance = {rule}: {IMPORTANCE_DIFFERENCES[rule]}"]
+
+
+LR_SCHEDULES = ("constant", "cosine")
+"""The values of `optim.schedule` that verl's FSDP engine has."""
+
+
+def schedule_differences(config: RunConfig) -> list[str]:
+    """Return a line for a schedule that verl does not have, or that changes with every update here."""
+    schedule = config.optim.schedule
+    if schedule not in LR_SCHEDULES:
+        return [f"optim.schedule = {schedule}: verl has {' and '.join(LR_SCHEDULES)} only"]
+    if schedule != "constant" and config.optim.updates > 1:
+        return [
+            f"optim.schedule = {schedule}: verl changes the learning rate once per step, not with every update"
+        ]
+    return []
+
+
+def warmup_steps(config: RunConfig) -> Overrides:
+    """Return the warm-up in steps, rounded up."""
+    steps = math.ceil(config.optim.warmup_steps / config.optim.updates)
+    return {f"{ACTOR}.optim.lr_warmup_steps": steps or -1}
+
+
+def warmup_differences(config: RunConfig) -> list[str]:
+    """Return a line for a warm-up, which rises with every update here."""
+    warmup = config.optim.warmup_steps
+    if warmup == 0:
+        return []
+    return [
+        f"optim.warmup_steps = {warmup}: verl raises the learning rate once per step, from 0 in the first; "
+        "optim.warmup_steps=0 is the same in both"
+    ]
+
+
+def evaluation_sampling(config: RunConfig) -> Overrides:
+    """Return how evaluations sample: greedy at temperature 0, never truncated."""
+    return {
+        f"{ROLLOUT}.val_kwargs.do_sample": config.evaluation.temperature > 0,
+        f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+        f"{ROLLOUT}.val_kwargs.top_k": -1,
+    }
+
+
+def evaluation_every(config: RunConfig) -> Overrides:
+    """Return the steps between evaluations."""
+    every = config.evaluation.every
+    return {"trainer.test_freq": every or -1, "trainer.val_before_train": every > 0}
+
+
+def longest_row(config: RunConfig) -> int:
+    """Return the most tokens of a prompt and its completion."""
+    return config.sampling.max_prompt_tokens + config.sampling.max_tokens
+
+
+def tokens_per_micro_batch(config: RunConfig) -> int:
+    """Return the most tokens of a micro-batch, at least a complete row."""
+    return max(config.optim.micro_batch_tokens, longest_row(config))
+
+
+def micro_batches(config: RunConfig) -> Overrides:
+    """Return micro-batches of a number of tokens, not of rows."""
+    return {
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config),
+    }

@@ -1,0 +1,220 @@
+"""Settings of verl 0.9.1 for the settings of a run: one rule per setting, with its reason.
+
+`RULES` is complete: a test fails for a setting without a rule. A rule states which overrides a setting becomes, and
+what verl computes differently, which `bandpo export verl` refuses unless the user allows it. The interfaces are those
+of verl's default trainer (`trainer/ppo/v1`, `trainer.use_v1=true`) with the FSDP engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.exports import verl_rules as rules
+from bandpo_cli.exports.verl_losses import ACTOR, LOSSES, Overrides, loss_differences, loss_overrides
+from bandpo_cli.exports.verl_rules import CORRECTION, MODEL, ROLLOUT
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How verl gets one setting, or a complete section.
+
+    Attributes:
+        reason: where the value goes, or why verl needs none, for the README of an exported folder.
+        to: the setting of verl that gets the value unchanged; None where there is none.
+        overrides: further settings of verl for a configuration.
+        differences: what verl computes differently for a configuration, one line each, beginning with the setting.
+    """
+
+    reason: str = ""
+    to: str | None = None
+    overrides: Callable[[RunConfig], Overrides] = lambda config: {}
+    differences: Callable[[RunConfig], list[str]] = lambda config: []
+
+    def describe(self) -> str:
+        """Return verl's key and the reason."""
+        return "; ".join(filter(None, (self.to and f"`{self.to}`", self.reason)))
+
+
+def overrides_of(config: RunConfig) -> Overrides:
+    """Return verl's settings for a configuration, apart from what depends on the machines and on the data."""
+    found = dict(FIXED)
+    for key, rule in RULES.items():
+        if rule.to is not None:
+            found[rule.to] = reduce(getattr, key.split("."), config)
+        found |= rule.overrides(config)
+    return found
+
+
+def differences_of(config: RunConfig) -> list[str]:
+    """Return what verl would compute differently, one line each, beginning with the setting."""
+    return [line for rule in RULES.values() for line in rule.differences(config)]
+
+
+def is_runnable(config: RunConfig) -> bool:
+    """Return whether verl can run the configuration at all, with whatever differences."""
+    return config.bounds.method in LOSSES and config.optim.schedule in rules.LR_SCHEDULES
+
+
+FIXED: Overrides = {
+    "trainer.use_v1": True,
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.use_kl_in_reward": False,
+    f"{ACTOR}.entropy_coeff": 0,
+    f"{ACTOR}.ppo_epochs": 1,
+    f"{ACTOR}.shuffle": False,
+    "data.shuffle": True,
+    "data.truncation": "error",
+    "data.filter_overlong_prompts": True,
+}
+"""Values that do not depend on the configuration."""
+
+_IN_CONFIG_FILE = "config.yaml, which reward.py reads"
+
+RULES: dict[str, Rule] = {
+    "seed": Rule(
+        "another order of the problems and other samples than here",
+        to="data.seed",
+        overrides=lambda config: {
+            f"{ROLLOUT}.seed": config.seed,
+            f"{ACTOR}.data_loader_seed": config.seed,
+        },
+    ),
+    "steps": Rule(
+        "the number of passes only has to be large enough",
+        to="trainer.total_training_steps",
+        overrides=lambda config: {"trainer.total_epochs": config.steps},
+    ),
+    "model.path": Rule(
+        "a hub id or folder as it is; the embedded model is copied", overrides=rules.model_path
+    ),
+    "model.dtype": Rule(
+        "of the passes too; weights and optimizer are float32", f"{ROLLOUT}.dtype", rules.passes_dtype
+    ),
+    "model.attention": Rule(
+        "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", overrides=rules.attention
+    ),
+    "model.gradient_checkpointing": Rule(to=f"{MODEL}.enable_gradient_checkpointing"),
+    "model.prompts": Rule(
+        "messages in the data files; a template joins them where none of the model is used"
+    ),
+    "model.trust_remote_code": Rule(
+        to=f"{MODEL}.trust_remote_code",
+        overrides=lambda config: {"data.trust_remote_code": config.model.trust_remote_code},
+    ),
+    "model.device": Rule("the GPUs of the job", differences=rules.device_differences),
+    "task": Rule("train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
+    "sampling.engine": Rule(
+        "vLLM", overrides=lambda config: {f"{ROLLOUT}.name": "vllm"}, differences=rules.engine_differences
+    ),
+    "sampling.prompts": Rule(to="data.train_batch_size"),
+    "sampling.samples": Rule(to=f"{ROLLOUT}.n"),
+    "sampling.temperature": Rule(to=f"{ROLLOUT}.temperature"),
+    "sampling.max_tokens": Rule(to="data.max_response_length"),
+    "sampling.max_prompt_tokens": Rule("longer prompts are dropped", to="data.max_prompt_length"),
+    "sampling.max_sequences": Rule("per vLLM engine", to=f"{ROLLOUT}.max_num_seqs"),
+    "sampling.dynamic": Rule(
+        "groups with equal rewards are replaced",
+        to="algorithm.filter_groups.enable",
+        overrides=lambda config: {"algorithm.filter_groups.metric": "reward"},
+    ),
+    "sampling.dynamic_batches": Rule("verl has no limit", differences=rules.dynamic_batches_differences),
+    "sampling.top_p": Rule("1 in both", to=f"{ROLLOUT}.top_p"),
+    "sampling.top_k": Rule("off in both", overrides=lambda config: {f"{ROLLOUT}.top_k": -1}),
+    "sampling.min_p": Rule("off in both"),
+    "sampling.vllm.memory_fraction": Rule(to=f"{ROLLOUT}.gpu_memory_utilization"),
+    "sampling.vllm.kv_cache_gb": Rule("only for a CPU"),
+    "sampling.vllm.tensor_parallel": Rule(to=f"{ROLLOUT}.tensor_model_parallel_size"),
+    "sampling.vllm.eager": Rule(to=f"{ROLLOUT}.enforce_eager"),
+    "sampling.vllm.sleep": Rule(to=f"{ROLLOUT}.free_cache_engine"),
+    "sampling.vllm.prefix_caching": Rule(to=f"{ROLLOUT}.enable_prefix_caching"),
+    "grading.workers": Rule(f"{_IN_CONFIG_FILE}; per reward worker of verl, of which there are 8"),
+    "grading.deadline": Rule(_IN_CONFIG_FILE),
+    "grading.memory_gb": Rule(_IN_CONFIG_FILE),
+    "grading.batch": Rule(_IN_CONFIG_FILE),
+    "reward.correct": Rule(_IN_CONFIG_FILE),
+    "reward.wrong": Rule(_IN_CONFIG_FILE),
+    "reward.overlong_buffer": Rule(
+        "verl's reward manager `dapo`, with the same penalty", overrides=rules.overlong
+    ),
+    "reward.overlong_penalty": Rule("with reward.overlong_buffer"),
+    "bounds": Rule(
+        "the policy loss and its settings",
+        overrides=lambda config: loss_overrides(config) or {},
+        differences=loss_differences,
+    ),
+    "objective.advantage_std": Rule("1e-6 is added in both", to="algorithm.norm_adv_by_std_in_grpo"),
+    "objective.aggregation": Rule(
+        "over all GPUs and micro-batches of an update", overrides=rules.aggregation
+    ),
+    "objective.dual_clip": Rule(f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
+    "objective.reference_kl": Rule(
+        "k3, which verl limits to 10 per token",
+        overrides=rules.reference_kl,
+        differences=rules.reference_kl_differences,
+    ),
+    "objective.old_logprobs": Rule(
+        "`sampler` is bypass_mode, which in this trainer keeps the policy loss",
+        overrides=lambda config: {f"{CORRECTION}.bypass_mode": config.objective.old_logprobs == "sampler"},
+    ),
+    "objective.importance": Rule(
+        f"`{CORRECTION}`", overrides=rules.importance, differences=rules.importance_differences
+    ),
+    "objective.importance_cap": Rule("with objective.importance"),
+    "objective.importance_floor": Rule("with objective.importance"),
+    "optim.lr": Rule(to=f"{ACTOR}.optim.lr"),
+    "optim.betas": Rule(to=f"{ACTOR}.optim.betas"),
+    "optim.eps": Rule(
+        overrides=lambda config: {f"{ACTOR}.optim.override_optimizer_config": {"eps": config.optim.eps}}
+    ),
+    "optim.weight_decay": Rule(to=f"{ACTOR}.optim.weight_decay"),
+    "optim.max_grad_norm": Rule(
+        "null is infinity",
+        overrides=lambda config: {
+            f"{ACTOR}.optim.clip_grad": math.inf
+            if config.optim.max_grad_norm is None
+            else config.optim.max_grad_norm
+        },
+    ),
+    "optim.warmup_steps": Rule(
+        "steps, not updates", overrides=rules.warmup_steps, differences=rules.warmup_differences
+    ),
+    "optim.schedule": Rule(to=f"{ACTOR}.optim.lr_scheduler_type", differences=rules.schedule_differences),
+    "optim.updates": Rule(
+        "verl sorts the completions of a step by length first, so that an update has completions of any prompts",
+        overrides=lambda config: {
+            f"{ACTOR}.ppo_mini_batch_size": config.sampling.prompts // config.optim.updates
+        },
+    ),
+    "optim.micro_batch_tokens": Rule(
+        "per GPU; at least a prompt and its completion", overrides=rules.micro_batches
+    ),
+    "optim.max_skips": Rule("verl skips every update whose gradient is not finite, without a limit"),
+    "evaluation.every": Rule("with the start and the end", overrides=rules.evaluation_every),
+    "evaluation.problems": Rule("the rows of heldout.parquet"),
+    "evaluation.samples": Rule(to=f"{ROLLOUT}.val_kwargs.n"),
+    "evaluation.k": Rule("verl reports best@k for powers of 2, by resampling, which is not pass@k"),
+    "evaluation.temperature": Rule(
+        to=f"{ROLLOUT}.val_kwargs.temperature", overrides=rules.evaluation_sampling
+    ),
+    "evaluation.batch": Rule("verl samples an evaluation at once"),
+    "checkpoint.every": Rule(
+        "0 is the last step",
+        overrides=lambda config: {"trainer.save_freq": config.checkpoint.every or config.steps},
+    ),
+    "checkpoint.keep_last": Rule(to="trainer.max_actor_ckpt_to_keep"),
+    "checkpoint.keep_best": Rule("verl keeps no best checkpoint"),
+    "checkpoint.best_metric": Rule("with checkpoint.keep_best"),
+    "tracking.mlflow": Rule(
+        overrides=lambda config: {
+            "trainer.logger": ["console", "mlflow"] if config.tracking.mlflow else ["console"]
+        }
+    ),
+    "tracking.uri": Rule("MLFLOW_TRACKING_URI in run.sh"),
+    "tracking.experiment": Rule(to="trainer.project_name"),
+    "tracking.parent": Rule("verl's runs have no parent"),
+}
+"""The rule of each setting, by its key or by that of its section."""

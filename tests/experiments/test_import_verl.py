@@ -1,0 +1,155 @@
+"""Import of verl's runs: names and values, the run that is read, mistakes, and one report of both engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from bandpo_cli.__main__ import main
+from bandpo_cli.config.layers import resolve, to_yaml
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.experiments import import_verl
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.store import sqlite_uri
+
+STEP = {
+    "critic/score/mean": 0.25,
+    "actor/entropy": 0.5,
+    "actor/pg_clipfrac": 0.01,
+    "actor/band_upper_fraction": 0.008,
+    "actor/grad_norm": 1.5,
+    "actor/lr": 5e-5,
+    "actor/ppo_kl": 0.001,
+    "response_length/mean": 7.0,
+    "timing_s/step": 12.0,
+    "training/global_step": 1.0,
+}
+"""Metrics of a step under the names that verl's logger gives MLflow."""
+
+
+def evaluation(accuracy: float) -> dict[str, float]:
+    return {"val-core/countdown/acc/mean_at_16": accuracy, "val-core/countdown/acc/best_at_16/mean": 0.9}
+
+
+@pytest.fixture
+def job(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an exported job's folder, with a store of one finished run of three steps."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    shutil.copy(empty_database, folder / "mlflow.db")
+    write_settings(folder, steps=3)
+    log_run(folder, "job", {0: evaluation(0.1), 1: STEP, 2: STEP, 3: STEP | evaluation(0.4)})
+    return folder
+
+
+def write_settings(folder: Path, **settings: Any) -> None:
+    (folder / "config.yaml").write_text(to_yaml(resolve([settings])), encoding="utf-8")
+
+
+def log_run(folder: Path, name: str, steps: dict[int, dict[str, float]], status: str = "FINISHED") -> str:
+    client = MlflowClient(sqlite_uri(folder / "mlflow.db"))
+    existing = client.get_experiment_by_name("bandpo")
+    experiment = existing.experiment_id if existing else client.create_experiment("bandpo")
+    run = client.create_run(experiment, run_name=name)
+    values = [Metric(key, value, 0, step) for step, found in steps.items() for key, value in found.items()]
+    client.log_batch(run.info.run_id, metrics=values)
+    client.set_terminated(run.info.run_id, status)
+    return str(run.info.run_id)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
+    found = import_verl(job, runs_dir=tmp_path / "runs")
+    assert (found.status, found.last_step, found.folder.name) == ("FINISHED", 3, "job")
+    first, *_, last = records(found.folder)
+    assert first == {"step": 0, "eval/countdown/mean_at_16": 0.1}
+    assert last == {
+        "step": 3, "train/reward": 0.25, "clip/active_fraction": 0.01, "clip/upper_fraction": 0.008,
+        "optim/grad_norm": 1.5, "optim/lr": 5e-5, "train/response_length": 7.0, "time/step": 12.0,
+        "eval/countdown/mean_at_16": 0.4,
+    }  # fmt: skip
+    assert found.left_out == ("actor/entropy", "actor/ppo_kl", "val-core/countdown/acc/best_at_16/mean")
+    about = json.loads((found.folder / "verl.json").read_text("utf-8"))
+    assert about["left_out"] == list(found.left_out)
+
+
+def test_the_entropy_is_the_same_where_the_loss_is_a_mean_over_tokens(job: Path, tmp_path: Path) -> None:
+    write_settings(job, steps=3, objective={"aggregation": "token-mean"})
+    found = import_verl(job, runs_dir=tmp_path / "runs", name="tokens")
+    assert records(found.folder)[-1]["train/entropy"] == 0.5
+
+
+def test_the_last_run_of_the_name_or_the_one_that_is_named(job: Path, tmp_path: Path) -> None:
+    log_run(job, "other", {1: STEP | {"critic/score/mean": 0.7}})
+    later = log_run(job, "job", {1: STEP | {"critic/score/mean": 0.9}}, status="FAILED")
+    found = import_verl(job, runs_dir=tmp_path / "runs")
+    assert (found.status, records(found.folder)[-1]["train/reward"]) == ("FAILED", 0.9)
+    again = import_verl(job, runs_dir=tmp_path / "runs", name="again", run_id=later)
+    assert records(again.folder) == records(found.folder)
+
+
+def test_a_run_that_ended_early_is_not_finished(job: Path, tmp_path: Path) -> None:
+    """verl ends the MLflow run as FINISHED after an error, too."""
+    write_settings(job, steps=50)
+    assert import_verl(job, runs_dir=tmp_path / "runs").status == "FAILED"
+
+
+def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    cases: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
+        (tmp_path / "nothing", {}, UserError, "no config.yaml"),
+        (job, {"uri": sqlite_uri(tmp_path / "no.db")}, UserError, "no such MLflow store"),
+        (job, {"run_id": "0" * 32}, UserError, "not found"),
+        (job, {"uri": "http://127.0.0.1:9"}, RunError, "127.0.0.1:9"),
+    ]
+    for folder, arguments, error, message in cases:
+        with pytest.raises(error, match=message):
+            import_verl(folder, runs_dir=runs, **arguments)
+    renamed = job.rename(tmp_path / "renamed")
+    with pytest.raises(UserError, match=r"no run 'renamed' \(its runs: job\)"):
+        import_verl(renamed, runs_dir=runs)
+    write_settings(renamed, steps=3, tracking={"experiment": "elsewhere"})
+    with pytest.raises(UserError, match="no experiment 'elsewhere'"):
+        import_verl(renamed, runs_dir=runs)
+    assert not runs.exists()
+
+
+def run_command(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bandpo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_runs_of_both_engines_are_two_arms_of_one_report(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = RunFolder.create(Path("runs"), "own")
+    own.write_config(to_yaml(resolve([{"steps": 3}])))
+    own.append_metrics({"step": 3, "train/entropy": 0.6, "eval/countdown/mean_at_16": 0.35})
+    own.write_summary({"status": "FINISHED", "steps": 3})
+    assert run_command("import", "verl", "job", "--name", "theirs") == 0
+    out = capsys.readouterr().out
+    assert "FINISHED, step 3 of 3" in out
+    assert "left out  actor/entropy" in out
+    assert run_command("import", "verl", "job", "--name", "theirs") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run_command("report", "runs/own", "runs/theirs", "--format", "json") == 0
+    arms = json.loads(capsys.readouterr().out)["arms"]
+    assert {arm["name"] for arm in arms} == {"kl 0.05", "kl 0.05 engine=verl"}
+    assert run_command("runs") == 0
+    assert "theirs" in capsys.readouterr().out

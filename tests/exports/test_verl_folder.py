@@ -1,0 +1,250 @@
+"""Exported folders: run.sh as a shell runs it, batches, data files, and no half-written folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments import export_verl
+from bandpo_cli.exports import verl_data
+from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
+from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value
+from bandpo_cli.models.load import load_tokenizer
+from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.types import Message, Problem
+from tests.text_model import save_text_model
+
+SMALL: dict[str, Any] = {
+    "task": {"max_number": 5, "numbers": 3},
+    "sampling": {"prompts": 8, "samples": 4},
+    "optim": {"updates": 2, "warmup_steps": 0},
+    "evaluation": {"problems": 10},
+}
+
+
+def small(**sections: Any) -> RunConfig:
+    return resolve([SMALL, sections])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an exported folder whose path has a blank and a quote."""
+    out = tmp_path_factory.mktemp("exports") / "job of today"
+    export_verl(small(), out, nodes=1, gpus_per_node=4)
+    return out
+
+
+def run_script(folder: Path, *arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment with which run.sh calls Python."""
+    programs = folder.parent / "programs"
+    programs.mkdir(exist_ok=True)
+    stub = programs / "python3"
+    stub.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c "
+        "'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' \"$@\"\n"
+    )
+    stub.chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW", "VERL"))}
+    done = subprocess.run(
+        [folder / "run.sh", *arguments],
+        env={**clean, "PATH": f"{programs}:{os.environ['PATH']}", **environment},
+        cwd="/", check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    words, variables = json.loads(done.stdout)
+    return words, variables
+
+
+def test_run_sh_calls_verl_with_every_override_and_further_arguments(folder: Path) -> None:
+    words, variables = run_script(folder, "trainer.total_epochs=2")
+    assert words[:2] == ["-m", "verl.trainer.main_ppo"]
+    assert words[-1] == "trainer.total_epochs=2"
+    overrides = dict(word.split("=", 1) for word in words[2:-1])
+    assert len(overrides) == len(words) - 3
+    assert overrides["data.train_files"] == f"'{folder}/train.parquet'"
+    assert overrides["reward.custom_reward_function.path"] == f"'{folder}/reward.py'"
+    assert overrides["actor_rollout_ref.model.path"] == f"'{folder}/model'"
+    assert overrides["actor_rollout_ref.actor.optim.betas"] == "[0.9,0.999]"
+    assert overrides["trainer.n_gpus_per_node"] == "4"
+    assert overrides["trainer.experiment_name"] == "'job of today'"
+    assert variables["VERL_USE_EXTERNAL_MODULES"] == "bandpo_cli.integrations.verl"
+    prefix = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    assert overrides[f"{prefix}.VERL_USE_EXTERNAL_MODULES"] == "'bandpo_cli.integrations.verl'"
+    assert overrides[f"{prefix}.MLFLOW_TRACKING_URI"] == f"'sqlite:///{folder}/mlflow.db'"
+    assert all(Path(overrides[key].strip("'")).exists() for key in ("data.train_files", "data.val_files"))
+
+
+def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path: Path, folder: Path) -> None:
+    server = "http://tracker:5000"
+    assert run_script(folder, MLFLOW_TRACKING_URI=server)[1]["MLFLOW_TRACKING_URI"] == server
+    export_verl(small(tracking={"uri": "http://other:1/$HOME`x`"}), tmp_path / "named", gpus_per_node=1)
+    assert run_script(tmp_path / "named")[1]["MLFLOW_TRACKING_URI"] == "http://other:1/$HOME`x`"
+    export_verl(
+        small(tracking={"mlflow": False}, bounds={"method": "clip"}), tmp_path / "off", gpus_per_node=1
+    )
+    words, variables = run_script(tmp_path / "off")
+    assert not {"MLFLOW_TRACKING_URI", "VERL_USE_EXTERNAL_MODULES"} & set(variables)
+    assert "trainer.logger=[console]" in words
+
+
+def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folder: Path) -> None:
+    assert resolve([read_layer(folder / "config.yaml")]) == small()
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert "| optim.lr | `5e-05` | `actor_rollout_ref.actor.optim.lr` |" in text
+    assert "- none of the settings" in text
+    assert "16 completions, 4 per GPU" in text
+    export_verl(
+        small(optim={"warmup_steps": 4}), folder.parent / "warm", gpus_per_node=1, allow_differences=True
+    )
+    assert "- optim.warmup_steps = 4: verl raises" in (folder.parent / "warm" / "README.md").read_text(
+        "utf-8"
+    )
+
+
+def test_the_data_files_hold_the_problems_of_a_run(folder: Path) -> None:
+    task = build_task(small().task)
+    expected = {
+        "train.parquet": task.train_problems(),
+        "heldout.parquet": task.heldout_sets()["countdown"][:10],
+    }
+    for file, problems in expected.items():
+        rows = pd.read_parquet(folder / file)
+        assert [problem_from_json(info["problem"]) for info in rows["extra_info"]] == list(problems)
+        assert [info["index"] for info in rows["extra_info"]] == list(range(len(problems)))
+        assert [row[0]["content"] for row in rows["prompt"]] == [problem.prompt for problem in problems]
+        assert [model["ground_truth"] for model in rows["reward_model"]] == [each.answer for each in problems]
+        assert set(rows["data_source"]) == {"countdown"}
+
+
+def test_problems_survive_json() -> None:
+    for prompt in ("1 2=3:", (Message("system", "s"), Message("user", "Σ \\frac{1}{2}"))):
+        problem = Problem("id", prompt, "18", "set", "math", {"numbers": [1, 2], "nested": {"a": None}})
+        assert problem_from_json(problem_to_json(problem)) == problem
+
+
+QUESTION = Problem("q", (Message("system", "Be brief."), Message("user", "What is 1+1?")), "2", "set", "math")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["", "with a first token"])
+def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bool) -> None:
+    """The tokenizer of a base model has no chat template; Llama's adds a first token to a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    model = save_text_model(tmp_path / "model", ["What is 1+1?"], layers=1)
+    tokenizer = load_tokenizer(resolve([{"model": {"path": str(model)}}]).model)
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink()
+    if special:
+        tokenizer.bos_token = "<|endoftext|>"
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+    tokenizer.save_pretrained(model)
+    config = resolve([SMALL, {"model": {"path": str(model)}}])
+    template = verl_data.chat_template(config, [QUESTION])
+    messages = verl_data._messages(QUESTION, join=True)
+    reread: Any = load_tokenizer(config.model)
+    ids = reread.apply_chat_template(
+        messages, chat_template=template, return_dict=False, add_generation_prompt=True
+    )
+    (prompt,) = PromptEncoder(reread, "auto").encode([QUESTION])
+    assert tuple(ids) == prompt.token_ids
+    assert (ids[0] == 0) is special
+
+
+def test_a_chat_model_keeps_its_own_template(tmp_path: Path) -> None:
+    model = save_text_model(tmp_path / "model", ["What is 1+1?"], layers=1)
+    for prompts in ("auto", "chat"):
+        config = resolve([SMALL, {"model": {"path": str(model), "prompts": prompts}}])
+        assert verl_data.chat_template(config, [QUESTION]) is None
+    assert verl_data.chat_template(resolve([SMALL]), build_task(small().task).train_problems()) is not None
+
+
+def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder: Path) -> None:
+    original = load_tokenizer(small().model)
+    copied = load_tokenizer(resolve([{"model": {"path": str(folder / "model")}}]).model)
+    assert copied.encode("\n", add_special_tokens=False) == [20]
+    assert copied.convert_tokens_to_ids("<|im_end|>") == 21
+    for text in ("1 3 7 8=24:", "(1+2)*3"):
+        assert copied.encode(text) == original.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"), (True, "true"), (5e-05, "5e-05"), (math.inf, "inf"), (-1, "-1"), ("vllm", "vllm"),
+        ("true", "'true'"), ("0.5_2.0", "'0.5_2.0'"), ("it's", "'it\\'s'"), ([1, "a b"], "[1,'a b']"),
+        ({"eps": 1e-8}, "{eps:1e-08}"), ((0.9, 0.999), "[0.9,0.999]"), ("{% x %}", "'{% x %}'"),
+    ],
+)  # fmt: skip
+def test_values_in_hydras_syntax(value: object, text: str) -> None:
+    assert hydra_value(value) == text
+
+
+def test_batches_are_counted_per_update_and_gpu() -> None:
+    lines = batch_arithmetic(small(), Machines(2, 4), problems=100)
+    assert lines[0].startswith(
+        "per step: 8 prompts × 4 completions = 32 completions; GPUs: 8, vLLM engines: 8"
+    )
+    assert lines[1] == "per update (2 per step): 16 completions, 2 per GPU"
+    assert lines[-1] == "per pass over the 100 training problems: 12 steps"
+
+
+@pytest.mark.parametrize(
+    ("sections", "machines", "problems", "message"),
+    [
+        ({}, Machines(3, 1), 100, r"an update has 8 / 2 × 4 = 16 completions .* multiple of the 3 GPUs"),
+        ({}, Machines(1, 32), 100, "multiple of the 32 GPUs"),
+        ({}, Machines(1, 1), 7, "sampling.prompts = 8: there are 7 training problems"),
+        (
+            {"sampling": {"vllm": {"tensor_parallel": 3}}},
+            Machines(1, 4),
+            100,
+            "tensor_parallel = 3 does not divide",
+        ),
+    ],
+)
+def test_batches_that_verl_cannot_split_are_refused(
+    sections: dict[str, Any], machines: Machines, problems: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        batch_arithmetic(small(**sections), machines, problems)
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bandpo_cli.exports.verl_files.readme", fail)
+    with pytest.raises(KeyboardInterrupt):
+        export_verl(small(), tmp_path / "job", gpus_per_node=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "mine").touch()
+    with pytest.raises(UserError, match="exists already"):
+        export_verl(small(), tmp_path / "job", gpus_per_node=1)
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["mine"]
+
+
+def test_a_local_model_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_text_model(tmp_path / "model", ["1"], layers=1)
+    exported = export_verl(small(model={"path": "model"}), tmp_path / "job", gpus_per_node=1)
+    assert exported.overrides["actor_rollout_ref.model.path"] == str(tmp_path / "model")
+    assert not (tmp_path / "job" / "model").exists()
+    shutil.rmtree(tmp_path / "job")

@@ -1,0 +1,423 @@
+"""Exported folders in verl itself: its configuration and checks, losses, data set, prompts, rewards and schedules."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.experiments import export_verl, import_verl
+from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
+from bandpo_cli.exports.verl_losses import LOSSES
+from bandpo_cli.exports.verl_reward import RewardFunction
+from bandpo_cli.exports.verl_settings import differences_of, is_runnable
+from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.models.load import load_tokenizer
+from bandpo_cli.objective.advantages import group_advantages, shaped_reward
+from bandpo_cli.objective.importance import importance_weights
+from bandpo_cli.objective.loss import k3
+from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.training.optimizer import lr_factor
+from bandpo_cli.types import Message, Problem
+from tests.integrations.test_verl_loss import SPREADS, Batch, assert_equal, ours
+from tests.text_model import save_text_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL: dict[str, Any] = {
+    "task": {"max_number": 5, "numbers": 3},
+    "sampling": {"prompts": 8, "samples": 4},
+    "optim": {"updates": 2, "warmup_steps": 0},
+    "evaluation": {"problems": 10},
+}
+
+Compose = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def compose(verl_package: SimpleNamespace) -> Compose:
+    """Return a function from an exported folder to verl's configuration, with the words that run.sh passes."""
+    hydra = importlib.import_module("hydra")
+    folder = Path(importlib.import_module("verl").__file__).parent / "trainer" / "config"
+
+    def composed(exported: Path) -> Any:
+        with hydra.initialize_config_dir(str(folder), version_base=None):
+            return hydra.compose("ppo_trainer", overrides=words_of(exported))
+
+    return composed
+
+
+def words_of(folder: Path) -> list[str]:
+    """Return the overrides that run.sh passes to Python, as the shell makes them."""
+    programs = folder.parent / "programs"
+    programs.mkdir(exist_ok=True)
+    stub = programs / "python3"
+    stub.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[3:]))' \"$@\"\n"
+    )
+    stub.chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [folder / "run.sh"], env={**os.environ, "PATH": path}, check=True, capture_output=True, text=True
+    )
+    words: list[str] = json.loads(done.stdout)
+    return words
+
+
+def validate(config: Any) -> None:
+    """Run verl's own checks of a configuration, as main_ppo does."""
+    utils = importlib.import_module("verl.trainer.ppo.utils")
+    importlib.import_module("verl.utils.config").validate_config(
+        config=config,
+        use_reference_policy=utils.need_reference_policy(config),
+        use_critic=utils.need_critic(config),
+    )
+
+
+def dataclass_of(config: Any) -> Any:
+    return importlib.import_module("verl.utils.config").omega_conf_to_dataclass(config)
+
+
+def small(*layers: dict[str, Any]) -> RunConfig:
+    return resolve([SMALL, *layers])
+
+
+METHOD_FILES = sorted((CONFIGS / "methods").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", METHOD_FILES, ids=lambda file: file.stem)
+def test_the_loss_of_an_exported_method_is_that_of_a_run(
+    file: Path, tmp_path: Path, compose: Compose, verl_package: SimpleNamespace
+) -> None:
+    """The complete path: settings, overrides, shell, Hydra, verl's checks and classes, the function in its registry."""
+    importance = {"objective": {"importance_cap": None}}
+    config = small(read_layer(file), importance)
+    if not is_runnable(config) or differences_of(config):
+        pytest.skip("not the same in verl")
+    export_verl(config, tmp_path / "job", gpus_per_node=2)
+    composed = compose(tmp_path / "job")
+    validate(composed)
+    actor = dataclass_of(composed.actor_rollout_ref.actor)
+    loss = verl_package.algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
+    for spread in SPREADS:
+        batch = Batch(0, SPREADS[spread])
+        logprobs = batch.new.masked_fill(~batch.mask, -1.0).requires_grad_()
+        value, _ = loss(
+            old_log_prob=batch.old.masked_fill(~batch.mask, -1.0),
+            log_prob=logprobs,
+            advantages=batch.advantages,
+            response_mask=batch.mask,
+            loss_agg_mode=actor.loss_agg_mode,
+            config=actor,
+        )
+        (gradient,) = torch.autograd.grad(value, logprobs)
+        found = ours(batch, config.bounds.model_dump(), "seq-mean-token-mean", 10.0, corrected=False)
+        assert_equal(f"{file.stem}, {spread}", found, value.detach(), gradient, batch.mask)
+
+
+def test_most_methods_are_compared() -> None:
+    """Those that are skipped above: five that verl does not have, two that choose other tokens."""
+    configs = [small(read_layer(file), {"objective": {"importance_cap": None}}) for file in METHOD_FILES]
+    skipped = {each.bounds.method for each in configs if not is_runnable(each) or differences_of(each)}
+    assert skipped == {"dcpo", "ce-gppo", "aspo", "drpo", "topr", "clip-cov", "kl-cov"}
+    assert {each.bounds.method for each in configs} - skipped == set(LOSSES) - {"clip-cov", "kl-cov"}
+
+
+STUB = [
+    Problem(f"q{index}", (Message("user", f"What is {index}+1?"),), str(index + 1), "stub", "number")
+    for index in range(512)
+]
+COMPLETE = [
+    ("countdown",),
+    ("gsm8k",),
+    *(
+        ("paper/base", f"paper/models/{file.stem}")
+        for file in sorted((CONFIGS / "paper" / "models").glob("*.yaml"))
+    ),
+    ("paper/base", "paper/models/qwen2.5-3b-instruct", "paper/dapo"),
+    ("paper/base", "paper/models/qwen2.5-3b-instruct", "paper/dynamic-sampling"),
+]
+"""Shipped configurations that are complete: files that go together."""
+
+
+@pytest.mark.parametrize("names", COMPLETE, ids=lambda names: names[-1])
+def test_shipped_configurations_pass_verls_checks(
+    names: tuple[str, ...], tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Problems of the hub are replaced: data sets cannot be downloaded here. Their prompts have a chat template."""
+    task = SimpleNamespace(train_problems=lambda: STUB, heldout_sets=lambda: {"stub": STUB[:8]}, notes=list)
+    config = resolve([read_layer(CONFIGS / f"{name}.yaml") for name in names])
+    if config.task.name != "countdown":
+        module = importlib.import_module("bandpo_cli.experiments.export_verl")
+        monkeypatch.setattr(module, "build_task", lambda settings: task)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "chat"})})
+    export_verl(config, tmp_path / "job", nodes=2, gpus_per_node=8, allow_differences=True)
+    composed = compose(tmp_path / "job")
+    validate(composed)
+    assert composed.trainer.nnodes == 2
+    assert composed.data.train_batch_size == config.sampling.prompts
+    assert composed.ray_kwargs.ray_init.runtime_env.env_vars.MLFLOW_TRACKING_URI.startswith("sqlite:///")
+    actor = dataclass_of(composed.actor_rollout_ref.actor)
+    assert actor.optim.override_optimizer_config == {"eps": config.optim.eps}
+    assert tuple(actor.optim.betas) == config.optim.betas
+    assert dataclass_of(composed.actor_rollout_ref.rollout).n == config.sampling.samples
+
+
+def test_a_restricted_penalty_and_an_unlimited_gradient_norm_pass_verls_checks(
+    tmp_path: Path, compose: Compose
+) -> None:
+    """Values that Hydra could read as another type: infinity, an interval of importance weights, nested new keys."""
+    settings = {
+        "optim": {"max_grad_norm": None},
+        "objective": {"importance": "token-mask", "importance_cap": 2.0, "reference_kl": 0.0},
+        "reward": {"overlong_buffer": 4},
+        "bounds": {"relax": {"eps_low": 0.2, "eps_high": 0.28}, "max_ratio": None},
+    }
+    export_verl(small(settings), tmp_path / "it's a job", gpus_per_node=2)
+    composed = compose(tmp_path / "it's a job")
+    validate(composed)
+    actor = dataclass_of(composed.actor_rollout_ref.actor)
+    assert math.isinf(actor.optim.clip_grad)
+    assert (actor.policy_loss.relax_eps_high, actor.policy_loss.max_ratio) == (0.28, None)
+    assert composed.algorithm.rollout_correction.rollout_is_threshold == "0.5_2.0"
+    assert composed.reward.reward_kwargs.overlong_buffer_cfg.len == 4
+
+
+def test_a_ray_worker_has_the_loss_and_the_address_of_mlflow(
+    tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.sh passes both variables to Ray, as main_ppo merges them: workers on other machines inherit none."""
+    ray = importlib.import_module("ray")
+    omegaconf = importlib.import_module("omegaconf").OmegaConf
+    constants = importlib.import_module("verl.trainer.constants_ppo")
+    export_verl(small(), tmp_path / "job", gpus_per_node=1)
+    composed = compose(tmp_path / "job")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")  # only the variable is left
+    default = constants.get_ppo_ray_runtime_env(composed)
+    runtime = omegaconf.merge(default, composed.ray_kwargs.ray_init.runtime_env)
+
+    def registered() -> tuple[bool, str]:
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+        return "band" in algos.POLICY_LOSS_REGISTRY, os.environ["MLFLOW_TRACKING_URI"]
+
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env=omegaconf.to_container(runtime))
+    try:
+        has_loss, uri = ray.get(ray.remote(registered).remote())
+    finally:
+        ray.shutdown()
+    assert has_loss
+    assert uri == f"sqlite:///{tmp_path}/job/mlflow.db"
+
+
+# ---- data and prompts ------------------------------------------------------------------------------------------------
+
+
+def chat_data(folder: Path) -> RunConfig:
+    """Return a configuration with questions in a file and a model with a chat template."""
+    rows = [{"question": f"What is {index}+{index}?", "answer": str(2 * index)} for index in range(64)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    save_text_model(folder / "model", [row["question"] for row in rows], layers=1)
+    task = {
+        "name": "data",
+        "train": str(folder / "rows.jsonl"),
+        "system": "Be brief.",
+        "heldout_fraction": 0.2,
+    }
+    return resolve([
+        {k: v for k, v in SMALL.items() if k != "task"},
+        {"task": task, "model": {"path": str(folder / "model")}, "sampling": {"max_prompt_tokens": 1024}},
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["countdown", "chat", "raw"])
+def test_prompts_have_the_token_ids_of_a_run(kind: str, tmp_path: Path, compose: Compose) -> None:
+    """verl's data set reads the file, its length filter keeps every prompt, and its agent loop makes the tokens."""
+    config = small() if kind == "countdown" else chat_data(tmp_path)
+    if kind == "raw":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "raw"})})
+    exported = export_verl(config, tmp_path / "job", gpus_per_node=1)
+    composed = compose(tmp_path / "job")
+    model = dataclass_of(composed.actor_rollout_ref.model)
+    dataset = importlib.import_module("verl.trainer.ppo.utils").create_rl_dataset(
+        composed.data.train_files, composed.data, model.tokenizer, model.processor
+    )
+    assert len(dataset) == exported.problems
+    wiring = importlib.import_module("verl.utils.tokenizer.continuous_token_wiring")
+    builder = wiring.create_continuous_token_builder(
+        model.tokenizer, hf_model_type=model.hf_config.model_type
+    )
+    problems = [problem_from_json(dataset[index]["extra_info"]["problem"]) for index in range(len(dataset))]
+    expected = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(problems)
+    for index, prompt in enumerate(expected):
+        assert tuple(builder.build_initial_tokens(dataset[index]["raw_prompt"])) == prompt.token_ids
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", [0, 4], ids=["naive", "dapo"])
+def test_rewards_of_verls_manager_are_those_of_a_run(buffer: int, tmp_path: Path, compose: Compose) -> None:
+    """verl's reward manager decodes tokens, calls reward.py, and subtracts the over-long penalty."""
+    protocol = importlib.import_module("verl.protocol")
+    rewards = importlib.import_module("verl.trainer.ppo.reward")
+    config = small({"reward": {"correct": 1.0, "wrong": -1.0, "overlong_buffer": buffer}})
+    export_verl(config, tmp_path / "job", gpus_per_node=1)
+    composed = compose(tmp_path / "job")
+    tokenizer = load_tokenizer(config.model)
+    manager = rewards.load_reward_manager(composed, tokenizer)
+    assert type(manager).__name__ == ("DAPORewardManager" if buffer else "NaiveRewardManager")
+    dataset = importlib.import_module("pandas").read_parquet(tmp_path / "job" / "train.parquet")
+    seen = set()
+
+    async def score(row: Any, text: str) -> tuple[dict[str, Any], int]:
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        padded = torch.tensor([ids + [tokenizer.pad_token_id] * (12 - len(ids))])
+        data = protocol.DataProto.from_dict(
+            tensors={"responses": padded, "attention_mask": (padded != tokenizer.pad_token_id).long()},
+            non_tensors={
+                key: np.array([row[key]], dtype=object)
+                for key in ("data_source", "reward_model", "extra_info")
+            },
+        )
+        manager.loop = asyncio.get_running_loop()
+        return await manager.run_single(data), len(ids)
+
+    with GraderPool(config.grading) as pool:
+        for row in dataset.to_dict("records")[:6]:
+            problem = problem_from_json(row["extra_info"]["problem"])
+            numbers = str(problem.extra["numbers"]).split()
+            for text in ("+".join(numbers), "*".join(numbers), f"({'-'.join(numbers)})", numbers[0], "=="):
+                result, length = asyncio.run(score(row, text))
+                (grade,) = training_grader(pool, None)([problem], [text])
+                expected = shaped_reward(grade, length, config.sampling.max_tokens, config.reward)
+                assert float(result["reward_score"]) == pytest.approx(expected)
+                assert result["reward_extra_info"]["acc"] == float(grade.correct)
+                seen.add((grade.correct, expected))
+    assert len({reward for _, reward in seen}) >= (3 if buffer else 2)
+
+
+def test_expressions_are_compared_with_the_antlr_of_hydra(compose: Compose) -> None:
+    """math-verify asks for a later ANTLR by default; Hydra needs 4.9.3, for which it has generated parsers, too."""
+    function = RewardFunction(resolve([{"task": {"name": "data", "train": "rows.jsonl"}}]))
+    for reference, answer, correct in (
+        (r"\frac{1}{2}+x", r"x+\frac{2}{4}", 1.0),
+        (r"\sqrt{8}", r"2\sqrt{2}", 1.0),
+        (r"\sqrt{8}", r"3\sqrt{2}", 0.0),
+    ):
+        problem = Problem("q", (Message("user", "?"),), reference, "set", "math")
+        info = {"problem": problem_to_json(problem)}
+        assert function("set", f"The answer is \\boxed{{{answer}}}", reference, info)["acc"] == correct
+
+
+# ---- what the settings mean in verl ----------------------------------------------------------------------------------
+
+
+def test_advantages_are_those_of_a_run(verl_package: SimpleNamespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randint(0, 2, (5, 4), generator=generator).double()
+    rewards[0] = 1.0
+    for by_std in (True, False):
+        advantages, _ = verl_package.algos.compute_grpo_outcome_advantage(
+            token_level_rewards=rewards.reshape(-1, 1),
+            response_mask=torch.ones(20, 1),
+            index=np.repeat(np.arange(5), 4),
+            norm_adv_by_std_in_grpo=by_std,
+        )
+        torch.testing.assert_close(advantages.reshape(5, 4).double(), group_advantages(rewards, by_std))
+
+
+def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package: SimpleNamespace) -> None:
+    """Up to verl's limit of 10 per token."""
+    new, ref = -torch.rand(2, 100, dtype=torch.float64) * 2
+    torch.testing.assert_close(verl_package.algos.kl_penalty_forward(new, ref, "low_var_kl"), k3(new, ref))
+    far = verl_package.algos.kl_penalty_forward(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl")
+    assert far.item() == 10.0
+
+
+@pytest.mark.parametrize("rule", ["token-truncate", "token-mask"])
+def test_importance_weights_are_those_of_a_run(rule: str, tmp_path: Path, compose: Compose) -> None:
+    objective = {"importance": rule, "importance_cap": 1.5}
+    config = small({"objective": objective})
+    assert differences_of(config) == []
+    export_verl(config, tmp_path / "job", gpus_per_node=1)
+    correction = compose(tmp_path / "job").algorithm.rollout_correction
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    batch = Batch(0, SPREADS["apart"])
+    sampler, trainer = batch.old.masked_fill(~batch.mask, 0.0), batch.new.masked_fill(~batch.mask, 0.0)
+    data, mask, _ = helper.compute_rollout_correction_and_rejection_mask(
+        old_log_prob=trainer, rollout_log_prob=sampler, response_mask=batch.mask.double(),
+        rollout_is=correction.rollout_is, rollout_is_threshold=correction.rollout_is_threshold,
+        rollout_rs=correction.rollout_rs,
+    )  # fmt: skip
+    expected = importance_weights(trainer[batch.mask], sampler[batch.mask], batch.lengths, config.objective)
+    torch.testing.assert_close(data.batch["rollout_is_weights"][batch.mask], expected)
+    assert (mask.bool() == batch.mask).all()
+
+
+@pytest.mark.parametrize(("schedule", "updates"), [("constant", 4), ("cosine", 1)])
+def test_learning_rates_are_those_of_a_run(
+    schedule: str, updates: int, tmp_path: Path, compose: Compose
+) -> None:
+    """verl steps its schedule once per training step."""
+    functional = importlib.import_module("verl.utils.torch_functional")
+    config = small({"optim": {"schedule": schedule, "updates": updates, "lr": 0.5}, "steps": 7})
+    export_verl(config, tmp_path / "job", gpus_per_node=1)
+    optim = dataclass_of(compose(tmp_path / "job").actor_rollout_ref.actor).optim
+    optimizer = importlib.import_module("verl.workers.config.optimizer").build_optimizer(
+        [torch.nn.Parameter(torch.zeros(1))], optim
+    )
+    assert (optimizer.defaults["eps"], optimizer.defaults["betas"]) == (config.optim.eps, config.optim.betas)
+    arguments = {"num_warmup_steps": max(optim.lr_warmup_steps, 0)}
+    if schedule == "cosine":
+        scheduler = functional.get_cosine_schedule_with_warmup(
+            optimizer,
+            num_training_steps=7,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+            **arguments,
+        )
+    else:
+        scheduler = functional.get_constant_schedule_with_warmup(optimizer, **arguments)
+    for step in range(7):
+        for update in range(updates):
+            expected = 0.5 * lr_factor(step * updates + update, 7 * updates, config.optim)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_run_that_verls_logger_writes_is_imported(
+    verl_package: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's own class writes to MLflow: its names of the run, the experiment and the metrics."""
+    pytest.importorskip("sqlalchemy")
+    tracking = importlib.import_module("verl.utils.tracking")
+    config = small({"steps": 2})
+    export_verl(config, tmp_path / "job", gpus_per_node=1)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/job/mlflow.db")
+    logger = tracking.Tracking(config.tracking.experiment, "job", "mlflow", config={"trainer": {"nnodes": 1}})
+    logger.log({"val-core/countdown/acc/mean@16": 0.25, "val-aux/countdown/acc/std@16": 0.1}, step=0)
+    for step in (1, 2):
+        logger.log(
+            {"critic/score/mean": 0.5, "actor/pg_clipfrac": np.float64(0.125), "actor/lr": 1e-6}, step=step
+        )
+    logger.finish(exit_code=0)
+    imported = import_verl(tmp_path / "job", runs_dir=tmp_path / "runs")
+    assert (imported.status, imported.last_step) == ("FINISHED", 2)
+    lines = [json.loads(line) for line in (imported.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert lines[0] == {"step": 0, "eval/countdown/mean_at_16": 0.25}
+    assert lines[2] == {"step": 2, "train/reward": 0.5, "clip/active_fraction": 0.125, "optim/lr": 1e-6}

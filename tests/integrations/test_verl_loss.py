@@ -1,0 +1,277 @@
+"""The policy loss `band` in verl's registry, compared with this package's loss on random padded batches.
+
+Log-probs are float64, so that differences are those of the formulas; aggregation weights are float32 here, and verl
+adds 1e-8 to the length of a completion. `pytest -s` prints the largest difference per case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.objective.aggregation import AGGREGATIONS
+from bandpo_cli.objective.loss import LossInputs, LossOutputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics
+from bandpo_cli.registries import DIVERGENCES
+
+COMPLETIONS, LONGEST = 12, 40
+SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
+"""Standard deviation of log r: ratios within most bounds, beyond many of them, and beyond the caps."""
+
+MODES = {
+    "token-mean": "token-mean",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "seq-sum-norm": "seq-mean-token-sum-norm",
+}
+"""Our aggregations with verl's names; its two sums are compared in a test of their own."""
+
+
+class Batch:
+    """Completions padded on the right, [B, T] float64 and a bool mask; the values of padding must have no effect."""
+
+    def __init__(self, seed: int, spread: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (COMPLETIONS, LONGEST)
+        lengths = torch.randint(1, LONGEST + 1, (COMPLETIONS, 1), generator=generator)
+        lengths[0] = LONGEST
+        self.mask = torch.arange(LONGEST) < lengths
+        old = -8 * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3 - 1e-3
+        new = (old + spread * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-4)
+        self.old, self.new = (
+            values.masked_fill(~self.mask, padding) for values, padding in ((old, 3.0), (new, -500.0))
+        )
+        advantages = torch.randn((COMPLETIONS, 1), generator=generator, dtype=torch.float64)
+        advantages[-1] = 0.0
+        self.advantages = advantages.expand(shape).masked_fill(~self.mask, 7.0)
+        self.weights = torch.rand(shape, generator=generator, dtype=torch.float64) * 2
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self.mask.sum(-1)
+
+
+def ours(
+    batch: Batch, bounds: dict[str, Any], aggregation: str, dual_clip: float | None, corrected: bool
+) -> LossOutputs:
+    """Return this package's loss and gradient of the batch's tokens, in the order of the mask."""
+    config = resolve([{"bounds": bounds, "objective": {"dual_clip": dual_clip, "aggregation": aggregation}}])
+    loss = policy_loss(config.bounds, config.objective)
+    old, new, advantages, correction = (
+        values[batch.mask] for values in (batch.old, batch.new, batch.advantages, batch.weights)
+    )
+    columns = loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    weights = AGGREGATIONS[aggregation](batch.lengths, LONGEST).double().repeat_interleave(batch.lengths)
+    weights = weights * correction if corrected else weights
+    return policy_objective(loss, LossInputs(new, old, advantages, weights, batch.lengths, columns))
+
+
+def actor_config(verl_package: SimpleNamespace, dual_clip: float, **settings: Any) -> Any:
+    """Return verl's ActorConfig with the settings of the loss."""
+    return verl_package.config.FSDPActorConfig(
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_c=dual_clip,
+        policy_loss=verl_package.band.BandPolicyLossConfig(**settings),
+    )
+
+
+def theirs(
+    verl_package: SimpleNamespace,
+    batch: Batch,
+    mode: str,
+    config: Any,
+    corrected: bool,
+    rows: slice = slice(None),
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Return the loss, the gradient [B, T] and the metrics of the function in verl's registry."""
+    logprobs = batch.new[rows].clone().requires_grad_()
+    loss, metrics = verl_package.algos.get_policy_loss_fn("band")(
+        old_log_prob=batch.old[rows],
+        log_prob=logprobs,
+        advantages=batch.advantages[rows],
+        response_mask=batch.mask[rows],
+        loss_agg_mode=mode,
+        config=config,
+        rollout_is_weights=batch.weights[rows] if corrected else None,
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient, metrics
+
+
+def assert_equal(
+    case: str, found: LossOutputs, loss: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor
+) -> None:
+    """Assert that loss and gradient are equal, and that padding has no gradient."""
+    assert (gradient[~mask] == 0).all()
+    gradient = gradient[mask]
+    loss_difference = ((found.loss - loss).abs() / loss.abs()).item()
+    gradient_difference = ((found.gradient - gradient).abs().max() / gradient.abs().max()).item()
+    print(
+        f"{case}: largest relative difference, loss {loss_difference:.1e}, gradient {gradient_difference:.1e}"
+    )
+    torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.gradient, gradient, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("aggregation", MODES)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence(
+    verl_package: SimpleNamespace, divergence: str, aggregation: str, spread: str
+) -> None:
+    settings = {"divergence": divergence, "delta": 0.05, "max_ratio": 10.0}
+    config = actor_config(verl_package, 3.0, **settings)
+    for seed in range(3):
+        batch = Batch(seed, SPREADS[spread])
+        loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config, corrected=False)
+        found = ours(batch, {"method": "band", **settings}, aggregation, 3.0, corrected=False)
+        assert_equal(f"{divergence}, {aggregation}, {spread}", found, loss, gradient, batch.mask)
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize(
+    ("settings", "relaxed"),
+    [
+        ({"delta": 0.3, "max_ratio": None}, None),
+        ({"delta": 0.01, "max_ratio": 1.05}, None),
+        ({"delta": 0.02, "max_ratio": 10.0}, (0.2, 0.28)),
+    ],
+    ids=["no cap", "low cap", "relaxed"],
+)
+def test_cap_relaxation_and_importance_weights(
+    verl_package: SimpleNamespace,
+    settings: dict[str, Any],
+    relaxed: tuple[float, float] | None,
+    corrected: bool,
+) -> None:
+    relax = None if relaxed is None else dict(zip(("eps_low", "eps_high"), relaxed, strict=True))
+    theirs_relax = (
+        {} if relaxed is None else dict(zip(("relax_eps_low", "relax_eps_high"), relaxed, strict=True))
+    )
+    config = actor_config(verl_package, 1e9, **settings, **theirs_relax)
+    batch = Batch(0, SPREADS["apart"])
+    loss, gradient, _ = theirs(verl_package, batch, "token-mean", config, corrected)
+    found = ours(batch, {"method": "band", **settings, "relax": relax}, "token-mean", None, corrected)
+    assert_equal(f"{settings}, {relaxed}", found, loss, gradient, batch.mask)
+
+
+def test_two_micro_batches_add_up_to_one(verl_package: SimpleNamespace) -> None:
+    """verl passes the counts of the complete update in `global_batch_info`; two GPUs average what each of them sums."""
+    batch = Batch(1, SPREADS["apart"])
+    for mode in (*MODES.values(), "token-sum", "seq-mean-token-sum"):
+        config = actor_config(verl_package, 3.0, delta=0.05)
+        config.global_batch_info.update(
+            dp_size=2,
+            batch_num_tokens=int(batch.mask.sum()),
+            global_batch_size=COMPLETIONS,
+            loss_scale_factor=64,
+        )
+        losses = [
+            theirs(verl_package, batch, mode, config, False, rows)[0]
+            for rows in (slice(0, 5), slice(5, None))
+        ]
+        config.global_batch_info.update(dp_size=1)
+        complete = theirs(verl_package, batch, mode, config, False)[0]
+        torch.testing.assert_close(sum(losses) / 2, complete)
+
+
+@pytest.mark.parametrize("dual_clip", [3.0, 1.2])
+def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(
+    verl_package: SimpleNamespace, dual_clip: float
+) -> None:
+    """The relaxation of a Band of radius 1e-12 is the fixed interval, so verl's own loss is the reference."""
+    batch = Batch(2, SPREADS["far"])
+    config = actor_config(verl_package, dual_clip, delta=1e-12, relax_eps_low=0.2, relax_eps_high=0.28)
+    fixed = verl_package.config.FSDPActorConfig(
+        strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_c=dual_clip, clip_ratio_low=0.2, clip_ratio_high=0.28,
+    )  # fmt: skip
+    arguments = {
+        "old_log_prob": batch.old.masked_fill(~batch.mask, 0.0),
+        "log_prob": batch.new.masked_fill(~batch.mask, 0.0),
+        "advantages": batch.advantages,
+        "response_mask": batch.mask,
+    }
+    vanilla, vanilla_metrics = verl_package.algos.get_policy_loss_fn("vanilla")(**arguments, config=fixed)
+    loss, metrics = verl_package.algos.get_policy_loss_fn("band")(**arguments, config=config)
+    torch.testing.assert_close(loss, vanilla)
+    assert vanilla_metrics["actor/pg_clipfrac"] > 0
+    assert vanilla_metrics["actor/pg_clipfrac_lower"] > 0
+    assert {key: metrics[key] for key in vanilla_metrics} == pytest.approx(vanilla_metrics, rel=1e-6)
+
+
+def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNamespace) -> None:
+    batch = Batch(3, SPREADS["apart"])
+    config = actor_config(verl_package, 10.0, delta=0.05)
+    _, _, metrics = theirs(verl_package, batch, "token-mean", config, corrected=False)
+    settings = resolve([{"bounds": {"method": "band", "delta": 0.05}}])
+    loss = policy_loss(settings.bounds, settings.objective)
+    old, new, advantages = (values[batch.mask] for values in (batch.old, batch.new, batch.advantages))
+    columns = loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    state = loss.clip_state(columns, (new - old).exp(), advantages, torch.ones_like(old))
+    expected = clip_metrics(clip_counts(state, old))
+    for name in ("upper", "lower", "outside"):
+        assert expected[f"clip/{name}_fraction"] > 0
+        assert metrics[f"actor/band_{name}_fraction"] == pytest.approx(
+            expected[f"clip/{name}_fraction"], rel=1e-5
+        )
+    assert metrics["actor/ppo_kl"] == pytest.approx((old - new).mean().item(), rel=1e-5)
+    assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
+
+
+def test_float_masks_and_infinite_padding(verl_package: SimpleNamespace) -> None:
+    """verl's older trainer has masks of 0 and 1; a NaN or infinity at padding must not reach the loss."""
+    batch = Batch(4, SPREADS["near"])
+    config = actor_config(verl_package, 3.0, delta=0.05)
+    expected = theirs(verl_package, batch, "token-mean", config, corrected=False)
+    batch.new = batch.new.masked_fill(~batch.mask, -torch.inf)
+    batch.old = batch.old.masked_fill(~batch.mask, torch.nan)
+    logprobs = batch.new.clone().requires_grad_()
+    loss, _ = verl_package.band.band_policy_loss(
+        batch.old, logprobs, batch.advantages, batch.mask.float(), config=config
+    )
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected[0])
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad[batch.mask], expected[1][batch.mask])
+
+
+def test_settings_without_a_band_are_refused_when_they_are_created(verl_package: SimpleNamespace) -> None:
+    config = verl_package.band.BandPolicyLossConfig
+    for wrong, message in (
+        ({"delta": 0.0}, "delta"),
+        ({"divergence": "kll"}, "kl"),
+        ({"max_ratio": 0.5}, "max_ratio"),
+        ({"relax_eps_low": 0.2}, "relax_eps_high"),
+        ({"relax_eps_low": 2.0, "relax_eps_high": 0.2}, "relax_eps_low"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config(**wrong)
+
+
+def test_importing_verl_registers_the_loss(verl_package: SimpleNamespace) -> None:
+    """The entry point of the installed package needs no variable; it is loaded while verl itself is being imported."""
+    if not any(each.name == "bandpo" for each in entry_points(group="verl.plugins")):
+        pytest.skip("bandpo is not installed, only on the path")
+    assert verl_package.registered_by_verl
+
+
+def test_the_variable_of_verl_registers_the_loss(
+    verl_package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's own function of VERL_USE_EXTERNAL_MODULES imports the module, here for a second time."""
+    import_utils = importlib.import_module("verl.utils.import_utils")
+    monkeypatch.delitem(verl_package.algos.POLICY_LOSS_REGISTRY, "band")
+    monkeypatch.delitem(sys.modules, "bandpo_cli.integrations.verl")
+    import_utils.import_external_libs(["bandpo_cli.integrations.verl"])
+    assert "band" in verl_package.algos.POLICY_LOSS_REGISTRY
