@@ -1,4 +1,7 @@
-"""Errors that the command line prints as one line: mistakes of the user (exit code 2) and failed runs (exit code 1)."""
+"""Errors that the command line prints as one line: mistakes of the user (exit code 2) and failed runs (exit code 1).
+
+Also the functions that form their texts.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +82,11 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     # The time of the search grows with the square of the length: a long name would take minutes.
     matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def plural(number: int, noun: str) -> str:
+    """Return `3 arms`, `1 arm`, `1,024 arms`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def first_line(error: BaseException | str, max_chars: int = 200) -> str:

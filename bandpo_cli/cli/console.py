@@ -70,11 +70,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False))
 
 
-def plural(count: int, noun: str) -> str:
-    """Return `1 problem` or `1,024 problems`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds: `0:01:05`."""
     whole = round(seconds)

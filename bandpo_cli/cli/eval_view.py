@@ -18,12 +18,12 @@ from bandpo_cli.cli.console import (
     LiveDisplay,
     Spinner,
     format_duration,
-    plural,
     print_column,
     print_json,
     print_line,
 )
 from bandpo_cli.cli.statement import describe_model, print_statement
+from bandpo_cli.errors import plural
 from bandpo_cli.experiments.compare import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult

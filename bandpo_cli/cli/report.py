@@ -60,12 +60,13 @@ def report(
     """
     style = check_choice("--format", format_, FORMATS)
     from bandpo_cli.cli.console import open_console, print_json
-    from bandpo_cli.reports.sweep import select_runs, write_report
+    from bandpo_cli.reports.sweep import read_tuning, select_runs, write_report
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)
     folder = out or (chosen.sweep or Path()) / "report"
-    written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes)
+    tuning = None if chosen.sweep is None else read_tuning(chosen.sweep)
+    written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
     if style == "json":
         print_json(written.as_json())
     else:

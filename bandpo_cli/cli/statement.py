@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import plural, print_column, print_line, print_warning
+from bandpo_cli.cli.console import print_column, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.link import ui_text

@@ -16,14 +16,14 @@ from bandpo_cli.cli.console import (
     LiveDisplay,
     Spinner,
     format_duration,
-    plural,
     print_column,
     print_line,
 )
-from bandpo_cli.errors import SignalExit
+from bandpo_cli.errors import SignalExit, plural
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.reports.sweep.arms import Metric, Report
+from bandpo_cli.reports.sweep.arms import Report
+from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun
@@ -295,6 +295,8 @@ def print_report(console: Console, report: Report) -> None:
         console.print()
         by_set = [metric for metric in report.figures if metric.key.startswith("accuracy/")]
         console.print(_report_table(report, by_set, separator))
+    for line in report.tuning.notes() if report.tuning is not None else ():
+        console.print(Text.assemble(("tuned: ", "dim"), line), soft_wrap=soft_wrap)
     for note in report.notes:
         console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
     for each in report.left_out:

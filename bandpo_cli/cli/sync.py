@@ -12,6 +12,7 @@ import typer
 
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import RUNS, RunsDir
+from bandpo_cli.errors import plural
 from bandpo_cli.types import CallbackBase
 
 if TYPE_CHECKING:
@@ -128,8 +129,6 @@ def _sync_text(synced: SyncResult) -> str:
 
 def _count(number: int, noun: str) -> str:
     """Return `1,024 files`; '' for none."""
-    from bandpo_cli.cli.console import plural
-
     return plural(number, noun) if number else ""
 
 

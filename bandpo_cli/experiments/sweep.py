@@ -261,12 +261,12 @@ def _report(
     folder: SweepFolder, events: Dispatcher[SweepInfo, States, SweepResult]
 ) -> tuple[Report | None, str | None]:
     """Write the report over the finished runs; return it, or why there is none."""
-    from bandpo_cli.reports.sweep import read_sweep, write_report
+    from bandpo_cli.reports.sweep import read_sweep, read_tuning, write_report
 
     title, baseline, runs = read_sweep(folder.path)
     events.phase("report")
     try:
-        report = write_report(runs, title, baseline, folder.path / "report")
+        report = write_report(runs, title, baseline, folder.path / "report", tuning=read_tuning(folder.path))
     except UserError as error:
         return None, str(error)
     return report, None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from bandpo_cli.reports.sweep.arms import Arm, ArmDifference, Metric
+from bandpo_cli.errors import plural
+from bandpo_cli.reports.sweep.arms import Arm, ArmDifference
 from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, RunKey, percent_text
+from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
 from bandpo_cli.reports.sweep.selection import differing_settings
 from bandpo_cli.reports.sweep.statistics import LEVEL
@@ -88,11 +90,6 @@ def report_notes(
 def p_text(p: float) -> str:
     """Return a p-value with two or three digits; `< 0.001` below that."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return `3 arms`, `1 arm`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _significant_text(differences: Sequence[ArmDifference], metric: Metric) -> str:

@@ -1,6 +1,6 @@
 """Plots of a report.
 
-Metrics over steps with bands, accuracy against learning rate and against entropy, clipped tokens by probability.
+Metrics over steps with bands, accuracy against learning rate and against entropy.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
@@ -20,12 +18,15 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
-from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
+from bandpo_cli.reports.style import ArmStyle, arm_styles, escape_mathtext, side_legend
+from bandpo_cli.reports.sweep.clip_table import plot_clip_table
 from bandpo_cli.reports.sweep.equal_accuracy import percent_text
 from bandpo_cli.reports.sweep.learning_rates import accuracy_by_learning_rate
 from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.sweep.selection import format_setting
 from bandpo_cli.reports.sweep.statistics import interval_band
+from bandpo_cli.reports.sweep.tuning import Tuning
+from bandpo_cli.reports.sweep.tuning import accuracy_by_learning_rate as tuning_by_learning_rate
 
 Floats = NDArray[np.float64]
 Arms = Mapping[str, Sequence[ArmRunData]]
@@ -33,16 +34,11 @@ Arms = Mapping[str, Sequence[ArmRunData]]
 MAX_ARMS_PLOTTED = 12
 """Lines of more arms cannot be distinguished: only the most accurate ones and the baseline are plotted."""
 
-_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
-"""Inches: height of a row of the table of clipped tokens where there are few, and of the texts below the table."""
-
 _MAX_RATE_TICKS = 8
 """Learning rates up to this number are the ticks of their axis."""
 
 _SPREAD_POINTS = 24.0
 """Width, in points, over which the lines of the plot against the learning rate are spread, so that bars stay apart."""
-
-_MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,26 @@ def plot_all(
     }
 
 
+def plot_tuning(tuning: Tuning, out: Path) -> dict[str, Path]:
+    """Plot into `out` the metric that chose the settings against the learning rate; {} for one learning rate.
+
+    Returns:
+        The written file by its name in `tables.CAPTIONS`.
+    """
+    figure = plot_accuracy_lr(
+        tuning_by_learning_rate(tuning),
+        escape_mathtext(tuning.sweep),
+        "held-out accuracy" if tuning.metric == "accuracy" else "area under held-out accuracy",
+        "Tuning: held-out accuracy against learning rate",
+    )
+    return {} if figure is None else {"tuning_lr": style.save(figure, out / "tuning_lr.png")}
+
+
 def plot_accuracy_lr(
-    lines: Mapping[str, Mapping[float, Sequence[float]]], subtitle: str, y_label: str
+    lines: Mapping[str, Mapping[float, Sequence[float]]],
+    subtitle: str,
+    y_label: str,
+    title: str = "Held-out accuracy against learning rate",
 ) -> Figure | None:
     """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
 
@@ -134,6 +148,7 @@ def plot_accuracy_lr(
             lines, those with the highest best mean are plotted.
         subtitle: first part of the line under the title.
         y_label: label of the y axis.
+        title: title of the plot.
     """
     if max((len(line) for line in lines.values()), default=0) < 2:
         return None
@@ -148,7 +163,7 @@ def plot_accuracy_lr(
         f"; the {len(names)} most accurate of {len(lines)} methods" if len(names) < len(lines) else ""
     )
     figure, (axes,) = style.new_figure(
-        "Held-out accuracy against learning rate",
+        title,
         f"{subtitle} · means over seeds, a large dot for the best{shown_lines}",
     )
     axes.set_xscale("log")
@@ -203,51 +218,6 @@ def plot_accuracy_lr(
     style.percent_axis(axes)
     style.label(axes, "learning rate", y_label)
     side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
-    return figure
-
-
-def plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -> Figure | None:
-    """Plot the clipped share of the tokens as a table of arms and bins of π_old; None without data."""
-    clipped = {
-        name: _mean_over_runs([record.clipped_by_bin for record in runs]) for name, runs in arms.items()
-    }
-    names = [name for name in arms if clipped[name]]
-    if not names:
-        return None
-    token_shares = _mean_over_runs([record.token_share for name in names for record in arms[name]])
-    bins = sorted(token_shares, key=lambda name: float(name.split("_")[1]))
-    values = np.array([[clipped[name].get(each, np.nan) for each in bins] for name in names])
-    figure, (axes,) = style.new_figure(
-        "Clipped tokens by probability",
-        f"{subtitle} · clipped share of the tokens of each bin, mean over steps and seeds",
-        height=min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT),
-    )
-    shares = np.where(values >= _MIN_SHARE, values, _MIN_SHARE)
-    colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
-    axes.imshow(np.where(np.isnan(values), np.nan, shares), cmap=colormap, norm=norm, aspect="auto")
-    for (row, column), value in np.ndenumerate(values):
-        text = "–" if np.isnan(value) else f"{100 * value:.2g}%" if value < 0.995 else "100%"
-        dark = not np.isnan(value) and float(np.mean(colormap(norm(shares[row, column]))[:3])) < 0.57
-        color = "white" if dark else style.TEXT_COLOR
-        axes.text(column, row, text, ha="center", va="center", size=11, color=color)
-    axes.grid(False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_yticks(range(len(names)), [styles[name].name for name in names], color=style.TEXT_COLOR)
-    ends = [each.split("_")[1:] for each in bins]
-    axes.set_xticks(
-        range(len(bins)),
-        [
-            f"{low} – {high}\n{_share_text(token_shares[each])}"
-            for each, (low, high) in zip(bins, ends, strict=True)
-        ],
-    )
-    axes.set_xlabel(
-        "probability of the token under the old policy, and the bin's share of all tokens",
-        size=11.5,
-        color=style.TEXT_COLOR,
-        labelpad=8,
-    )
-    _fit_row_names(figure, axes)
     return figure
 
 
@@ -405,22 +375,3 @@ def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:
     pad = 0.06 * (high - low) or 0.05 * max(abs(high), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
-
-
-def _share_text(value: float) -> str:
-    return f"{100 * value:.2g}% of all" if value < 0.995 else "100% of all"
-
-
-def _fit_row_names(figure: Figure, axes: Axes) -> None:
-    """Move the left edge of the axes to fit the row names; above are the titles, below the names of the bins."""
-    figure.canvas.draw()
-    widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
-    left = 0.03 + widest + 0.012
-    height = figure.get_figheight()
-    axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
-
-
-def _mean_over_runs(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each key over the runs that have it."""
-    keys = dict.fromkeys(key for each in values for key in each)
-    return {key: float(np.mean([each[key] for each in values if key in each])) for key in keys}

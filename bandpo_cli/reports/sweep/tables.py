@@ -6,9 +6,11 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from bandpo_cli.reports.sweep.arms import SPREAD, Arm, ArmDifference, Metric, Report
+from bandpo_cli.reports.sweep.arms import SPREAD, Arm, ArmDifference, Report
 from bandpo_cli.reports.sweep.findings import p_text
+from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.statistics import Estimate
+from bandpo_cli.reports.sweep.tuning import TunedArm, Tuning
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
@@ -18,6 +20,7 @@ LEADERBOARD_CAPTION = (
 CAPTIONS = {
     "accuracy": "Held-out accuracy over steps",
     "accuracy_lr": "Held-out accuracy against learning rate",
+    "tuning_lr": "Tuning: held-out accuracy against learning rate",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Held-out accuracy against entropy",
     "clip_by_probability": "Share of clipped tokens by probability",
@@ -35,6 +38,21 @@ DIFFERENCE_HEADS = (
     "p, Holm",
     "",
 )
+
+
+TUNING_HEADS = ("method", "settings", "mean", "values by seed", "")
+
+
+def tuning_caption(tuning: Tuning) -> str:
+    """Return what the table of a report's tuning shows."""
+    seeds = ", ".join(map(str, tuning.seeds))
+    return f"{tuning.metric} in the sweep {tuning.sweep}, seeds {seeds}, which no run of this report has"
+
+
+def tuning_cells(arm: TunedArm) -> list[str]:
+    """Return the cells of a row under `TUNING_HEADS`."""
+    values = ", ".join(f"{value:.3f}" for value in arm.values)
+    return [arm.group, arm.settings_text, f"{arm.mean:.3f}", values, "chosen" if arm.chosen else ""]
 
 
 def value_text(metric: Metric, estimate: Estimate | None) -> str:
@@ -134,6 +152,9 @@ def markdown(report: Report) -> str:
         parts.append(
             _table(DIFFERENCE_HEADS, (difference_cells(report, each) for each in report.differences))
         )
+    if report.tuning is not None:
+        parts += ["## Tuned settings", f"{_escape(tuning_caption(report.tuning))}."]
+        parts.append(_table(TUNING_HEADS, map(tuning_cells, report.tuning.arms)))
     for name, caption in CAPTIONS.items():
         if f"{name}.png" in report.files:
             parts += [f"## {caption}", f"![{caption}]({name}.png)"]

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
 from bandpo_cli.config.yaml_loader import read_yaml
-from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep.arms import arm_metrics, common_sets
-from bandpo_cli.reports.sweep.findings import plural
+from bandpo_cli.errors import UserError, plural
+from bandpo_cli.reports.sweep.learning_rates import LEARNING_RATE
+from bandpo_cli.reports.sweep.metrics import arm_metrics, common_sets
 from bandpo_cli.reports.sweep.runs import ArmRunData
 from bandpo_cli.reports.sweep.selection import PLAN_FILE, differing_settings, format_setting
 
@@ -43,6 +43,12 @@ class TunedArm:
     def mean(self) -> float:
         """Mean of the values over the tuning seeds."""
         return fmean(self.values)
+
+    @property
+    def settings_text(self) -> str:
+        """The settings, such as `bounds.delta = 0.02, optim.lr = 1e-4`."""
+        texts = [f"{key} = {format_setting(value)}" for key, value in self.settings.items()]
+        return ", ".join(texts) or "its only settings"
 
 
 @dataclass(frozen=True)
@@ -78,17 +84,50 @@ class Tuning:
         lines = []
         for group, arms in self.groups.items():
             best = self.chosen(group)
-            settings = ", ".join(f"{key} = {format_setting(value)}" for key, value in best.settings.items())
             lines.append(
-                f"{group}: {settings or 'its only settings'}; {self.metric} {best.mean:.3f} over "
+                f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over "
                 f"{plural(len(self.seeds), 'seed')}, the best of {plural(len(arms), 'arm')}"
             )
         return lines
+
+    def notes_on_range(self) -> list[str]:
+        """Return a sentence on the numbers that were chosen at an end of the values tried; [] for none."""
+        ends = []
+        for group, arms in self.groups.items():
+            for key, value in self.chosen(group).settings.items():
+                tried = {arm.settings[key] for arm in arms if _is_number(arm.settings.get(key))}
+                if len(tried) > 1 and value in (min(tried), max(tried)):
+                    ends.append(f"{key} = {format_setting(value)} of {group}")
+        if not ends:
+            return []
+        listed = ", ".join(ends)
+        return [
+            f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie: {listed}."
+        ]
 
     def as_plan(self) -> dict[str, Any]:
         """Return the key of `sweep.yaml` and its entry; `read_tuning` turns it back."""
         plain = asdict(self)
         return {TUNING_KEY: {**plain, "arms": list(plain["arms"]), "seeds": list(self.seeds)}}
+
+
+def accuracy_by_learning_rate(tuning: Tuning) -> dict[str, dict[float, list[float]]]:
+    """Return the values of the tuning arms by line and learning rate, a line per group and other tuned settings.
+
+    A line's name is the group's, followed by the other tuned settings: `kl delta=0.02`.
+    """
+    lines: dict[str, dict[float, list[float]]] = {}
+    for arm in tuning.arms:
+        rate = arm.settings.get(LEARNING_RATE)
+        if not _is_number(rate):
+            continue
+        others = (
+            f"{key.rpartition('.')[2]}={format_setting(value)}"
+            for key, value in arm.settings.items()
+            if key != LEARNING_RATE
+        )
+        lines.setdefault(" ".join([arm.group, *others]), {})[float(rate)] = list(arm.values)
+    return lines
 
 
 def choose(
@@ -149,3 +188,7 @@ def read_tuning(folder: Path) -> Tuning | None:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, (TUNING_KEY, *first["loc"])))
         raise UserError(f"{path}: {place}: {first['msg']}") from None
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

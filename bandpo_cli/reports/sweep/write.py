@@ -13,22 +13,27 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.sweep import tables
 from bandpo_cli.reports.sweep.arms import (
     Report,
-    arm_metrics,
-    common_sets,
     compare_arms,
     evaluate_arms,
     group_by_arm,
 )
 from bandpo_cli.reports.sweep.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
-from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
+from bandpo_cli.reports.sweep.metrics import arm_metrics, common_sets
+from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all, plot_tuning
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
+from bandpo_cli.reports.sweep.tuning import Tuning
 from bandpo_cli.storage.files import write_text
 
 
 def write_report(
-    runs: Sequence[ArmRun], title: str, baseline: str | None, out: Path, notes: Sequence[str] = ()
+    runs: Sequence[ArmRun],
+    title: str,
+    baseline: str | None,
+    out: Path,
+    notes: Sequence[str] = (),
+    tuning: Tuning | None = None,
 ) -> Report:
     """Compare the arms of `runs` and write leaderboard.csv, report.md, report.html and the plots into `out`.
 
@@ -41,6 +46,7 @@ def write_report(
         baseline: the arm that the others are compared with; None for no comparison.
         out: folder to write to; it is created if needed.
         notes: sentences to place before the report's own notes.
+        tuning: the arms that the settings of `runs` were chosen from; None for settings that no sweep chose.
 
     Returns:
         The content of the report, with the paths of the written files.
@@ -82,9 +88,11 @@ def write_report(
         figures=tuple(each.metric for each in metrics),
         arms=tuple(evaluated),
         differences=tuple(differences),
+        tuning=tuning,
         notes=(
             *notes,
             *report_notes(arms, baseline, differences, sets, has_pass_at_k, excluded, equal),
+            *(tuning.notes_on_range() if tuning is not None else ()),
             *plot_notes,
         ),
         left_out=tuple(excluded),
@@ -147,6 +155,8 @@ def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -
     out.mkdir(parents=True, exist_ok=True)
     order = [arm.name for arm in report.arms]
     plots = plot_all(arms, order, report.baseline, report.sets, report.accuracy_level, report.title, out)
+    if report.tuning is not None:
+        plots |= plot_tuning(report.tuning, out)
     files = {name: out / name for name in ("report.html", "report.md", "leaderboard.csv")}
     report = replace(report, files={**files, **{path.name: path for path in plots.values()}})
     write_text(files["leaderboard.csv"], tables.leaderboard_csv(report))
