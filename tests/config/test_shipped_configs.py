@@ -64,7 +64,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     assert counts == {
         "radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64),
         "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
-        "fair-rare": (6, 36), "fair-countdown": (2, 12),
+        "fair-rare": (6, 36), "fair-countdown": (2, 12), "fair-rare-one-rate": (3, 18),
     }  # fmt: skip
     methods = {run.arm: run.config.bounds for run in runs_of(CONFIGS / "sweeps" / "methods.yaml")}
     for arm, bounds in methods.items():
