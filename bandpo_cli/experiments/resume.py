@@ -21,10 +21,11 @@ from bandpo_cli.experiments.preflight import (
     data_warnings,
 )
 from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
+from bandpo_cli.paths import path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
-from bandpo_cli.storage.run_folder import RunFolder, resume_command
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, resume_command
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.types import RunResult, TrainCallback
@@ -106,7 +107,8 @@ def resume(
         stop_requested: as for `train`.
 
     Raises:
-        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
+        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
+            change.
         RunError: as `train`.
     """
     if isinstance(run, ResumePlan):
@@ -135,6 +137,11 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     Raises:
         UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
     """
+    if path_exists(folder.path / VERL_FILE):
+        raise UserError(
+            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or train "
+            f"anew: bandpo train --config {folder.path / 'config.yaml'}"
+        )
     own_layer = read_layer(folder.path / "config.yaml", f"--resume {folder.name}:")
     try:
         own = resolve([own_layer])

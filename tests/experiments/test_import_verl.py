@@ -105,6 +105,18 @@ def test_a_run_that_ended_early_is_not_finished(job: Path, tmp_path: Path) -> No
     assert import_verl(job, runs_dir=tmp_path / "runs").status == "FAILED"
 
 
+def test_an_imported_run_is_not_resumed(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume without checkpoints would start again and replace the imported metrics."""
+    write_settings(job, steps=50)
+    folder = import_verl(job, runs_dir=tmp_path / "runs").folder
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert run_command("train", "--resume", "job", "--runs-dir", str(tmp_path / "runs")) == 2
+    assert "job was imported from verl" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
 def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     cases: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
