@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _skip_last_collection() -> None:
-    """Keep the interpreter from a last search for unreachable objects, which takes 0.3 s after the imports of an `eval`.
+    """Keep the interpreter from a last search for unreachable objects, which takes 0.3 s after the imports of `eval`.
 
     Files, workers and threads are closed by then. Not with torch: vLLM's extension modules print the objects that they
     find undeleted at the end as leaks.
