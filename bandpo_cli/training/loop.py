@@ -25,7 +25,8 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
-from bandpo_cli.training.components import Components, save_checkpoint
+from bandpo_cli.training.checkpoint_files import save_checkpoint
+from bandpo_cli.training.components import Components
 from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.training.metrics import (
     StepTimer,

@@ -20,7 +20,8 @@ from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.base import build_task
-from bandpo_cli.training.components import build_components, load_checkpoint, save_checkpoint
+from bandpo_cli.training.checkpoint_files import load_checkpoint, save_checkpoint
+from bandpo_cli.training.components import build_components
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 

@@ -24,7 +24,8 @@ from bandpo_cli.storage.checkpoints import Progress, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
 from bandpo_cli.tasks.base import build_task
-from bandpo_cli.training.components import build_components, save_checkpoint
+from bandpo_cli.training.checkpoint_files import save_checkpoint
+from bandpo_cli.training.components import build_components
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
