@@ -271,6 +271,9 @@ class CheckpointConfig(Section):
     best_metric: str | None = None
     """The metric that "best" refers to: a key of metrics.jsonl, higher is better; null for the mean over evaluation
     sets of eval/<set>/mean_at_<n>."""
+    background: bool = True
+    """Write checkpoints while training continues, from a copy of weights and optimizer state in memory (on a GPU in the
+    memory of the host); false makes training wait. The last step waits in either case."""
 
     @field_validator("best_metric")
     @classmethod

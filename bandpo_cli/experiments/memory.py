@@ -79,7 +79,12 @@ def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: boo
     shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
     estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
     engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)
-    return MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
+    report = MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
+    if report.fits or not config.checkpoint.background:
+        return report
+    # A run that lacks the memory for the copy of a checkpoint takes no copy.
+    checkpoint = config.checkpoint.model_copy(update={"background": False})
+    return memory_report_on(config.model_copy(update={"checkpoint": checkpoint}), device, available, on_gpu)
 
 
 def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:

@@ -178,8 +178,13 @@ def run_steps(
     stop = stop_requested or _never_stop
     with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
         with out_of_memory_errors(config), disk_errors(folder):
-            for report in loop.train(config, components, folder, events.phase, first_step, stop):
-                events.step(report)
+            steps = loop.train(config, components, folder, events.phase, first_step, stop)
+            try:
+                for report in steps:
+                    events.step(report)
+            except BaseException as error:
+                steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
+                raise
         if stop() and _last_step(folder.read_metrics()) < config.steps:
             record.status = "KILLED"
     return record.result

@@ -208,6 +208,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.keep_last": Rule(to="trainer.max_actor_ckpt_to_keep"),
     "checkpoint.keep_best": Rule("verl keeps no best checkpoint"),
     "checkpoint.best_metric": Rule("with checkpoint.keep_best"),
+    "checkpoint.background": Rule("verl's trainer waits for its checkpoints"),
     "tracking.mlflow": Rule(
         overrides=lambda config: {
             "trainer.logger": ["console", "mlflow"] if config.tracking.mlflow else ["console"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,9 +172,13 @@ def frozen_copy(policy: Policy) -> PreTrainedModel:
     return copy.deepcopy(policy.model).requires_grad_(False)
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer."""
-    policy.model.save_pretrained(folder)
+def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer.
+
+    Args:
+        weights: a copy of the model's state dict to write in its place; tied weights share their memory.
+    """
+    policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     policy.tokenizer.save_pretrained(folder)
 
 

@@ -13,6 +13,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.checks import check_declared_size, loading_errors
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.storage.checkpoints import is_written_in_background
 
 FLOAT32_BYTES = 4
 
@@ -62,6 +63,9 @@ def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu
         always["master weights"] = numel * FLOAT32_BYTES
     if config.objective.reference_kl > 0:
         always["reference model"] = numel * weight_bytes
+    if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
+        masters = always.get("master weights", 0)
+        always["copy for a checkpoint"] = always["weights"] + always["AdamW"] + masters
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
     text = model.config.get_text_config()

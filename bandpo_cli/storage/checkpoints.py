@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bandpo_cli.config.run import CheckpointConfig
+from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.files import read_json_object, step_of, sync_folder, write_json
 from bandpo_cli.storage.run_folder import RunFolder
@@ -60,6 +60,17 @@ class Checkpoints(NamedTuple):
 
     complete: dict[int, Progress]
     damaged: dict[int, str]
+
+
+def is_checkpoint_due(config: RunConfig, step: int) -> bool:
+    """Return whether a checkpoint is written after `step`: every `checkpoint.every` steps and after the last one."""
+    every = config.checkpoint.every
+    return step == config.steps or (step > 0 and every > 0 and step % every == 0)
+
+
+def is_written_in_background(config: RunConfig) -> bool:
+    """Return whether a run writes checkpoints while it trains: all but that of the last step."""
+    return config.checkpoint.background and 0 < config.checkpoint.every < config.steps
 
 
 def write_trainer_state(folder: Path, progress: Progress) -> None:

@@ -67,6 +67,38 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes of memory that this process can allocate without swapping, None where Linux does not tell.
+
+    The smallest of what the machine has available and what is left of the limits of the process's control groups
+    (containers and cluster jobs have such limits).
+
+    Args:
+        proc, groups: where the system's files are, other folders in tests.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
+    if found is None:
+        return None
+    available = [int(found[1]) * 1024]
+    group = re.search(r"^0::/?(.*)$", _text(proc / "self" / "cgroup"), re.MULTILINE)
+    folder = groups / (group[1] if group else "")
+    for each in (folder, *folder.parents):
+        if each.is_relative_to(groups) and (limit := _text(each / "memory.max").strip()).isdecimal():
+            used = int(_text(each / "memory.current").strip() or 0)
+            # The file cache counts as used, and the system drops it when memory is needed.
+            cache = re.search(r"^inactive_file (\d+)$", _text(each / "memory.stat"), re.MULTILINE)
+            available.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
+    return min(available)
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file of the system, an empty text where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return the output of a git command in `folder`, None if it fails; takes no lock that would block a commit."""
     try:

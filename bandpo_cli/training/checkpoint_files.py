@@ -8,13 +8,16 @@ checkpoint is complete.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.load import Policy, save_policy
@@ -36,23 +39,89 @@ OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
 
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = list(_DTYPE_NAMES)
+"""The order of tensors in a safetensors file: wide types first, then by name."""
+
+
+class AbandonedError(Exception):
+    """The run gave up a checkpoint while it was being written."""
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """The tensors of a checkpoint: those in use, or a copy of them.
+
+    Attributes:
+        weights: state dict of the model; tied weights share their memory.
+        optimizer: what `Optimizer.state` returns.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, policy: Policy, optimizer: Optimizer) -> TrainedState:
+        """Return the tensors in use, without a copy."""
+        return cls(policy.model.state_dict(), optimizer.state())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; tensors that share their memory count once."""
+        distinct = {each.data_ptr(): each for each in (*self.weights.values(), *self.optimizer.values())}
+        return sum(each.nbytes for each in distinct.values())
+
+
+def _never_abandon() -> None:
+    """Do nothing; the default of `check`."""
+
 
 def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
-    """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
+    """Check the state and write it as the checkpoint `folder`; see `check_savable` and `write_checkpoint`."""
+    state = TrainedState.of(policy, optimizer)
+    check_savable(policy, state, folder)
+    write_checkpoint(policy, state, progress, folder)
+
+
+def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
+    """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
 
     Raises:
         NonFiniteError: weights are not finite.
-        RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged.
+        RunError: the disk has less free space than the checkpoint needs.
     """
     check_finite_weights(policy.model)
-    state = optimizer.state()
-    _check_disk_space(policy, state, folder)
+    _check_disk_space(state, folder)
+
+
+def write_checkpoint(
+    policy: Policy,
+    state: TrainedState,
+    progress: Progress,
+    folder: Path,
+    check: Callable[[], None] = _never_abandon,
+) -> None:
+    """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
+
+    Args:
+        policy: the model's configuration and the tokenizer; the weights are those of `state`.
+        check: called before each file and within large ones; raises AbandonedError to give up the checkpoint.
+
+    Raises:
+        RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
+            hidden folder is removed, as after any other exception.
+    """
     hidden = staging_folder(folder, "writing")
     try:
         (hidden / TRAINER).mkdir(parents=True)
-        save_policy(policy, hidden)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, hidden / OPTIMIZER)
+        save_policy(policy, hidden, state.weights)
+        check()
+        write_tensors(hidden / OPTIMIZER, state.optimizer, check)
         for path in hidden.rglob("*"):
+            check()
             if path.is_dir():
                 sync_folder(path)
             else:
@@ -60,13 +129,54 @@ def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, fo
                 sync_file(path)
         write_trainer_state(hidden, progress)  # flushes its file itself
         sync_folder(hidden)
+        check()
         if folder.exists():
             delete_checkpoint(folder)
         os.rename(hidden, folder)
         sync_folder(folder.parent)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(hidden, ignore_errors=True)
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise RunError(f"{folder}: the checkpoint cannot be written: {_reason(error)}") from error
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = _never_abandon
+) -> None:
+    """Write tensors of floating-point types as a safetensors file, with the bytes that `safetensors` writes.
+
+    That function writes a file as a whole. This one writes and flushes it in chunks, so that `check` can give up a
+    file of many GB, and releases the interpreter's lock meanwhile.
+
+    Args:
+        check: called before each chunk; what it raises ends the writing.
+    """
+    ordered = sorted(tensors.items(), key=lambda each: (_DTYPES.index(each[1].dtype), each[0]))
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        written = 0
+        for _, tensor in ordered:
+            data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(data), CHUNK_BYTES):
+                check()
+                written += file.write(data[start : start + CHUNK_BYTES].data)
+                if written >= CHUNK_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    written = 0
 
 
 def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progress:
@@ -90,10 +200,9 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
     return progress
 
 
-def _check_disk_space(policy: Policy, state: dict[str, torch.Tensor], folder: Path) -> None:
+def _check_disk_space(state: TrainedState, folder: Path) -> None:
     """Raise RunError if the disk has less free space than the checkpoint needs."""
-    weights = {each.data_ptr(): each for each in policy.model.state_dict().values()}  # tied tensors once
-    needed = sum(each.nbytes for each in [*weights.values(), *state.values()]) + RESERVED_BYTES
+    needed = state.nbytes + RESERVED_BYTES
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < needed:

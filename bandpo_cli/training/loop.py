@@ -9,7 +9,7 @@ Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,10 +22,10 @@ from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
+from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
-from bandpo_cli.training.checkpoint_files import save_checkpoint
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.experience import Experience, prepare_experience
 from bandpo_cli.training.metrics import (
@@ -68,10 +68,11 @@ def train(
     watch: Callable[[str], None] = _ignore_phase,
     first: int = 0,
     stop: Callable[[], bool] = _never_stop,
-) -> Iterator[StepReport]:
+) -> Generator[StepReport, None, None]:
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
-    Step 0 is the evaluation before training.
+    Step 0 is the evaluation before training. The checkpoint of a step, except the last, may still be in the writing
+    when the step is yielded; closing the generator waits for it.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
@@ -84,11 +85,27 @@ def train(
         GraderFailedError: every answer of a step or an evaluation is a grader error.
         RunError: a checkpoint cannot be written.
     """
+    with CheckpointWriter(config, components, folder) as writer:
+        yield from _train(config, components, folder, writer, watch, first, stop)
+
+
+def _train(
+    config: RunConfig,
+    components: Components,
+    folder: RunFolder,
+    writer: CheckpointWriter,
+    watch: Callable[[str], None],
+    first: int,
+    stop: Callable[[], bool],
+) -> Iterator[StepReport]:
+    """Train as `train`, with a writer of checkpoints."""
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
-        yield _finish_step(config, components, folder, 0, {}, StepTimer(watch), sample=None)
+        yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
+        writer.check()
         if stop():
-            _save_on_stop(config, components, folder, step - 1)
+            watch("checkpoint")
+            writer.save_on_stop(step - 1)
             return
         timer = StepTimer(watch)
         # problems → rollouts → graded groups
@@ -117,7 +134,7 @@ def train(
                 folder.write_tokens(step, clip_map_columns(updates))
         # → evaluation and checkpoint where due → the step's line
         sample = rollouts.groups[0].rollouts_G[0]
-        yield _finish_step(config, components, folder, step, record, timer, sample)
+        yield _finish_step(config, components, folder, writer, step, record, timer, sample)
 
 
 def _sample_groups(config: RunConfig, components: Components, step: int, timer: StepTimer) -> SampledGroups:
@@ -200,40 +217,25 @@ def _finish_step(
     config: RunConfig,
     components: Components,
     folder: RunFolder,
+    writer: CheckpointWriter,
     step: int,
     record: dict[str, float],
     timer: StepTimer,
     sample: Rollout | None,
 ) -> StepReport:
-    """Evaluate and save a checkpoint where due, then write the step's line, which marks the step as complete."""
+    """Evaluate and save a checkpoint where due, and write the step's line, which marks the step as complete."""
     if is_evaluation_due(config.evaluation, step, config.steps):
         with timer.phase("eval"):
             record = record | _evaluate(config, components, folder, step)
-    save = step == config.steps or (
-        step > 0 and config.checkpoint.every > 0 and step % config.checkpoint.every == 0
-    )
+    save = is_checkpoint_due(config, step)
     if save:
         with timer.phase("checkpoint"):
-            folder.sync_metrics()  # a checkpoint is never ahead of the lines before it, not even after a power cut
-            _save(components, folder, step)
+            writer.prepare(step)
     line = {"step": step, **record, **timer.metrics()}
     folder.append_metrics(line)
     if save:
-        prune_checkpoints(folder, config.checkpoint)
+        writer.commit()
     return StepReport(step, line, sample)
-
-
-def _save_on_stop(config: RunConfig, components: Components, folder: RunFolder, step: int) -> None:
-    """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
-    if step > 0 and step not in complete_checkpoints(folder).complete:
-        _save(components, folder, step)
-        prune_checkpoints(folder, config.checkpoint)
-
-
-def _save(components: Components, folder: RunFolder, step: int) -> None:
-    """Save the state after `step` as its checkpoint."""
-    progress = components.progress(step)
-    save_checkpoint(components.policy, components.optimizer, progress, folder.checkpoint_dir(step))
 
 
 def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from bandpo_cli.cli.statement import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.experiments.memory import GIB, memory_report, out_of_memory_errors
+from bandpo_cli.experiments.memory import GIB, memory_report, memory_report_on, out_of_memory_errors
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -101,3 +101,13 @@ def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> No
     out = io.StringIO()
     print_memory(Console(file=out, width=300), resolve([{"model": {"path": str(tmp_path)}}]))
     assert "no estimate of memory" in out.getvalue()
+
+
+def test_the_copy_for_a_checkpoint_counts_where_it_fits() -> None:
+    """Without memory for it a run takes no copy, so that the estimate has none."""
+    ample = memory_report_on(resolve([]), "this machine", 2**40, on_gpu=False)
+    scarce = memory_report_on(resolve([]), "this machine", ample.peak, on_gpu=False)
+    copied = ample.estimate.always["copy for a checkpoint"]
+    assert "copy for a checkpoint" not in scarce.estimate.always
+    assert scarce.peak == ample.peak - copied
+    assert copied == 12 * ample.estimate.parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
         "AdamW": 8 * numel,
         "master weights": 4 * numel,
         "reference model": 2 * numel,
+        "copy for a checkpoint": 14 * numel,
     }
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
@@ -70,6 +72,28 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     without = estimate_memory(config, trainer_samples=False)
     assert without.sampling == {}
     assert without.peak == sum(without.always.values()) + sum(without.update.values())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "device", "copied"),
+    [
+        ({}, "cpu", True),
+        ({"background": False}, "cpu", False),
+        ({"every": 0}, "cpu", False),
+        ({"every": 100}, "cpu", False),
+        ({}, "cuda", False),
+    ],
+)
+def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
+    tmp_path: Path, checkpoint: dict[str, Any], device: str, copied: bool
+) -> None:
+    """On a CPU, before the last of 100 steps: weights and two moments, 12 bytes per parameter of a float32 model."""
+    real = random_model()
+    real.save_pretrained(tmp_path)
+    config = resolve([{"model": {"path": str(tmp_path), "dtype": "float32"}, "checkpoint": checkpoint}])
+    always = estimate_memory(config, trainer_samples=True, device=device).always
+    numel = sum(parameter.numel() for parameter in real.parameters())
+    assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
 
 
 def test_gradient_checkpointing_saves_fewer_activations(tmp_path: Path) -> None:

@@ -6,7 +6,12 @@ import json
 import subprocess
 import sys
 
-from bandpo_cli.storage.environment import describe_environment, git_state, redact_credentials
+from bandpo_cli.storage.environment import (
+    available_memory,
+    describe_environment,
+    git_state,
+    redact_credentials,
+)
 
 
 def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
@@ -50,3 +55,28 @@ def test_git_state_detects_a_changed_tracked_file(tmp_path):
 def test_only_the_credentials_of_an_address_are_redacted():
     assert redact_credentials("postgresql://u:p@db/x and mean@16") == "postgresql://***@db/x and mean@16"
     assert redact_credentials("http://localhost:5000/#/runs") == "http://localhost:5000/#/runs"
+
+
+def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp_path):
+    """The group of a job within that of a container: the file cache does not count as used."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    assert available_memory(proc, groups) is None
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  900 kB\nMemFree:  5 kB\nMemAvailable:   500 kB\n")
+    assert available_memory(proc, groups) == 500 * 1024
+    (proc / "self" / "cgroup").write_text("0::/outer/job\n")
+    job = groups / "outer" / "job"
+    job.mkdir(parents=True)
+    (job / "memory.max").write_text("max\n")
+    (job.parent / "memory.max").write_text("300000\n")
+    (job.parent / "memory.current").write_text("200000\n")
+    (job.parent / "memory.stat").write_text("anon 90000\ninactive_file 50000\n")
+    assert available_memory(proc, groups) == 150_000
+    (job / "memory.max").write_text("90000\n")
+    (job / "memory.current").write_text("95000\n")
+    assert available_memory(proc, groups) == 0
+
+
+def test_this_machine_has_memory_available():
+    found = available_memory()
+    assert found is None or 2**20 < found < 2**50

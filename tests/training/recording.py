@@ -36,9 +36,11 @@ SETTINGS: dict[str, Any] = {
     "reward": {"correct": 1.0, "wrong": -1.0, "overlong_buffer": 3, "overlong_penalty": 0.5},
     "optim": {"updates": 2, "lr": 1e-3, "warmup_steps": 3, "schedule": "cosine"},
     "evaluation": {"every": 2, "problems": 8, "samples": 3, "temperature": 1.3, "batch": 7, "k": [1, 2]},
-    "checkpoint": {"every": 3, "keep_last": None},
+    "checkpoint": {"every": 3, "keep_last": None, "background": False},
 }
-"""Training and evaluation differ in every setting, so that a test fails if one is used for the other."""
+"""Training and evaluation differ in every setting, so that a test fails if one is used for the other. Checkpoints are
+written in the main thread, so that tests know when each is on the disk; test_background_checkpoints.py has runs that
+train meanwhile."""
 
 
 def save_small_model(folder: Path) -> Path:

@@ -160,7 +160,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: p
     ]
     other: dict[str, Any] = {
         "tracking": {"mlflow": False},
-        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
+        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False},
         "grading": {"workers": 1},
         "model": {"gradient_checkpointing": True},
     }

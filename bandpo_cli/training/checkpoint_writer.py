@@ -1,0 +1,285 @@
+"""Writer of a run's checkpoints: a copy of the state is written by a thread while training continues.
+
+The order at a step with a checkpoint: the state is copied; the step's line is appended to metrics.jsonl; the thread
+flushes metrics.jsonl, writes and renames the checkpoint, and removes older ones. So a visible checkpoint has its line
+on the disk, and after a kill in between the run resumes from the checkpoint before. One checkpoint is written at a
+time. That of the last step is written without a thread, before the step's line; so are all of them with
+`checkpoint.background=false`, or where there is too little memory for the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import RunError, SignalExit
+from bandpo_cli.models.load import Policy
+from bandpo_cli.storage.checkpoints import (
+    Progress,
+    complete_checkpoints,
+    is_written_in_background,
+    prune_checkpoints,
+)
+from bandpo_cli.storage.environment import available_memory
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training.checkpoint_files import (
+    AbandonedError,
+    TrainedState,
+    check_savable,
+    write_checkpoint,
+)
+from bandpo_cli.training.optimizer import Optimizer
+
+MAX_SHARE = 0.5
+"""Largest share of the available memory that the copy may take: the next step needs memory, too."""
+
+log = logging.getLogger("bandpo_cli")
+
+
+class Trained(Protocol):
+    """What the writer needs of a run's `Components`."""
+
+    @property
+    def policy(self) -> Policy:
+        """The model and its tokenizer."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its optimizer."""
+
+    def progress(self, step: int) -> Progress:
+        """Return the progress of the run after `step`."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint whose state is copied and not yet written."""
+
+    policy: Policy
+    state: TrainedState
+    progress: Progress
+
+
+class StateCopy:
+    """Copy of a training state in host memory, pinned where the state is on a GPU.
+
+    Its tensors are allocated once and overwritten by each copy.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def missing_bytes(self, state: TrainedState) -> int:
+        """Return the bytes that `allocate` would take."""
+        return max(0, state.nbytes - sum(each.nbytes for each in self._tensors.values()))
+
+    def allocate(self, state: TrainedState) -> None:
+        """Allocate what a copy of `state` lacks.
+
+        Raises:
+            RuntimeError, MemoryError: there is not enough memory.
+        """
+        for kind, tensors in (("weights", state.weights), ("optimizer", state.optimizer)):
+            for name, tensor in _distinct(tensors).items():
+                self._target(f"{kind}/{name}", tensor)
+
+    def take(self, state: TrainedState) -> TrainedState:
+        """Copy `state` and return the copy, which the next call overwrites."""
+        copied = TrainedState(
+            self._copied("weights", state.weights), self._copied("optimizer", state.optimizer)
+        )
+        for device in {each.device for each in (*state.weights.values(), *state.optimizer.values())}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
+        return copied
+
+    def _copied(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies by name; tensors that share their memory share that of the copy."""
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        for name, tensor in _distinct(tensors).items():
+            copies[_place(tensor)] = target = self._target(f"{kind}/{name}", tensor)
+            target.copy_(tensor.detach(), non_blocking=True)
+        return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
+
+    def _target(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that receives the copy: that of the last copy if it has the same form, else a new one."""
+        found = self._tensors.get(key)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            found = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            self._tensors[key] = found
+        return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return what tied weights have in common."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def _distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors without those that share the memory of an earlier one."""
+    found: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(_place(tensor), name)
+    return {name: tensors[name] for name in found.values()}
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run; a context manager, within which the run is trained.
+
+    `prepare` comes before the step's line, `commit` after it. At the end of the block the writer waits for the thread,
+    also after an exception; only a second signal (`SignalExit`) gives the checkpoint up. An error in the thread is
+    raised by the next call of any other method, or at the end of the block; where another exception ends the block, the
+    error is logged.
+    """
+
+    def __init__(self, config: RunConfig, trained: Trained, folder: RunFolder) -> None:
+        self._config, self._trained, self._folder = config, trained, folder
+        self._in_background = is_written_in_background(config)
+        self._copy = StateCopy()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._pending: _Pending | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._abandoned = threading.Event()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, SignalExit):
+            self._abandon()
+            return
+        try:
+            self.wait()
+        except (RunError, OSError, RuntimeError, MemoryError) as failure:
+            if error is None:
+                raise
+            log.warning("%s", failure)
+        except BaseException:  # a signal during the wait
+            self._abandon()
+            raise
+
+    def prepare(self, step: int) -> None:
+        """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
+
+        Raises:
+            NonFiniteError: weights are not finite.
+            RunError: the disk is too full for the checkpoint, or cannot be written to.
+        """
+        self.wait()
+        state = TrainedState.of(self._trained.policy, self._trained.optimizer)
+        check_savable(self._trained.policy, state, self._folder.checkpoint_dir(step))
+        copied = self._copied(state) if self._in_background and step < self._config.steps else None
+        if copied is None:
+            self._write_directly(state, step)
+        else:
+            self._pending = _Pending(self._policy_of_thread(), copied, self._trained.progress(step))
+
+    def commit(self) -> None:
+        """Write the copy of `prepare` in a thread; the step's line is in metrics.jsonl by now.
+
+        Where `prepare` has written the checkpoint, remove the older ones.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            prune_checkpoints(self._folder, self._config.checkpoint)
+            return
+        self._thread = threading.Thread(target=self._write, args=(pending,), name="checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the limit on threads is reached
+            self._thread = None
+            self._write(pending)
+            self._raise_error()
+
+    def check(self) -> None:
+        """Raise the error of a write that has failed; do not wait for one in progress."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is on the disk. Raise the error of its write."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def save_on_stop(self, step: int) -> None:
+        """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
+        self.wait()
+        if step > 0 and step not in complete_checkpoints(self._folder).complete:
+            state = TrainedState.of(self._trained.policy, self._trained.optimizer)
+            check_savable(self._trained.policy, state, self._folder.checkpoint_dir(step))
+            self._write_directly(state, step)
+            prune_checkpoints(self._folder, self._config.checkpoint)
+
+    def _copied(self, state: TrainedState) -> TrainedState | None:
+        """Return a copy of `state`. Without enough memory warn, return None and take no further copies."""
+        needed, available = self._copy.missing_bytes(state), available_memory()
+        if available is None or needed <= MAX_SHARE * available:
+            try:
+                self._copy.allocate(state)
+            except (RuntimeError, MemoryError):  # torch's allocators raise RuntimeError
+                pass
+            else:
+                return self._copy.take(state)
+        self._in_background, self._copy = False, StateCopy()
+        free = "" if available is None else f", and {available / 2**20:,.0f} MiB are available"
+        log.warning(
+            "training waits for its checkpoints: to write them in the background takes a copy of %s MiB in memory%s",
+            f"{needed / 2**20:,.0f}",
+            free,
+        )
+        return None
+
+    def _write_directly(self, state: TrainedState, step: int) -> None:
+        """Write the checkpoint of `step`; the lines before it are flushed first, which a resume needs."""
+        self._folder.sync_metrics()
+        write_checkpoint(
+            self._trained.policy, state, self._trained.progress(step), self._folder.checkpoint_dir(step)
+        )
+
+    def _write(self, pending: _Pending) -> None:
+        """Write a pending checkpoint and keep its error; runs in the thread."""
+        try:
+            self._folder.sync_metrics()
+            folder = self._folder.checkpoint_dir(pending.progress.step)
+            write_checkpoint(pending.policy, pending.state, pending.progress, folder, self._check_abandoned)
+            prune_checkpoints(self._folder, self._config.checkpoint)
+        except AbandonedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
+            self._error = error
+
+    def _policy_of_thread(self) -> Policy:
+        """Return the policy with a tokenizer of its own: one tokenizer refuses calls from two threads."""
+        if self._tokenizer is None:
+            self._tokenizer = copy.deepcopy(self._trained.policy.tokenizer)
+        return replace(self._trained.policy, tokenizer=self._tokenizer)
+
+    def _abandon(self) -> None:
+        """Give up the pending checkpoint and wait until the thread has removed its files."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _check_abandoned(self) -> None:
+        """Raise AbandonedError if the checkpoint is given up; runs in the thread."""
+        if self._abandoned.is_set():
+            raise AbandonedError
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,234 @@
+"""Files of a checkpoint: exact, never incomplete on disk, and with one line for each defect."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.training import checkpoint_files
+from bandpo_cli.training.checkpoint_files import load_checkpoint, save_checkpoint, write_tensors
+from tests.training.trained import STEP, fresh, tensors, update
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Policy:
+    return load_policy(ModelConfig())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_after_loading_equal_uninterrupted_ones(
+    embedded: Policy, tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    """Tied and untied, with and without masters: all is equal after further updates, not only after loading."""
+    one, other = fresh(embedded, dtype, kind), fresh(embedded, dtype, kind)
+    update(one, 1, 2, 3)
+    save_checkpoint(*one, STEP, tmp_path / "step-000010")
+    update(other, 7)
+    progress = load_checkpoint(*other, tmp_path / "step-000010")
+    assert progress == STEP
+    assert (other.optimizer.update, other.optimizer.skipped_in_a_row) == (3, 1)
+    update(one, 4, 5)
+    update(other, 4, 5)
+    expected = tensors(one)
+    assert expected.keys() == tensors(other).keys()
+    for name, tensor in tensors(other).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert one.optimizer.lr == other.optimizer.lr
+
+
+def test_the_saved_state_is_that_of_adamw(embedded: Policy, tmp_path: Path) -> None:
+    """Compared with the definition of the moments: exponential means of one gradient and its square."""
+    trained = fresh(embedded, torch.bfloat16)
+    parameter = trained.policy.model.get_parameter("model.norm.weight")
+    before = parameter.detach().float().clone()
+    update(trained, 1)
+    save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+    state = load_file(tmp_path / "step-000010" / "trainer" / "optimizer.safetensors")
+    mean, square = (state[f"model.norm.weight.{name}"] for name in ("exp_avg", "exp_avg_sq"))
+    assert state["model.norm.weight.step"] == 1
+    gradient = mean / 0.1
+    torch.testing.assert_close(square, 0.001 * gradient**2)
+    master = state["model.norm.weight.master"]
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, before - 1e-2 * gradient.sign(), atol=1e-5, rtol=0)
+    assert torch.equal(parameter, master.bfloat16())
+    assert "lm_head.weight.master" not in state  # tied to the embedding
+
+
+def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp_path: Path) -> None:
+    trained = fresh(embedded, torch.float32)
+    update(trained, 1)
+    folder = tmp_path / "step-000010"
+    save_checkpoint(*trained, STEP, folder)
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".safetensors", ".json"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, tensor in trained.policy.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == embedded.tokenizer.get_vocab()
+    listed = json.loads((folder / "trainer" / "state.json").read_text())["files"]
+    there = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    there.pop("trainer/state.json")
+    assert listed == there
+
+
+def test_every_file_is_flushed_before_the_rename(
+    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def check(old: Path, new: Path) -> None:
+        files = {path.name for path in Path(old).rglob("*")} | {Path(old).name}
+        missing = files - set(synced) - {"state.json"}
+        assert not missing
+        assert any(name.startswith(".state.json") for name in synced)
+        synced.append("the rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", check)
+    save_checkpoint(*fresh(embedded, torch.float32), STEP, tmp_path / "checkpoints" / "step-000010")
+    assert synced[-2:] == ["the rename", "checkpoints"]
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(
+    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = fresh(embedded, torch.float32)
+    save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    with pytest.raises(RunError, match="not enough disk space for the checkpoint step-000010: it takes "):
+        save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_the_needed_disk_space_includes_moments_and_masters(
+    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a bfloat16 model takes 2 bytes per parameter for weights and 12 for moments and masters."""
+    trained = fresh(embedded, torch.bfloat16)
+    update(trained, 1)
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((64 * 2**20 + 13 * trained.policy.parameter_count, False), (80 * 2**20, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        if fits:
+            save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+        else:
+            with pytest.raises(RunError, match="not enough disk space"):
+                save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+
+
+def test_a_disk_that_fills_up_while_writing_keeps_the_older_checkpoint(
+    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = fresh(embedded, torch.float32)
+    save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
+
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(RunError, match="cannot be written: No space left"):
+        save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) -> None:
+    trained = fresh(embedded, torch.float32)
+    for name in (".step-000010.writing", "step-000010"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+    assert not (tmp_path / "step-000010" / "model-00001-of-00002.safetensors").exists()
+    load_checkpoint(*trained, tmp_path / "step-000010")
+
+
+def _other_moments(folder: Path) -> None:
+    path = folder / "trainer" / "optimizer.safetensors"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def _other_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", [_other_moments, _other_weights])
+def test_damage_that_keeps_file_sizes_is_one_error_line(
+    embedded: Policy, tmp_path: Path, damage: Any
+) -> None:
+    trained = fresh(embedded, torch.float32)
+    update(trained, 1)
+    save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+    damage(tmp_path / "step-000010")
+    with pytest.raises(UserError, match="to resume from the previous one") as error:
+        load_checkpoint(*trained, tmp_path / "step-000010")
+    assert "\n" not in str(error.value)
+
+
+def test_the_state_of_another_model_is_refused(embedded: Policy) -> None:
+    one, other = fresh(embedded, torch.float32), fresh(embedded, torch.bfloat16)
+    update(one, 1)
+    update(other, 1)
+    for here, there in ((one, other), (other, one)):
+        with pytest.raises(ValueError, match="to other parameters or types"):
+            here.optimizer.load_state(there.optimizer.state(), 1, 0)
+    with pytest.raises(ValueError, match=r"model\.none among them"):
+        one.optimizer.load_state({**one.optimizer.state(), "model.none.step": torch.ones(())}, 1, 0)
+
+
+def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scalars, an empty tensor, two types and a transposed matrix, in chunks that end within a tensor."""
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 20)
+    values = {
+        "b.step": torch.tensor(3.0),
+        "a.exp_avg": torch.randn(7, 5),
+        "a.master": torch.randn(4, 3).bfloat16(),
+        "c.empty": torch.empty(0, 3),
+        "d.π": torch.randn(3, 2, dtype=torch.float64).T,
+    }
+    write_tensors(tmp_path / "ours", values)
+    save_file({name: each.contiguous() for name, each in values.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_chunk_is_on_the_disk_before_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 4096)
+    path, synced, fsync = tmp_path / "tensors", [], os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(path.stat().st_size)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_tensors(path, {"a": torch.zeros(4096)})
+    header = path.stat().st_size - 4 * 4096
+    assert synced == [header + 4096 * (chunk + 1) for chunk in range(4)]

@@ -1,0 +1,405 @@
+"""Checkpoints written by a thread: equal to those written without one, in the same order, and none is lost silently."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.errors import RunError, SignalExit
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.storage.checkpoints import (
+    Progress,
+    complete_checkpoints,
+    model_checkpoints,
+    remove_checkpoints_after,
+)
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
+from bandpo_cli.training.optimizer import NonFiniteError
+from tests.training.held_writes import Gate
+from tests.training.trained import STEP, Trained, fresh, tensors, update
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Policy:
+    return load_policy(ModelConfig())
+
+
+@dataclass(frozen=True)
+class State:
+    """A small policy in place of a run's components."""
+
+    policy: Policy
+    optimizer: Any
+
+    def progress(self, step: int) -> Progress:
+        return replace(STEP, step=step, skipped_in_a_row=0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run folder with a small policy."""
+
+    trained: Trained
+    run: RunFolder
+
+    def writer(self, **checkpoint: Any) -> CheckpointWriter:
+        return CheckpointWriter(settings(**checkpoint), State(*self.trained), self.run)
+
+    def save(self, writer: CheckpointWriter, step: int) -> None:
+        """Save a step in the order of the loop."""
+        writer.prepare(step)
+        self.run.append_metrics({"step": step})
+        writer.commit()
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in (self.run.path / "checkpoints").glob("*"))
+
+
+def settings(**checkpoint: Any) -> RunConfig:
+    return resolve([{"steps": 100, "checkpoint": {"every": 1, "keep_last": None, **checkpoint}}])
+
+
+@pytest.fixture
+def setting(embedded: Policy, tmp_path: Path) -> Setting:
+    trained = fresh(embedded, torch.float32)
+    update(trained, 1)
+    return Setting(trained, RunFolder.create(tmp_path, "a"))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+    assert [each.name for each in threading.enumerate() if each.name == "checkpoint"] == []
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
+    embedded: Policy, tmp_path: Path, gate: Gate, dtype: torch.dtype, kind: str
+) -> None:
+    """All bytes are those that a write without a thread gives before the changes. Tied and untied, with masters."""
+    trained = fresh(embedded, dtype, kind)
+    run = RunFolder.create(tmp_path, "a")
+    update(trained, 1, 2)
+    save_checkpoint(*trained, State(*trained).progress(7), tmp_path / "direct" / "step-000007")
+    with CheckpointWriter(settings(), State(*trained), run) as writer:
+        writer.prepare(7)
+        writer.commit()
+        gate.wait_until_reached()
+        update(trained, 3, 4)
+        with torch.no_grad():
+            for parameter in trained.policy.model.parameters():
+                parameter.zero_()
+        gate.open.set()
+    direct = contents(tmp_path / "direct" / "step-000007")
+    assert len(direct["trainer/optimizer.safetensors"]) > 1000
+    assert contents(run.checkpoint_dir(7)) == direct
+
+
+def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Policy) -> None:
+    trained = fresh(embedded, torch.bfloat16)
+    update(trained, 1)
+    copy, state = StateCopy(), TrainedState.of(*trained)
+    assert copy.missing_bytes(state) == state.nbytes
+    first = copy.take(state)
+    places = {name: each.data_ptr() for name, each in {**first.weights, **first.optimizer}.items()}
+    update(trained, 2)
+    later = TrainedState.of(*trained)
+    assert copy.missing_bytes(later) == 0
+    second = copy.take(later)
+    now = {**second.weights, **second.optimizer}
+    assert {name: each.data_ptr() for name, each in now.items()} == places
+    assert not [name for name, each in tensors(trained).items() if not torch.equal(now[name], each)]
+    in_use = {each.data_ptr() for each in tensors(trained).values()}
+    assert in_use.isdisjoint(places.values())
+    assert second.nbytes == later.nbytes, "tied weights are copied once"
+
+
+def test_the_copy_of_a_gpu_is_pinned_and_complete_when_it_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for a tensor of a GPU records what is called; there is none here."""
+    calls: list[Any] = []
+
+    class Copied:
+        shape, dtype = torch.Size([3]), torch.float32
+
+        def copy_(self, source: Any, non_blocking: bool) -> None:
+            calls.append(("copy", non_blocking))
+
+    source = SimpleNamespace(
+        shape=Copied.shape, dtype=Copied.dtype, device=torch.device("cuda:1"), data_ptr=lambda: 5
+    )
+    source.detach = lambda: source
+
+    def allocate(like: Any, device: str, pin_memory: bool) -> Copied:
+        calls.append(("allocate", device, pin_memory))
+        return Copied()
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", str(device))))
+    StateCopy().take(TrainedState({"weight": source}, {}))  # type: ignore[dict-item]
+    assert calls == [("allocate", "cpu", True), ("copy", True), ("wait", "cuda:1")]
+
+
+def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rename and every flush of metrics.jsonl is noted with the steps in the file at that time."""
+    events: list[tuple[str, list[int]]] = []
+    rename, flush = os.rename, RunFolder.sync_metrics
+
+    def steps() -> list[int]:
+        return [record["step"] for record in setting.run.read_metrics()]
+
+    def note_rename(old: Path, new: Path) -> None:
+        rename(old, new)
+        events.append((Path(new).name, steps()))
+
+    def note_flush(run: RunFolder) -> None:
+        flush(run)
+        events.append(("flush", steps()))
+
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(RunFolder, "sync_metrics", note_flush)
+    with setting.writer(keep_last=1, keep_best=0) as writer:
+        setting.save(writer, 1)
+        writer.wait()
+        setting.save(writer, 2)
+    assert events == [
+        ("flush", [1]), ("step-000001", [1]), ("flush", [1]),
+        ("flush", [1, 2]), ("step-000002", [1, 2]), ("flush", [1, 2]), (".step-000001.removing", [1, 2]),
+    ]  # fmt: skip
+    assert setting.names() == ["step-000002"]
+
+
+def test_the_next_checkpoint_waits_for_the_one_in_the_writing(setting: Setting, gate: Gate) -> None:
+    """The first is complete, with its own state, before the second copy is taken."""
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        assert setting.names() == [".step-000001.writing"]
+        update(setting.trained, 5)
+        timer = threading.Timer(0.1, gate.open.set)
+        timer.start()
+        writer.prepare(2)
+        timer.join()
+        assert setting.names() == ["step-000001"]
+        writer.commit()
+    first, second = (fresh(setting.trained.policy, torch.float32) for _ in range(2))
+    load_checkpoint(*first, setting.run.checkpoint_dir(1))
+    load_checkpoint(*second, setting.run.checkpoint_dir(2))
+    assert first.optimizer.state()["model.norm.weight.step"] == 1
+    assert second.optimizer.state()["model.norm.weight.step"] == 2
+
+
+def test_the_last_step_and_a_run_without_background_use_no_thread(setting: Setting) -> None:
+    """The checkpoint is complete before the step's line is written; so are those without memory for a copy."""
+    for writer, step in ((setting.writer(), 100), (setting.writer(background=False), 3)):
+        with writer:
+            writer.prepare(step)
+            assert step in complete_checkpoints(setting.run).complete
+            writer.commit()
+
+
+@pytest.mark.parametrize("available", ["little", "unknown"])
+def test_without_memory_for_a_copy_training_waits(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, available: str
+) -> None:
+    """The system tells how little is available, or the allocation fails."""
+    state = TrainedState.of(*setting.trained)
+    found = 2 * state.nbytes - 1 if available == "little" else None
+    monkeypatch.setattr(checkpoint_writer, "available_memory", lambda: found)
+    if available == "unknown":
+        no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise no_memory
+
+        monkeypatch.setattr(torch, "empty_like", fail)
+    with caplog.at_level(logging.WARNING, "bandpo_cli"), setting.writer() as writer:
+        for step in (1, 2):
+            writer.prepare(step)
+            assert step in complete_checkpoints(setting.run).complete
+            writer.commit()
+    (message,) = caplog.messages
+    assert message.startswith("training waits for its checkpoints")
+    assert ("are available" in message) == (found is not None)
+
+
+def test_memory_that_suffices_is_used(setting: Setting, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    monkeypatch.setattr(
+        checkpoint_writer, "available_memory", lambda: 2 * TrainedState.of(*setting.trained).nbytes
+    )
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        gate.open.set()
+
+
+def test_weights_that_are_not_finite_are_refused_before_anything_is_written(setting: Setting) -> None:
+    with torch.no_grad():
+        setting.trained.policy.model.get_parameter("model.norm.weight")[0] = torch.nan
+    with setting.writer() as writer, pytest.raises(NonFiniteError, match="no checkpoint was written"):
+        writer.prepare(1)
+    assert setting.names() == []
+
+
+def full_disk(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_fills_up_is_reported_at_the_next_step(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older checkpoint stays, and the error is raised once."""
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+        writer.wait()
+        with monkeypatch.context() as patch:
+            setting.run.append_metrics({"step": 2})
+            writer.prepare(2)
+            patch.setattr(os, "fsync", full_disk)
+            patch.setattr(RunFolder, "sync_metrics", lambda _: None)
+            writer.commit()
+            assert writer._thread is not None
+            writer._thread.join()
+        with pytest.raises(RunError, match="step-000002: the checkpoint cannot be written: No space left"):
+            writer.check()
+        writer.check()
+    assert setting.names() == ["step-000001"]
+
+
+@pytest.mark.parametrize("call", ["prepare", "save_on_stop", "end"])
+def test_no_error_of_the_thread_is_lost(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, gate: Gate, call: str
+) -> None:
+    """The write fails after the step was done, while the run waits for it."""
+    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
+    with pytest.raises(OSError, match="No space left"), setting.writer() as writer:  # noqa: PT012
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        writer.check()  # does not wait
+        gate.open.set()
+        if call != "end":
+            getattr(writer, call)(2)
+            pytest.fail("the error is raised before")
+
+
+class CallerError(Exception):
+    """An error of the code that trains."""
+
+
+@pytest.mark.parametrize("error", [CallerError, GeneratorExit, KeyboardInterrupt])
+def test_a_pending_checkpoint_is_finished_after_an_error(
+    setting: Setting, gate: Gate, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), setting.writer() as writer:  # noqa: PT012
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        threading.Timer(0.05, gate.open.set).start()
+        raise error
+    assert setting.names() == ["step-000001"]
+    assert list(complete_checkpoints(setting.run).complete) == [1]
+
+
+def test_an_error_of_the_thread_does_not_hide_the_one_that_ended_the_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
+    with pytest.raises(CallerError), setting.writer() as writer:  # noqa: PT012
+        setting.save(writer, 1)
+        raise CallerError
+    assert caplog.messages == ["[Errno 28] No space left on device"]
+
+
+def test_a_second_signal_gives_the_checkpoint_up(setting: Setting, gate: Gate) -> None:
+    """Its files are removed, the one before stays; the gate is never opened."""
+    with setting.writer() as writer:
+        gate.open.set()
+        setting.save(writer, 1)
+    gate.open.clear()
+    gate.reached.clear()
+    with pytest.raises(SignalExit), setting.writer() as writer:  # noqa: PT012
+        setting.save(writer, 2)
+        gate.wait_until_reached()
+        assert setting.names() == [".step-000002.writing", "step-000001"]
+        raise SignalExit(2)
+    assert setting.names() == ["step-000001"]
+
+
+def test_a_signal_while_the_end_waits_gives_the_checkpoint_up(
+    setting: Setting, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: CheckpointWriter) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), setting.writer() as writer:  # noqa: PT012
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        monkeypatch.setattr(CheckpointWriter, "wait", interrupted)
+    assert setting.names() == []
+
+
+def test_a_write_in_the_main_thread_that_a_signal_interrupts_leaves_nothing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: int) -> None:
+        raise SignalExit(2)
+
+    with pytest.raises(SignalExit), setting.writer(background=False) as writer:  # noqa: PT012
+        monkeypatch.setattr(os, "fsync", interrupted)
+        writer.prepare(1)
+    assert setting.names() == []
+
+
+def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+        assert list(complete_checkpoints(setting.run).complete) == [1]
+
+
+def test_readers_see_no_checkpoint_before_it_is_complete(setting: Setting, gate: Gate) -> None:
+    """`eval` and `show` list what has a model, `resume` what is complete."""
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+        gate.wait_until_reached()
+        hidden = setting.run.path / "checkpoints" / ".step-000001.writing"
+        assert (hidden / "model.safetensors").exists()
+        assert not model_checkpoints(setting.run)
+        assert complete_checkpoints(setting.run) == ({}, {})
+        # What SIGKILL would leave: a resume removes it.
+        killed = RunFolder(Path(shutil.copytree(setting.run.path, setting.run.path.parent / "b")))
+        gate.open.set()
+    remove_checkpoints_after(killed, 0)
+    assert list((killed.path / "checkpoints").iterdir()) == []
+    assert list(model_checkpoints(setting.run)) == [1]
