@@ -3,10 +3,10 @@
     python benchmarks/random_kills.py [--kills 50] [--steps 60] [--seed 0] [--folder EMPTY] [--set KEY=VALUE ...]
 
 The run is small (the embedded model, 16 completions per step, a checkpoint every 2 steps, an evaluation every 3). The
-kills are SIGKILL: most come within half a second after the process has done 0 to 7 steps, some while it loads. When a
-run finishes before the last kill, another one starts. In the end each run is allowed to finish, and its record is
-compared with the uninterrupted run: metrics except time/, and the bytes of completions, tokens, evaluations and
-checkpoints. Exit code 0 when all are equal.
+kills are SIGKILL: most come within half a second after the process has done 0 to 7 steps, some while it loads, and
+three in ten within 50 ms after it has begun to write a checkpoint. When a run finishes before the last kill, another
+one starts. In the end each run is allowed to finish, and its record is compared with the uninterrupted run: metrics
+except time/, and the bytes of completions, tokens, evaluations and checkpoints. Exit code 0 when all are equal.
 
 Each attempt is a separate process, forked from one that has imported torch and computed nothing with it.
 """
@@ -37,7 +37,8 @@ SETTINGS = [
     "evaluation.problems=4", "evaluation.samples=4", "evaluation.k=[1,4]", "checkpoint.every=2", "seed=3",
     "tracking.mlflow=false",
 ]  # fmt: skip
-LOADING_SHARE, MAX_STEPS, MAX_DELAY_S = 0.15, 8, 0.5
+LOADING_SHARE, WRITING_SHARE, MAX_STEPS = 0.15, 0.3, 8
+MAX_DELAY_S, MAX_WRITING_DELAY_S = 0.5, 0.05
 
 
 def start(arguments: Sequence[str], log: Path) -> int:
@@ -80,15 +81,19 @@ def kill_at_random(process: int, folder: Path, random_source: random.Random) -> 
 
     steps, start_lines = random_source.randrange(MAX_STEPS), 0
     conditions = [started, lambda: metrics_of(folder).count(b"\n") >= start_lines + steps]
-    if random_source.random() < LOADING_SHARE:
+    delay_s, kind = MAX_DELAY_S, random_source.random()
+    if kind < LOADING_SHARE:
         conditions = []
+    elif kind < LOADING_SHARE + WRITING_SHARE:
+        conditions.append(lambda: any(name.endswith(".writing") for name in hidden_folders(folder)))
+        delay_s = MAX_WRITING_DELAY_S
     for each in conditions:
         while not each():
             if (status := ended(process, wait=False)) is not None:
                 return status
             time.sleep(0.002)
         start_lines = metrics_of(folder).count(b"\n")
-    end = time.monotonic() + random_source.uniform(0, MAX_DELAY_S)
+    end = time.monotonic() + random_source.uniform(0, delay_s)
     while time.monotonic() < end:
         if (status := ended(process, wait=False)) is not None:
             return status
@@ -104,25 +109,34 @@ def metrics_of(folder: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def interrupted_phase(folder: Path, before: bytes, steps: int) -> str:
+def hidden_folders(folder: Path) -> list[str]:
+    """Return the names of the checkpoints that are being written or removed, or that a kill left so."""
+    return sorted(path.name for path in (folder / "checkpoints").glob(".step-*"))
+
+
+def interrupted_phase(folder: Path, before: bytes, hidden_before: list[str], steps: int) -> str:
     """Return what the process was doing when it was killed, from the files that it left.
 
     Args:
         before: the metrics file when the process started.
+        hidden_before: the hidden folders then, which the process before left.
         steps: configured steps of the run.
     """
     content = metrics_of(folder)
     lines = content.count(b"\n")
-    hidden = [path.name for path in (folder / "checkpoints").glob(".step-*")]
+    hidden = hidden_folders(folder)
+    if content == before and hidden == hidden_before:
+        return "while loading, or in the first step"
+    written = [int(name.split(".")[1][5:]) for name in hidden if name.endswith(".writing")]
     latest = max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
     for is_phase, phase in (
-        (any(name.endswith(".writing") for name in hidden), "while writing a checkpoint"),
+        (any(step < lines for step in written), "while a thread wrote a checkpoint"),
+        (bool(written), "while writing a checkpoint before its line"),
         (any(name.endswith(".removing") for name in hidden), "while removing a checkpoint"),
         (not content.endswith(b"\n") and bool(content), "in the middle of a line of metrics"),
         (latest > lines - 1, "between a checkpoint and its line"),
         (any(folder.rglob(".*.tmp")), "while writing another file"),
         (lines == steps + 1, "after the last step"),
-        (content == before, "while loading, or in the first step"),
     ):
         if is_phase:
             return phase
@@ -195,13 +209,13 @@ def main() -> None:
         if finished:
             runs.append(f"killed-{len(runs) + 1}")
         folder = place / runs[-1]
-        before = metrics_of(folder)
+        before, hidden_before = metrics_of(folder), hidden_folders(folder)
         status = kill_at_random(start(next_attempt(runs[-1]), log), folder, random_source)
         finished = status is not None
         if finished and not (folder / "summary.json").exists():
             raise SystemExit(f"an attempt failed with status {status}:\n{log.read_text()[-2000:]}")
         if not finished:
-            phases[interrupted_phase(folder, before, options.steps)] += 1
+            phases[interrupted_phase(folder, before, hidden_before, options.steps)] += 1
             lines = metrics_of(folder).count(b"\n")
             print(f"kill {phases.total():3}: {runs[-1]} with {lines} lines", flush=True)
     if not finished and not (place / runs[-1] / "summary.json").exists():

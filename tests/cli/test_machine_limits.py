@@ -91,21 +91,36 @@ def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path: Path) -> N
         assert "is not writable; name another folder" in done.stderr
 
 
+def limit_file_size() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+
+
 @pytest.mark.slow
 def test_a_file_size_limit_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """A file size limit, which every user can set, reaches the same code as a full disk."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-
-    done = train("--steps", "2", *SMALL, cwd=tmp_path, before=limit)
+    done = train("--steps", "2", *SMALL, cwd=tmp_path, before=limit_file_size)
     assert done.returncode == 1
     assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
     assert done.stderr.count("\n") == 1
     assert json.loads((tmp_path / "runs/a/summary.json").read_text())["status"] == "FAILED"
     assert not list((tmp_path / "runs/a/checkpoints").glob("step-*"))
     again = train("--resume", "a", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.mark.slow
+def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
+    """The line of the checkpoint's step is written, the checkpoint is not."""
+    done = train("--steps", "40", *SMALL, cwd=tmp_path, before=limit_file_size)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
+    assert done.stderr.count("\n") == 1
+    content = json.loads((tmp_path / "runs/a/summary.json").read_text())
+    assert content["status"] == "FAILED"
+    assert 2 <= content["steps"] <= 4, "the checkpoint of step 4 waits for that of step 2"
+    assert not list((tmp_path / "runs/a/checkpoints").iterdir())
+    again = train("--resume", "a", "--set", "checkpoint.every=0", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
 
 

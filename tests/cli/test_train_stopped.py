@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -111,3 +112,65 @@ def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> Non
     assert process.returncode in (143, -signal.SIGTERM), out + err
     assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
+
+
+def start_held(place: Path, kind: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a run whose checkpoints take long; see held_checkpoints.py."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.held_checkpoints", kind, "train", *arguments, "--name", "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=place,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+@pytest.mark.slow
+def test_sigkill_while_a_thread_writes_a_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint before is complete, the record is two steps ahead of it, and the resumed run is the same."""
+    settings = ["--steps", "8", *SMALL]
+    succeed("train", *settings, "--name", "complete", cwd=tmp_path)
+    process = start_held(tmp_path, "kill", *settings)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, out + err
+    folder = tmp_path / "runs" / "a"
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == [".step-000004.writing", "step-000002"]
+    assert count_lines(folder) == 6
+    listed = json.loads(succeed("show", "a", "--format", "json", cwd=tmp_path).out)
+    assert (listed["status"], listed["checkpoints"]) == ("KILLED", [2])
+    evaluated = succeed("eval", "--model", "a", "--n", "1", "--k", "1", "--limit", "2", cwd=tmp_path).out
+    assert "step-000002" in evaluated
+    resumed = " ".join(succeed("train", "--resume", "a", cwd=tmp_path).out.split())
+    assert "after step 2" in resumed
+    assert "6 steps to go, 3 of them done again" in resumed
+    check_equal(folder, tmp_path / "runs" / "complete")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int) -> None:
+    """The first waits for the checkpoint, and the step that was done meanwhile gets its own; the second does not."""
+    process = start_held(tmp_path, "hold", "--steps", "200", *SMALL, "--set", "checkpoint.every=20")
+    folder = tmp_path / "runs" / "a"
+    wait_until(process, lambda: count_lines(folder) > 22)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "once more" not in (line := process.stderr.readline()):
+        assert line
+    if signals == 1:
+        time.sleep(0.3)
+        assert process.poll() is None
+        (tmp_path / "release").touch()
+    else:
+        wait_until(process, lambda: "checkpoints" in {path.name for path in folder.iterdir()})
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    last = record(folder)[-1]["step"]
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == (["step-000020", f"step-{last:06d}"] if signals == 1 else [])
+    assert (summary(folder)["status"], summary(folder)["steps"]) == ("KILLED", last)
+    assert "resume with: bandpo train --resume a" in out

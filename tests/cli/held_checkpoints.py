@@ -1,0 +1,47 @@
+"""`bandpo` in a process whose checkpoints take long: python -m tests.cli.held_checkpoints kill|hold train ...
+
+kill: the process sends itself SIGKILL while a thread writes the checkpoint of step 4 and step 5 is done.
+hold: the thread waits until the file `release` is in the current folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from bandpo_cli.__main__ import main
+from bandpo_cli.training import checkpoint_files
+
+WRITE = checkpoint_files.write_tensors
+
+
+def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> None:
+    """Write `path`, except in the checkpoint of step 4."""
+    checkpoint = path.parents[1]
+    if checkpoint.name == ".step-000004.writing":
+        assert threading.current_thread() is not threading.main_thread()
+        metrics = checkpoint.parents[1] / "metrics.jsonl"
+        while metrics.read_text().count("\n") < 6:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+    WRITE(path, tensors, check)
+
+
+def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> None:
+    """Write `path`; a thread waits first."""
+    while threading.current_thread() is not threading.main_thread() and not Path("release").exists():
+        time.sleep(0.002)
+        check()
+    WRITE(path, tensors, check)
+
+
+if __name__ == "__main__":
+    checkpoint_files.write_tensors = {"kill": kill, "hold": hold}[sys.argv.pop(1)]
+    main()
