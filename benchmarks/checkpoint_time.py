@@ -1,0 +1,135 @@
+"""Time for which training waits at a checkpoint: written by a thread, and written before training continues.
+
+    python benchmarks/checkpoint_time.py [--checkpoints 8] [--folder FOLDER] [--set KEY=VALUE ...]
+
+The model is a Qwen2 with 27 million random weights (8 layers, width 512, vocabulary 8,192), made on the spot with the
+tokenizer of the embedded model, and trains on countdown. After each step a checkpoint is written, in turn by a thread
+and without one, so that both see the same load of the machine. The time of the step after a checkpoint includes what
+the thread takes away from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.models.load import load_policy, save_policy
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.training import loop
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.components import build_components
+
+Seconds = dict[str, dict[str, list[float]]]
+
+KINDS = {"by a thread": True, "without a thread": False}
+
+
+def save_model(folder: Path) -> None:
+    """Write a Qwen2 with 27 million random weights and the tokenizer of the embedded model."""
+    embedded = load_policy(ModelConfig())
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        eos_token_id=embedded.stop_ids[0],
+        pad_token_id=embedded.pad_id,
+    )
+    save_policy(replace(embedded, model=Qwen2ForCausalLM(shape)), folder)
+
+
+def measure(config: RunConfig, folder: RunFolder, checkpoints: int) -> tuple[Seconds, int]:
+    """Train and write a checkpoint after each step; return the seconds by kind, and the bytes that the first copy took.
+
+    `waited` is the time of a checkpoint in the thread that trains, `next step` that of the step after it.
+    """
+    components = build_components(config, build_task(config.task))
+    seconds: Seconds = {kind: {"waited": [], "next step": []} for kind in KINDS}
+    copied = 0
+    steps = loop.train(config, components, folder)
+    next(steps)  # the first step is slower
+    last = 1
+    with CheckpointWriter(writer_config(config, True), components, folder) as background:
+        direct = CheckpointWriter(writer_config(config, False), components, folder)
+        for number in range(2 * checkpoints):
+            kind = list(KINDS)[number % 2]
+            writer = background if KINDS[kind] else direct
+            start = time.perf_counter()
+            resident = resident_bytes()
+            writer.prepare(last)
+            copied = copied or resident_bytes() - resident
+            writer.commit()
+            seconds[kind]["waited"].append(time.perf_counter() - start)
+            before = time.perf_counter()
+            last = next(steps).step
+            seconds[kind]["next step"].append(time.perf_counter() - before)
+            writer.wait()
+    steps.close()
+    components.close()
+    return seconds, copied
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def writer_config(config: RunConfig, background: bool) -> RunConfig:
+    """Return the settings of a writer: a checkpoint per step, of which the last one is kept."""
+    checkpoint = {"every": 1, "keep_last": 1, "keep_best": 0, "background": background}
+    return resolve([config.model_dump(mode="json"), {"checkpoint": checkpoint}])
+
+
+def main() -> None:
+    """Measure and print the times."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoints", type=int, default=8, help="of each kind")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    place = Path(tempfile.mkdtemp(prefix="checkpoint-time-", dir=options.folder))
+    save_model(place / "model")
+    settings = {
+        "steps": 2 * options.checkpoints + 3,
+        "model": {"path": str(place / "model"), "dtype": "float32"},
+        "sampling": {"prompts": 8, "samples": 4},
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 0},
+        "tracking": {"mlflow": False},
+    }
+    config = resolve([settings, read_assignments(options.set)])
+    folder = RunFolder.create(place, "run")
+    seconds, copied = measure(config, folder, options.checkpoints)
+    (checkpoint,) = (folder.path / "checkpoints").iterdir()
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    shutil.rmtree(place)
+    print(f"{options.checkpoints} checkpoints of {size / 2**20:,.0f} MiB of each kind, in turn; milliseconds")
+    print(f"{'':18}{'waited':>9}{'at most':>9}{'first':>9}{'next step':>11}{'at most':>9}")
+    for kind, each in seconds.items():
+        waited, after = each["waited"], each["next step"]
+        shown = [(statistics.median(waited), 9), (max(waited), 9), (waited[0], 9)]
+        shown += [(statistics.median(after), 11), (max(after), 9)]
+        print(f"{kind:18}" + "".join(f"{1000 * value:{width},.0f}" for value, width in shown))
+    print(f"the copy takes {copied / 2**20:,.0f} MiB of memory")
+
+
+if __name__ == "__main__":
+    main()
