@@ -34,6 +34,7 @@ from bandpo_cli.training.metrics import (
     schedule_metrics,
     token_metrics,
 )
+from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
@@ -83,6 +84,20 @@ def train(
         GraderFailedError: every answer of a step or an evaluation is a grader error.
         RunError: a checkpoint cannot be written.
     """
+    with packed_work(components.policy.model) as work:
+        yield from _train_steps(config, components, folder, watch, first, stop, work)
+
+
+def _train_steps(
+    config: RunConfig,
+    components: Components,
+    folder: RunFolder,
+    watch: Callable[[str], None],
+    first: int,
+    stop: Callable[[], bool],
+    work: PackedWork,
+) -> Iterator[StepReport]:
+    """Yield a report per step; see `train`. `work` counts the forward passes of the steps."""
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
         yield _finish_step(config, components, folder, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
@@ -111,6 +126,7 @@ def train(
             trained = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
+            record |= work.metrics(timer, rollouts.sampled, trained)
             folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))

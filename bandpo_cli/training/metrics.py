@@ -41,6 +41,10 @@ class StepTimer:
         yield
         self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
+    def seconds(self, *names: str) -> float:
+        """Return the seconds of these phases up to now, 0 for phases that did not begin."""
+        return sum(self._seconds.get(f"time/{name}", 0.0) for name in names)
+
     def metrics(self) -> dict[str, float]:
         """Return the seconds of each phase, and as `time/step` those since the timer was created."""
         return {**self._seconds, "time/step": time.perf_counter() - self._start}
