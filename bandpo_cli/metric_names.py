@@ -1,4 +1,4 @@
-"""Prefixes of metric names with a meaning for the rest of the package."""
+"""Prefixes of metric names and of profiler labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TypeVar
 CLOCK_PREFIXES = ("time/", "perf/")
 """Metrics with these prefixes depend on the machine and its load. Two runs of one configuration are equal if all other
 metrics are: comparisons of runs leave these out."""
+
+PROFILER_PREFIX = "bandpo/"
+"""Prefix of the labels that a profiler trace has for the phases of a step."""
 
 Value = TypeVar("Value")
 

@@ -90,6 +90,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--delta=-1"], ["bounds.delta = -1", "greater than 0"]),
     (["--delta", "abc"], ["--delta"]),
     (["--detla", "1"], ["--detla", "--delta"]),
+    (["--steps", "2", "--profile", "2"], ["--profile 2", "2 steps to train", "from 1 to 1"]),
     (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
     (["--set", "optim.lr"], ["section.key=value"]),
     (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
