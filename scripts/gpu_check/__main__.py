@@ -143,6 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "there is no CUDA device; --tiny --device cpu runs the checks on the CPU with small shapes"
         )
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Before the stand-ins, because it looks for optional packages when it is imported.
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     stand_ins = install_stand_ins()
     about = machine(options.device, stand_ins)
     print(json.dumps(about), flush=True)
@@ -159,5 +164,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main())

@@ -151,10 +151,10 @@ def check_memory(work: Work, shape: str) -> Measured:
     """Compare the peak memory of the run of `check_step` with the estimate of `--dry-run`."""
     from bandpo_cli.experiments.memory import memory_report
 
+    estimate = memory_report(work.config(shape)).peak / 2**30
     if not work.on_gpu:
-        raise Skipped("peak memory is measured on a GPU only")
-    run = measured_run(work, shape)
-    return memory_limits(run.peak_gib, memory_report(work.config(shape)).peak / 2**30)
+        raise Skipped(f"the estimate is {estimate:.3g} GiB; the peak is measured on a GPU only")
+    return memory_limits(measured_run(work, shape).peak_gib, estimate)
 
 
 def memory_limits(peak_gib: float, estimate_gib: float) -> Measured:
