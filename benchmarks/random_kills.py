@@ -6,7 +6,7 @@ The run is small (the embedded model, 16 completions per step, a checkpoint ever
 kills are SIGKILL: most come within half a second after the process has done 0 to 7 steps, some while it loads, and
 three in ten within 50 ms after it has begun to write a checkpoint. When a run finishes before the last kill, another
 one starts. In the end each run is allowed to finish, and its record is compared with the uninterrupted run: metrics
-except time/, and the bytes of completions, tokens, evaluations and checkpoints. Exit code 0 when all are equal.
+without the clock, and the bytes of completions, tokens, evaluations and checkpoints. Exit code 0 when all are equal.
 
 Each attempt is a separate process, forked from one that has imported torch and computed nothing with it.
 """
@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires t
 import bandpo_cli.reports.run_plots
 import bandpo_cli.training.components  # noqa: F401 - imported once, before the forks
 from bandpo_cli.__main__ import main as bandpo
+from bandpo_cli.metric_names import without_clock
 
 SETTINGS = [
     "sampling.prompts=4", "sampling.samples=4", "optim.updates=2", "optim.lr=1e-4", "evaluation.every=3",
@@ -146,7 +147,7 @@ def interrupted_phase(folder: Path, before: bytes, hidden_before: list[str], ste
 def record(folder: Path) -> list[dict[str, object]]:
     """Return the metrics of a run without those of time."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return [without_clock(line) for line in lines]
 
 
 def files(folder: Path, part: str) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bandpo_cli.cli.signals import StopSignals
     from bandpo_cli.cli.train_view import TrainView
     from bandpo_cli.config.run import RunConfig
+    from bandpo_cli.experiments.profile import ProfileCallback
 
 
 def train(
@@ -115,6 +116,14 @@ def train(
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
     mlflow: Mlflow = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=single("--profile", int),
+            help="Trace N steps after the first with torch's profiler.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
     ] = False,
@@ -160,17 +169,20 @@ def train(
     if resume is not None:
         if name is not None:
             raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
-        return _resume(resume, runs_dir, layers, dry_run)
-    return _train(resolve(layers), runs_dir, name, dry_run)
+        return _resume(resume, runs_dir, layers, dry_run, profile)
+    return _train(resolve(layers), runs_dir, name, dry_run, profile)
 
 
-def _train(config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool) -> None:
+def _train(
+    config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool, profile: int | None = None
+) -> None:
     """Print the statement, then train; a dry run prints the settings and the memory instead."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.statement import print_memory, print_statement, print_summary, run_statement
     from bandpo_cli.config.layers import to_yaml
     from bandpo_cli.experiments.train import check_prompt_lengths, plan_training, train
 
+    profilers = _profilers(profile, 0, config.steps)
     plan = plan_training(config, runs_dir, name)
     console = open_console()
     print_statement(console, run_statement(config, plan.task), plan.task.notes(), plan.warnings)
@@ -180,19 +192,27 @@ def _train(config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool) -
             check_prompt_lengths(config, plan.task)
         return
     with _callbacks(console, runs_dir) as (view, signals):
-        result = train(plan, callbacks=[view, signals], stop_requested=lambda: signals.requested)
+        result = train(plan, callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)
+        _print_profiles(console, profilers)
 
 
-def _resume(run: str, runs_dir: Path, layers: Sequence[Mapping[str, Any]], dry_run: bool) -> None:
+def _resume(
+    run: str,
+    runs_dir: Path,
+    layers: Sequence[Mapping[str, Any]],
+    dry_run: bool,
+    profile: int | None = None,
+) -> None:
     """Resume the run under its lock; a dry run prints the plan and takes no lock."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.statement import print_statement, print_summary, run_statement
     from bandpo_cli.experiments.resume import locked_resume, resume
 
     with locked_resume(run, runs_dir, layers, read_only=dry_run) as plan:
+        profilers = _profilers(profile, plan.step + 1, plan.config.steps)
         console = open_console()
         rows = [] if plan.task is None else run_statement(plan.config, plan.task)
         notes = [] if plan.task is None else plan.task.notes()
@@ -200,10 +220,32 @@ def _resume(run: str, runs_dir: Path, layers: Sequence[Mapping[str, Any]], dry_r
         if dry_run:
             return
         with _callbacks(console, runs_dir) as (view, signals):
-            result = resume(plan, callbacks=[view, signals], stop_requested=lambda: signals.requested)
+            result = resume(
+                plan, callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested
+            )
             if result.status != "FINISHED":
                 raise SystemExit(signals.exit_code)
             print_summary(console, plan.config, result)
+            _print_profiles(console, profilers)
+
+
+def _profilers(steps: int | None, first_step: int, last_step: int) -> list[ProfileCallback]:
+    """Return the callback that traces `steps` steps; none without --profile."""
+    if steps is None:
+        return []
+    from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
+
+    check_profile_steps(steps, first_step, last_step)
+    return [ProfileCallback(steps)]
+
+
+def _print_profiles(console: Console, profilers: Sequence[ProfileCallback]) -> None:
+    """Print the table of each finished profile."""
+    from bandpo_cli.cli.profile_view import print_profile
+
+    for profiler in profilers:
+        if profiler.result is not None:
+            print_profile(console, profiler.result)
 
 
 @contextmanager

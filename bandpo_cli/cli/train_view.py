@@ -202,6 +202,7 @@ class LivePanel:
         self._history: dict[str, list[float]] = {}
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
+        self._throughput: tuple[float, float] | None = None
         self._missing = ""
         self._skipped = 0
         self._running = False
@@ -269,6 +270,8 @@ class LivePanel:
         if held_out := eval_metrics_text(known):
             self._held_out.append((step, held_out))
         self._missing = ungraded_text(known)
+        if "perf/sampled_tokens_per_s" in known:
+            self._throughput = (known["perf/sampled_tokens_per_s"], known["perf/trained_tokens_per_s"])
         self._skipped += int(known.get("optim/skipped_updates", 0))
 
     def _render(self) -> Panel:
@@ -289,6 +292,9 @@ class LivePanel:
             grid.add_row(
                 label, form.format(values[-1]) if values else "…", Text(sparkline(values), style="cyan")
             )
+        if self._throughput is not None:
+            sampled, trained = self._throughput
+            grid.add_row("tokens per second", f"{sampled:,.0f} sampled", Text(f"{trained:,.0f} trained"))
         if self._missing:
             grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
         if self._skipped:

@@ -11,6 +11,7 @@ from bandpo_cli.config.base import Section
 from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
 from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
 from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
+from bandpo_cli.metric_names import is_clock_metric
 
 
 class TrackingConfig(Section):
@@ -278,7 +279,7 @@ class CheckpointConfig(Section):
     @field_validator("best_metric")
     @classmethod
     def _check_best_metric(cls, key: str | None) -> str | None:
-        if key is not None and ("/" not in key or key.startswith("time/")):
+        if key is not None and ("/" not in key or is_clock_metric(key)):
             raise ValueError(
                 "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
                 "eval/countdown/pass_at_4"

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
+from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import TokenBatch
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
@@ -41,6 +43,7 @@ class TokenLogprobs(NamedTuple):
     entropy: torch.Tensor | None
 
 
+@record_function(f"{PROFILER_PREFIX}forward")
 def token_logprobs(
     model: PreTrainedModel, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
 ) -> TokenLogprobs:

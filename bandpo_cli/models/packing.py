@@ -222,6 +222,7 @@ class Packing:
         return Block(
             gather_index=padded([sequence.tokens for sequence in sequences]).flatten(),
             shape=(len(sequences), length),
+            tokens=sum(len(sequence.tokens) for sequence in sequences),
             segments=padded([sequence.segments for sequence in sequences]) if masked else None,
             positions=padded([sequence.positions for sequence in (sequences if masked else sequences[:1])]),
         )
@@ -234,6 +235,7 @@ class Block:
     Attributes:
         gather_index: [B·L] int64, packed token at each index; padding repeats a sequence's last token.
         shape: (B, L).
+        tokens: number of the B·L positions that are not padding.
         segments: [B, L] int64 for rows with several completions. None for plain sequences: their causal attention
             needs no mask, since padding comes last.
         positions: [B, L] int64, position of each token; [1, L] if all sequences have the same positions.
@@ -241,6 +243,7 @@ class Block:
 
     gather_index: torch.Tensor
     shape: tuple[int, int]
+    tokens: int
     segments: torch.Tensor | None
     positions: torch.Tensor
 

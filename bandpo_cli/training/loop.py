@@ -35,6 +35,7 @@ from bandpo_cli.training.metrics import (
     schedule_metrics,
     token_metrics,
 )
+from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
@@ -85,11 +86,14 @@ def train(
         GraderFailedError: every answer of a step or an evaluation is a grader error.
         RunError: a checkpoint cannot be written.
     """
-    with CheckpointWriter(config, components, folder) as writer:
-        yield from _train(config, components, folder, writer, watch, first, stop)
+    with (
+        CheckpointWriter(config, components, folder) as writer,
+        packed_work(components.policy.model) as work,
+    ):
+        yield from _train_steps(config, components, folder, writer, watch, first, stop, work)
 
 
-def _train(
+def _train_steps(
     config: RunConfig,
     components: Components,
     folder: RunFolder,
@@ -97,8 +101,9 @@ def _train(
     watch: Callable[[str], None],
     first: int,
     stop: Callable[[], bool],
+    work: PackedWork,
 ) -> Iterator[StepReport]:
-    """Train as `train`, with a writer of checkpoints."""
+    """Yield a report per step; see `train`. `writer` writes the checkpoints, `work` counts the forward passes."""
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
         yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
@@ -129,6 +134,7 @@ def _train(
             trained = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
+            record |= work.metrics(timer, rollouts.sampled, trained)
             folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))

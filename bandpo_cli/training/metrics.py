@@ -10,8 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.profiler import record_function
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateMetrics
@@ -35,11 +37,16 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the body to `time/<name>`."""
+        """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
         self._watch(name)
         start = time.perf_counter()
-        yield
+        with record_function(f"{PROFILER_PREFIX}{name}"):
+            yield
         self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
+
+    def seconds(self, *names: str) -> float:
+        """Return the seconds of these phases up to now, 0 for phases that did not begin."""
+        return sum(self._seconds.get(f"time/{name}", 0.0) for name in names)
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of each phase, and as `time/step` those since the timer was created."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
+from bandpo_cli.metric_names import PROFILER_PREFIX
 
 
 class NonFiniteError(RunError):
@@ -131,6 +133,7 @@ class Optimizer:
         """Set all gradients to None."""
         self._adamw.zero_grad(set_to_none=True)
 
+    @record_function(f"{PROFILER_PREFIX}optimizer")
     def step(self) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from bandpo_cli.config.run import ModelConfig, OptimConfig, RunConfig
+from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.objective.aggregation import AGGREGATIONS
@@ -170,7 +172,8 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
         new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature)
         inputs = experience.loss_inputs(batch, new.logprobs, weights)
         out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
-        new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
+        with record_function(f"{PROFILER_PREFIX}backward"):
+            new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
         losses.append(out.loss.item())
         logprobs.append(new.logprobs.detach())
         ratios.append(out.ratios)

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from bandpo_cli.metric_names import CLOCK_PREFIXES
+
 Plain = Callable[[str], str]
 """Replaces the paths of one side in a text by names that both sides share."""
 
 CLOCK_KEYS = {
-    "time/*": "seconds; every key that depends on the clock has this prefix",
+    **{f"{prefix}*": "depends on the machine and its load" for prefix in CLOCK_PREFIXES},
     "seconds_per_step*": "seconds, in the leaderboard of a report",
 }
 """Keys that are ignored in every file, at any depth, with the reason."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bandpo_cli.metric_names import without_clock
 from tests.cli.eval_command import Done, without_torch
 
 SMALL = [
@@ -33,7 +34,7 @@ def bandpo(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedPr
 
 def records(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return [without_clock(line) for line in lines]
 
 
 MISTAKES: list[tuple[list[str], list[str]]] = [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.metric_names import without_clock
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 from tests.cli.eval_command import bandpo as in_this_process
 
@@ -73,7 +74,7 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     a, b = (
         [
-            {k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
+            without_clock(json.loads(line))
             for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         ]
         for name in ("a", "b")
@@ -89,6 +90,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--delta=-1"], ["bounds.delta = -1", "greater than 0"]),
     (["--delta", "abc"], ["--delta"]),
     (["--detla", "1"], ["--detla", "--delta"]),
+    (["--steps", "2", "--profile", "2"], ["--profile 2", "2 steps to train", "from 1 to 1"]),
     (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
     (["--set", "optim.lr"], ["section.key=value"]),
     (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),

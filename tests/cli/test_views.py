@@ -71,6 +71,18 @@ def test_output_to_a_file_is_few_plain_lines() -> None:
     assert "held-out mean@16 0.312" in text
 
 
+def test_the_panel_shows_the_tokens_per_second_of_the_last_step() -> None:
+    out = io.StringIO()
+    panel = make_panel(Console(file=out, force_terminal=True, width=100), 2)
+    panel.start()
+    for number, sampled in ((1, 1000.0), (2, 12345.6)):
+        step = report(number)
+        step.record.update({"perf/sampled_tokens_per_s": sampled, "perf/trained_tokens_per_s": 2 * sampled})
+        panel.show(step)
+    panel.stop()
+    assert re.search(r"tokens per second +12,346 sampled +24,691 trained", out.getvalue().split("╭")[-1])
+
+
 def test_a_terminal_shows_one_panel_with_curves() -> None:
     text = view_output(terminal=True, steps=5)
     for part in (

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.metric_names import without_clock
+
 SMALL = [
     "--set", "task.max_number=5",
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -22,7 +24,7 @@ def metrics_lines(folder: Path) -> list[str]:
 
 def record(folder: Path) -> list[dict[str, Any]]:
     found = map(json.loads, metrics_lines(folder))
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in found]
+    return [without_clock(line) for line in found]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -49,8 +51,8 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
     ours, theirs = file_contents(folder), file_contents(uninterrupted)
     assert sorted(ours) == sorted(theirs)
     assert not [name for name in ours if ours[name] != theirs[name]]
-    for key, value in summary(uninterrupted).items():
-        if not key.startswith("time/") and key != "last_step":
+    for key, value in without_clock(summary(uninterrupted)).items():
+        if key != "last_step":
             assert summary(folder)[key] == value, key
 
 

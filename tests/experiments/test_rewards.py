@@ -14,6 +14,7 @@ from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.evaluate import resume_evaluation
 from bandpo_cli.experiments.train import plan_training
+from bandpo_cli.metric_names import without_clock
 
 SMALL: dict[str, Any] = {
     "steps": 1,
@@ -53,7 +54,7 @@ def run_with(*rewards: dict[str, Any], name: str = "a", **settings: Any) -> Path
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return [without_clock(line) for line in lines]
 
 
 def test_the_records_of_weighted_rewards() -> None:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
@@ -269,10 +270,7 @@ def compare(
         results.append(result)
         columns = max(columns, _column_difference(run.path / f"tokens/step-{step:06d}.parquet", result))
     loop.close()
-    records = [
-        {key: value for key, value in record.items() if not key.startswith("time/")}
-        for record in run.read_metrics()[1:]
-    ]
+    records = [without_clock(record) for record in run.read_metrics()[1:]]
     differences = _differences(records, results, gradients, components, reference, columns)
     return Case(differences, records, results, gradients, components, reference)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
@@ -51,10 +52,8 @@ def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, 
     return config, folder, components.policy.model
 
 
-def without_clock(folder: RunFolder) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in record.items() if not k.startswith("time/")} for record in folder.read_metrics()
-    ]
+def records_of(folder: RunFolder) -> list[dict[str, Any]]:
+    return [without_clock(record) for record in folder.read_metrics()]
 
 
 def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
     first, second, other = (
-        without_clock(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
+        records_of(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
     )
     assert first == second
     assert first != other

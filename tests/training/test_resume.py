@@ -11,6 +11,7 @@ import pytest
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
@@ -53,7 +54,7 @@ def resume(config: RunConfig, folder: RunFolder, last: int) -> Components:
 
 
 def record(folder: RunFolder) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in folder.read_metrics()]
+    return [without_clock(line) for line in folder.read_metrics()]
 
 
 def files(folder: RunFolder) -> dict[str, bytes]:

@@ -1,0 +1,153 @@
+"""Profiler trace of the steps of a training run, and the time of each phase in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.errors import UserError, plural
+from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.storage.files import step_name
+from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+FOLDER = "profile"
+"""Subfolder of the run folder with the traces."""
+
+
+@dataclass
+class PhaseTime:
+    """The time of a phase over all traced steps.
+
+    Attributes:
+        seconds: wall time.
+        gpu_seconds: time of the kernels that it launched; 0 without a GPU.
+        calls: number of times that it began.
+    """
+
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The profile of some steps of a run.
+
+    Attributes:
+        trace: the trace, in the format of Chrome's tracing.
+        steps: the traced steps.
+        seconds: sum of `time/step` over these steps.
+        phases: by name; `update/backward` is the part `backward` of the phase `update`.
+    """
+
+    trace: Path
+    steps: list[int]
+    seconds: float
+    phases: dict[str, PhaseTime] = field(default_factory=dict)
+
+
+def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
+    """Raise UserError if a run from step `first_step` to `last_step` is too short to trace `steps` after its first."""
+    count = last_step - max(1, first_step) + 1
+    if not 1 <= steps < count:
+        raise UserError(
+            f"--profile {steps}: the first step is not traced, and the run has {plural(count, 'step')} to train; give "
+            f"a number from 1 to {count - 1}, or a larger --steps"
+        )
+
+
+class ProfileCallback(CallbackBase):
+    """Traces some steps with torch's profiler, after the first one, which compiles kernels and allocates memory.
+
+    The trace is `profile/step-000002.json.gz`, named after its first step. The numbers of the run do not change.
+
+    Attributes:
+        result: the profile, once the steps have been traced or the run has ended; None before and where no step was
+            traced completely.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """Set the number of steps that are traced."""
+        self.result: StepProfile | None = None
+        self._wanted = steps
+        self._folder = Path()
+        self._profiler: profile | None = None
+        self._traced: list[StepReport] = []
+
+    def start(self, info: RunInfo) -> None:
+        """Create the folder of the trace."""
+        self._folder = info.folder / FOLDER
+
+    def step(self, report: StepReport) -> None:
+        """Start the profiler after the first step, and write the trace after the last traced one."""
+        if report.step == 0 or self.result is not None:
+            return
+        if self._profiler is None:
+            self._profiler = _start_profiler()
+            return
+        self._traced.append(report)
+        if len(self._traced) == self._wanted:
+            self._finish()
+
+    def end(self, result: RunResult) -> None:
+        """Write the trace of a run that ended early, if it has a step."""
+        if self._profiler is not None and self.result is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        if self._traced:
+            self._folder.mkdir(exist_ok=True)
+            trace = self._folder / f"{step_name(self._traced[0].step)}.json.gz"
+            self._profiler.export_chrome_trace(str(trace))
+            self.result = StepProfile(
+                trace,
+                [report.step for report in self._traced],
+                sum(report.record["time/step"] for report in self._traced),
+                phase_times(self._profiler),
+            )
+        self._profiler = None
+
+
+def _start_profiler() -> profile:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # otherwise it writes to standard error, into the live view
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    profiler = profile(activities=activities)
+    profiler.start()
+    return profiler
+
+
+def phase_times(profiler: profile) -> dict[str, PhaseTime]:
+    """Return the time per phase in a stopped profiler; the phases are in the order in which they first began."""
+    times: dict[str, PhaseTime] = {}
+    found: list[Any] = profiler.events() or []  # type: ignore[no-untyped-call]
+    events = [event for event in found if event.name.startswith(PROFILER_PREFIX)]
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if event.device_type.name != "CPU":  # the same label again, on the line of the GPU
+            continue
+        each = times.setdefault(_path(event), PhaseTime())
+        each.seconds += event.time_range.elapsed_us() / 1e6
+        each.gpu_seconds += event.device_time_total / 1e6
+        each.calls += 1
+    return times
+
+
+def _path(event: Any) -> str:
+    """Return the label of an event after those of the phases that it is part of, joined by slashes."""
+    names = []
+    while event is not None:
+        if event.name.startswith(PROFILER_PREFIX):
+            names.append(event.name.removeprefix(PROFILER_PREFIX))
+        event = event.cpu_parent
+    return "/".join(reversed(names))

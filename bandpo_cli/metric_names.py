@@ -1,0 +1,25 @@
+"""Prefixes of metric names and of profiler labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+CLOCK_PREFIXES = ("time/", "perf/")
+"""Metrics with these prefixes depend on the machine and its load. Two runs of one configuration are equal if all other
+metrics are: comparisons of runs leave these out."""
+
+PROFILER_PREFIX = "bandpo/"
+"""Prefix of the labels that a profiler trace has for the phases of a step."""
+
+Value = TypeVar("Value")
+
+
+def is_clock_metric(key: str) -> bool:
+    """Return whether the metric `key` depends on the machine and its load."""
+    return key.startswith(CLOCK_PREFIXES)
+
+
+def without_clock(record: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a line of metrics.jsonl or of summary.json without the metrics that depend on the clock."""
+    return {key: value for key, value in record.items() if not is_clock_metric(key)}

@@ -1,0 +1,183 @@
+"""Checks with optional packages: the vLLM sampler, and the same work by TRL's GRPOTrainer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scripts.gpu_check.grader import grade
+from scripts.gpu_check.results import Measured, Skipped
+from scripts.gpu_check.training import (
+    free_memory,
+    is_missing,
+    measured_run,
+    step_limits,
+    train_steps,
+)
+from scripts.gpu_check.work import RandomProblems, Work
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.components import Components
+    from bandpo_cli.types import StepReport
+
+SYNCS = 5
+"""Number of syncs that the check of vLLM measures, the first load of the weights not counted."""
+MEMORY_FRACTION = 0.3
+MIN_FREED = 0.8
+"""Smallest share of the engine's memory that sleeping frees."""
+MAX_TIME_OVER_TRL = 1.0
+
+
+def check_vllm(work: Work) -> Measured:
+    """Train with vLLM as the sampler: phases, sleep and wake, CUDA graphs, and the gap after each of five syncs."""
+    if is_missing("vllm"):
+        raise Skipped("vllm is not installed")
+    sampling: dict[str, Any] = {"engine": "vllm"}
+    from bandpo_cli.config.run import VllmConfig
+
+    settings = {"memory_fraction": MEMORY_FRACTION} if work.on_gpu else {"kv_cache_gb": 0.1, "eager": True}
+    sampling["vllm"] = VllmConfig(**settings)
+    found: dict[str, Any] = {}
+    gaps: list[float] = []
+
+    def observe(components: Components, report: StepReport | None) -> None:
+        sampler: Any = components.sampler
+        if report is None:
+            found.update(_engine_values(sampler))
+            found["freed_by_sleep_gib"], found["wake_and_sync_s"] = _sleep_and_wake(components)
+            gaps.append(sampler.probe_gap)
+            for _ in range(SYNCS - 4):
+                sampler.sync(components.policy.model, 0)
+                gaps.append(sampler.probe_gap)
+        else:
+            gaps.append(sampler.probe_gap)
+
+    run = train_steps(work, work.config("0.5b", sampling=sampling), "vllm", observe)
+    measured = step_limits(work, run)
+    measured.values |= found | {"syncs": len(gaps), "sync_gap_max": max(gaps), "sync_gaps": _listed(gaps)}
+    measured.at_least("syncs", SYNCS)
+    if not all(math.isfinite(gap) for gap in gaps):
+        measured.shortfalls.append("a sync did not measure the gap of log-probs")
+    if work.on_gpu:
+        total = torch.cuda.get_device_properties(work.device).total_memory / 2**30
+        measured.at_least("freed_by_sleep_gib", MIN_FREED * MEMORY_FRACTION * total)
+        measured.values["cuda_graphs"] = found["cudagraph_mode"] != "NONE"
+        measured.equal("cuda_graphs", True)
+    return measured
+
+
+def _listed(gaps: list[float]) -> str:
+    return " ".join(f"{gap:.2g}" for gap in gaps)
+
+
+def _engine_values(sampler: Any) -> dict[str, Any]:
+    """Return the version of vLLM and the engine's mode of CUDA graphs."""
+    import vllm
+
+    config = sampler._llm.llm_engine.vllm_config
+    mode = config.compilation_config.cudagraph_mode
+    return {"vllm": vllm.__version__, "cudagraph_mode": getattr(mode, "name", str(mode))}
+
+
+def _sleep_and_wake(components: Components) -> tuple[float, float]:
+    """Return the GiB that sleeping frees, and the seconds until the engine runs the weights again."""
+    before = _used_gib()
+    components.sampler.sleep()
+    freed = before - _used_gib()
+    begin = time.perf_counter()
+    components.sampler.sync(components.policy.model, 0)
+    return freed, time.perf_counter() - begin
+
+
+def _used_gib() -> float:
+    """Return the memory in use on the device by all processes, GiB; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def check_trl(work: Work) -> Measured:
+    """Compare the time of a step with two steps of TRL's GRPOTrainer on the same work, both with built-in samplers."""
+    if is_missing("trl"):
+        raise Skipped("trl is not installed")
+    ours = measured_run(work, "0.5b")
+    if work.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = _trl_seconds(work)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if work.on_gpu else 0.0
+    free_memory()
+    measured = Measured({"bandpo_s": ours.mean("time/step"), "trl_s": seconds})
+    measured.values["time_over_trl"] = measured.values["bandpo_s"] / seconds
+    if work.on_gpu:
+        measured.values |= {"bandpo_peak_gib": ours.peak_gib, "trl_peak_gib": peak}
+    if not work.tiny:
+        measured.at_most("time_over_trl", MAX_TIME_OVER_TRL)
+    return measured
+
+
+def _trl_seconds(work: Work) -> float:
+    """Train two batches and return the seconds of the second: as many completions, tokens and updates as here."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    size, config = work.size, work.config("0.5b")
+    updates = config.optim.updates
+    problems = RandomProblems(size).train_problems()
+    times: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % updates == 0:
+                if work.on_gpu:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter())
+
+    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(grade(text, "", {})) for text in completions]
+
+    completions = size.prompts * size.samples // updates
+    micro = max(1, size.micro_batch_tokens // (size.prompt_chars + size.max_tokens))
+    micro = max(each for each in range(1, min(micro, completions) + 1) if completions % each == 0)
+    trainer = GRPOTrainer(
+        model=str(work.model("0.5b")),
+        reward_funcs=[reward],
+        train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir=str(work.folder / "trl"),
+            use_cpu=not work.on_gpu,
+            bf16=True,
+            max_steps=2 * updates,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=completions // micro,
+            steps_per_generation=updates * completions // micro,
+            gradient_checkpointing=False,
+            num_generations=size.samples,
+            max_completion_length=size.max_tokens,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,
+            loss_type="grpo",
+            learning_rate=config.optim.lr,
+            logging_steps=10**6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+    )
+    trainer.train()
+    seconds = [later - earlier for earlier, later in pairwise(times)]
+    return statistics.fmean(seconds[1:])

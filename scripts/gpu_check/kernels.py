@@ -1,0 +1,164 @@
+"""Checks of the kernels: the Band operator against a memory copy, and tiled against full log-probs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from scripts.gpu_check.results import Measured
+from scripts.gpu_check.work import Work
+
+MAX_COPIES = {"cuda": 150.0, "cpu": 1000.0}
+"""Largest time of the operator in copies of the log-probs, by device type. Its tensor operations read and write 42 (kl)
+and 45 (tv) times the bytes of a copy, which is the time on a GPU if memory limits them; on a CPU arithmetic limits them
+(docs/benchmarks.md). No card has been measured yet."""
+MAX_LOGPROB_DIFFERENCE = 1e-2
+"""Largest difference of a log-prob in nats from float32: products of bfloat16 factors are exact in it, sums round."""
+MAX_GRADIENT_DIFFERENCE = 2e-2
+"""Largest norm of a gradient's difference over the gradient's norm: one rounding to bfloat16 is 2^-9 = 0.002."""
+MAX_TILED_TIME = 2.0
+"""Largest time of tiled log-probs over that of full ones, on a GPU. The tiles take four products instead of three."""
+MAX_TILED_MEMORY = 0.5
+"""Largest additional peak memory of tiled log-probs over that of full ones, on a GPU."""
+
+SMALL_CARD_BYTES = 40 * 2**30
+"""On a smaller card a quarter of the tokens is computed: full log-probs of all take 20 GiB."""
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def seconds_of(function: Callable[[], object], device: str, rounds: int = 5) -> float:
+    """Return the median seconds of a call, after one call that is not timed."""
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
+    function()
+    found = []
+    for _ in range(rounds):
+        synchronize()
+        begin = time.perf_counter()
+        function()
+        synchronize()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+def check_operator(work: Work) -> Measured:
+    """Time the Band operator per million tokens, against a copy of the log-probs."""
+    from bandpo_cli.bounds import band_bounds
+
+    tokens = work.size.operator_tokens
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-40.0 * torch.rand(tokens, generator=generator) ** 6).to(work.device)
+    measured = Measured({"tokens": tokens})
+    copy = seconds_of(logprobs.clone, work.device)
+    measured.values["copy_ms_per_million"] = 1e9 * copy / tokens
+    device_type = torch.device(work.device).type
+    for name in ("kl", "tv"):
+        taken = seconds_of(lambda name=name: band_bounds(logprobs, name, 0.05), work.device)
+        measured.values[f"{name}_ms_per_million"] = 1e9 * taken / tokens
+        measured.values[f"{name}_copies"] = taken / copy
+        if not work.tiny:
+            measured.at_most(f"{name}_copies", MAX_COPIES[device_type])
+        bounds = band_bounds(logprobs, name, 0.05)
+        ordered = bool(((bounds.lower <= 1) & (bounds.upper >= 1)).all())
+        measured.values[f"{name}_bounds_contain_1"] = ordered
+        measured.equal(f"{name}_bounds_contain_1", True)
+    return measured
+
+
+def check_logprobs(work: Work, shape: str) -> Measured:
+    """Compare tiled with full log-probs of the output layer: values, gradients, time and peak memory."""
+    model = work.shapes[shape]
+    tokens = work.size.logprob_tokens
+    if work.on_gpu and torch.cuda.get_device_properties(work.device).total_memory < SMALL_CARD_BYTES:
+        tokens //= 4
+    inputs = _inputs(tokens, model["vocab_size"], model["hidden_size"], work.device)
+    expected, found = _run(_exact, inputs), _run(_tiled, inputs)
+    values, hidden, weight = (
+        _difference(found[index], expected[index], relative=index > 0) for index in range(3)
+    )
+    del expected, found
+    measured = Measured(
+        {
+            "tokens": tokens,
+            "vocabulary": model["vocab_size"],
+            "max_difference_nats": values,
+            "hidden_gradient_difference": hidden,
+            "weight_gradient_difference": weight,
+        }
+    )
+    measured.at_most("max_difference_nats", MAX_LOGPROB_DIFFERENCE)
+    measured.at_most("hidden_gradient_difference", MAX_GRADIENT_DIFFERENCE)
+    measured.at_most("weight_gradient_difference", MAX_GRADIENT_DIFFERENCE)
+    for name, function in (("full", _full), ("tiled", _tiled)):
+        measured.values[f"{name}_ms"] = 1e3 * seconds_of(lambda f=function: _run(f, inputs), work.device, 3)
+        if work.on_gpu:
+            measured.values[f"{name}_peak_gib"] = _peak_gib(lambda f=function: _run(f, inputs))
+    measured.values["tiled_over_full_time"] = measured.values["tiled_ms"] / measured.values["full_ms"]
+    if work.on_gpu and not work.tiny:
+        measured.at_most("tiled_over_full_time", MAX_TILED_TIME)
+        ratio = measured.values["tiled_peak_gib"] / measured.values["full_peak_gib"]
+        measured.values["tiled_over_full_memory"] = ratio
+        measured.at_most("tiled_over_full_memory", MAX_TILED_MEMORY)
+    return measured
+
+
+def _inputs(tokens: int, vocabulary: int, width: int, device: str) -> Inputs:
+    """Return hidden states and weights in bfloat16, targets, and the gradient of the log-probs."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    hidden = normal(tokens, width).to(torch.bfloat16).requires_grad_()
+    weight = (0.05 * normal(vocabulary, width)).to(torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    return hidden, weight, targets, normal(tokens)
+
+
+def _exact(inputs: Inputs) -> torch.Tensor:
+    """Return the log-probs from the matrix of all logits, computed in float32."""
+    hidden, weight, targets, _ = inputs
+    logits = hidden.float() @ weight.float().t()
+    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+
+
+def _full(inputs: Inputs) -> torch.Tensor:
+    """Return the log-probs from the matrix of all logits as trainers compute it: products in 16 bits."""
+    hidden, weight, targets, _ = inputs
+    return torch.log_softmax((hidden @ weight.t()).float(), dim=-1).gather(1, targets[:, None]).squeeze(1)
+
+
+def _tiled(inputs: Inputs) -> torch.Tensor:
+    """Return the log-probs of the package."""
+    from bandpo_cli.models.logprobs import linear_logprobs
+
+    hidden, weight, targets, _ = inputs
+    return linear_logprobs(hidden, weight, None, targets)[0]
+
+
+def _run(
+    function: Callable[[Inputs], torch.Tensor], inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log-probs and the gradients of hidden states and weights."""
+    logprobs = function(inputs)
+    hidden, weight = torch.autograd.grad(logprobs, inputs[:2], inputs[3])
+    return logprobs.detach(), hidden, weight
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor, relative: bool) -> float:
+    """Return the largest difference, or the norm of the difference over the norm."""
+    gap = one.float() - other.float()
+    return (gap.norm() / other.float().norm()).item() if relative else gap.abs().max().item()
+
+
+def _peak_gib(function: Callable[[], object]) -> float:
+    """Return the peak of the memory that a call adds, GiB."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30

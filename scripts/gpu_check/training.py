@@ -1,0 +1,235 @@
+"""Checks of training: a step by phase, peak memory against the estimate, checkpoint and resume."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scripts.gpu_check.results import Measured, Skipped
+from scripts.gpu_check.work import RandomProblems, Work
+
+if TYPE_CHECKING:
+    from bandpo_cli.config.run import RunConfig
+    from bandpo_cli.training.components import Components
+    from bandpo_cli.types import StepReport
+
+LAST_STEP = 3
+"""Last step that is trained; the first one is not timed."""
+MAX_LOGPROB_GAP = 0.05
+"""Largest mean difference between the log-probs of sampler and trainer, nats. In bfloat16 on a CPU it is 0.005."""
+MIN_UTILISATION = 0.1
+"""Smallest model FLOP utilisation of the updates of a card with a known peak. No card has been measured yet."""
+MAX_OVER_ESTIMATE = 1.05
+"""Largest measured peak memory over the estimate of `--dry-run`."""
+
+
+@dataclass
+class TrainedRun:
+    """The result of some steps.
+
+    Attributes:
+        records: the lines of metrics.jsonl.
+        samples: the completions of each step, as rows of the table of samples.
+        peak_gib: peak of the memory that PyTorch allocated, GiB; 0 without a GPU.
+    """
+
+    folder: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, list[Any]] = field(default_factory=dict)
+    peak_gib: float = 0.0
+
+    def mean(self, key: str) -> float:
+        """Return the mean of a metric over the steps after the first, NaN where they do not have it."""
+        found = [record[key] for record in self.records[1:] if record.get(key) is not None]
+        return statistics.fmean(found) if found else math.nan
+
+
+Observer = Callable[["Components", "StepReport | None"], None]
+"""Called before the first step with None, and after each step."""
+
+
+def train_steps(
+    work: Work, config: RunConfig, name: str, observe: Observer, checkpoint: Path | None = None
+) -> TrainedRun:
+    """Train from the beginning or from a checkpoint up to step `LAST_STEP`, on the path of `bandpo train`.
+
+    The record is that of a run without plots; completions are kept in memory, because their file needs pyarrow.
+    """
+    from bandpo_cli.storage.run_folder import RunFolder
+    from bandpo_cli.training.components import build_components
+    from bandpo_cli.training.loop import train
+
+    folder = RunFolder.create(work.folder, name)
+    run = TrainedRun(folder.path)
+
+    class FolderWithoutTables(RunFolder):
+        def write_samples(self, step: int, rows: Sequence[Any], rewards: Any = None) -> Path:
+            run.samples[step] = list(rows)
+            return self.path
+
+    free_memory()
+    if work.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    components = build_components(config, RandomProblems(work.size))
+    try:
+        first = 0
+        if checkpoint is not None:
+            first = components.resume_from(checkpoint).step + 1
+        observe(components, None)
+        steps = train(config, components, FolderWithoutTables(folder.path), first=first)
+        with closing(steps):
+            for report in steps:
+                run.records.append(report.record)
+                observe(components, report)
+                if report.step == LAST_STEP:
+                    break
+    finally:
+        components.close()
+        del components
+        free_memory()
+    run.peak_gib = max(record.get("perf/peak_memory_gib", 0.0) for record in run.records)
+    return run
+
+
+def free_memory() -> None:
+    """Free what earlier work has left on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _ignore(components: Components, report: StepReport | None) -> None:
+    """Do nothing."""
+
+
+@cache
+def measured_run(work: Work, shape: str) -> TrainedRun:
+    """Return the run of the built-in sampler that two checks look at."""
+    return train_steps(work, work.config(shape), f"step-{shape}", _ignore)
+
+
+def phase_values(run: TrainedRun) -> dict[str, Any]:
+    """Return seconds per step and phase, throughput and memory, means of the steps after the first."""
+    keys = [key for key in run.records[-1] if key.startswith(("time/", "perf/"))]
+    values = {key: run.mean(key) for key in keys if key != "time/checkpoint"}
+    return values | {"sampler/logprob_gap_mean": run.mean("sampler/logprob_gap_mean")}
+
+
+def check_step(work: Work, shape: str) -> Measured:
+    """Train with the built-in sampler and report the time of each phase."""
+    return step_limits(work, measured_run(work, shape))
+
+
+def step_limits(work: Work, run: TrainedRun) -> Measured:
+    """Return the times of a run, with the limits that hold for all engines."""
+    measured = Measured(phase_values(run))
+    measured.at_most("sampler/logprob_gap_mean", MAX_LOGPROB_GAP)
+    losses = [record.get("optim/loss") for record in run.records]
+    norms = [record.get("optim/grad_norm") for record in run.records]
+    measured.values["finite_updates"] = all(
+        value is not None and math.isfinite(value) for value in [*losses, *norms]
+    )
+    measured.equal("finite_updates", True)
+    measured.values["grad_norm"] = run.mean("optim/grad_norm")
+    measured.at_least("grad_norm", 1e-12)
+    if "perf/model_flop_utilisation" in measured.values and not work.tiny:
+        measured.at_least("perf/model_flop_utilisation", MIN_UTILISATION)
+    return measured
+
+
+def check_memory(work: Work, shape: str) -> Measured:
+    """Compare the peak memory of the run of `check_step` with the estimate of `--dry-run`."""
+    from bandpo_cli.experiments.memory import memory_report
+
+    estimate = memory_report(work.config(shape)).peak / 2**30
+    if not work.on_gpu:
+        raise Skipped(f"the estimate is {estimate:.3g} GiB; the peak is measured on a GPU only")
+    return memory_limits(measured_run(work, shape).peak_gib, estimate)
+
+
+def memory_limits(peak_gib: float, estimate_gib: float) -> Measured:
+    """Require the estimate to be an upper limit of the peak."""
+    measured = Measured({"peak_gib": peak_gib, "estimate_gib": estimate_gib})
+    measured.values["peak_over_estimate"] = peak_gib / estimate_gib
+    measured.at_least("peak_gib", 1e-9)
+    measured.at_most("peak_over_estimate", MAX_OVER_ESTIMATE)
+    return measured
+
+
+def check_resume(work: Work) -> Measured:
+    """Compare the state after a resume with the state that was saved, and the next step with the uninterrupted one.
+
+    On a CPU all numbers are equal. On a GPU the backward pass adds in an order that changes from call to call, so that
+    only the state and the completions that are sampled from it are equal.
+    """
+    config = work.config("0.5b", checkpoint={"every": 2, "keep_best": 0})
+    states: dict[str, Mapping[str, int]] = {}
+
+    def note(name: str) -> Observer:
+        def observe(components: Components, report: StepReport | None) -> None:
+            step = 2 if report is None else report.step
+            if step >= 2:
+                states[f"{name}-{step}"] = fingerprints(components)
+
+        return observe
+
+    saved = train_steps(work, config, "resume-saved", note("saved"))
+    checkpoint = saved.folder / "checkpoints" / "step-000002"
+    resumed = train_steps(work, config, "resume-again", note("resumed"), checkpoint)
+    measured = Measured(
+        {
+            "state_equal": states["saved-2"] == states["resumed-2"],
+            "completions_equal": saved.samples[3] == resumed.samples[3],
+            "next_state_equal": states["saved-3"] == states["resumed-3"],
+            "metrics_difference": metrics_difference(saved.records[-1], resumed.records[-1]),
+            "checkpoint_s": saved.records[1]["time/checkpoint"],
+        }
+    )
+    measured.equal("state_equal", True)
+    measured.equal("completions_equal", True)
+    if work.on_gpu:
+        measured.at_most("metrics_difference", 0.05)
+    else:
+        measured.equal("next_state_equal", True)
+        measured.at_most("metrics_difference", 0.0)
+    return measured
+
+
+def fingerprints(components: Components) -> dict[str, int]:
+    """Return a number per tensor of the weights and of the optimizer's state that any changed bit changes."""
+    from bandpo_cli.sampling.vllm_worker import fingerprint
+
+    tensors = {f"model.{name}": each for name, each in components.policy.model.state_dict().items()}
+    tensors |= {f"optimizer.{name}": each for name, each in components.optimizer.state().items()}
+    flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
+    found = {name: fingerprint(tensor, (len(tensor),)) for name, tensor in flat.items()}
+    return found | {"position": components.stream.position, "update": components.optimizer.update}
+
+
+def metrics_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return the largest relative difference of two lines without the clock; infinite if their keys differ."""
+    from bandpo_cli.metric_names import without_clock
+
+    left, right = without_clock(one), without_clock(other)
+    if left.keys() != right.keys():
+        return math.inf
+    differences = [
+        0.0 if left[key] == right[key] else abs(left[key] - right[key]) / max(abs(left[key]), abs(right[key]))
+        for key in left
+    ]
+    return max(differences)
+
+
+def is_missing(package: str) -> bool:
+    """Return whether a package is not installed."""
+    return find_spec(package) is None

@@ -1,0 +1,312 @@
+"""`python -m scripts.gpu_check`: the checks with small shapes on a CPU, and each way in which a line fails."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.gpu_check import __main__ as gpu_check
+from scripts.gpu_check import kernels, training
+from scripts.gpu_check.results import Measured, Skipped
+from scripts.gpu_check.training import TrainedRun, memory_limits, metrics_difference, step_limits
+from scripts.gpu_check.work import Work
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = ("torch", "transformers")
+ABSENT = (
+    "pydantic",
+    "pydantic-core",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "matplotlib",
+    "mlflow",
+    "datasets",
+    "math-verify",
+)
+_REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def tiny(folder: Path) -> Work:
+    return Work("cpu", True, folder)
+
+
+def good(work: Work) -> Measured:
+    measured = Measured({"value": 1.5})
+    measured.at_most("value", 2.0)
+    return measured
+
+
+def short(work: Work) -> Measured:
+    measured = Measured({"value": 3.5})
+    measured.at_most("value", 2.0)
+    return measured
+
+
+def broken(work: Work) -> Measured:
+    raise RuntimeError("CUDA error: an illegal memory access")
+
+
+def absent(work: Work) -> Measured:
+    raise Skipped("vllm is not installed")
+
+
+def endless(work: Work) -> Measured:
+    time.sleep(60)
+    return Measured()
+
+
+Checks = dict[str, Callable[[Work], Measured]]
+
+
+def run(
+    checks: Checks, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the report of a call with these checks."""
+    monkeypatch.setattr(gpu_check, "CHECKS", checks)
+    path = folder / "report.json"
+    code = gpu_check.main(["--tiny", "--device", "cpu", "--json", str(path), *arguments])
+    return code, json.loads(path.read_text())
+
+
+def test_lines_that_hold_or_do_not_apply_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = run({"good": good, "absent": absent}, tmp_path, monkeypatch)
+    assert (code, report["passed"]) == (0, True)
+    assert [(line["name"], line["status"], line["reason"]) for line in report["lines"]] == [
+        ("good", "ok", ""),
+        ("absent", "skipped", "vllm is not installed"),
+    ]
+    assert report["lines"][0]["values"] == {"value": 1.5}
+    assert report["machine"]["torch"] == torch.__version__
+    out = capsys.readouterr().out
+    assert "required: value ≤ 2" in out
+    assert re.search(r"absent +skipped .* vllm is not installed", out)
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (short, "value is 3.5, required: value ≤ 2"),
+        (broken, "RuntimeError: CUDA error: an illegal memory access"),
+    ],
+)
+def test_a_line_that_falls_short_or_raises_fails_alone(
+    check: Callable[[Work], Measured], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, report = run({"first": check, "second": good}, tmp_path, monkeypatch)
+    assert (code, report["passed"]) == (1, False)
+    assert [(line["status"], line["reason"]) for line in report["lines"]] == [("failed", reason), ("ok", "")]
+
+
+def test_a_check_is_interrupted_when_the_time_is_used_up_and_later_ones_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, report = run(
+        {"good": good, "endless": endless, "later": good}, tmp_path, monkeypatch, "--budget", "1"
+    )
+    assert code == 1
+    reason = "the 1 s for all checks were used up"
+    assert [(line["status"], line["reason"]) for line in report["lines"]] == [
+        ("ok", ""),
+        ("failed", reason),
+        ("failed", reason),
+    ]
+
+
+def test_a_choice_of_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = run({"good": good, "short": short}, tmp_path, monkeypatch, "--checks", "good")
+    assert (code, [line["name"] for line in report["lines"]]) == (0, ["good"])
+    with pytest.raises(SystemExit) as error:
+        run({"good": good}, tmp_path, monkeypatch, "--checks", "god")
+    assert error.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_names_the_options_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        gpu_check.main([])
+    assert error.value.code == 2
+    assert "--tiny --device cpu" in capsys.readouterr().err
+
+
+def test_values_that_are_not_a_number_fall_short_and_are_null_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nan(work: Work) -> Measured:
+        measured = Measured({"gap": math.nan})
+        measured.at_most("gap", 1.0)
+        measured.at_least("gap", 0.0)
+        return measured
+
+    code, report = run({"nan": nan}, tmp_path, monkeypatch)
+    assert code == 1
+    assert report["lines"][0]["values"] == {"gap": None}
+    assert report["lines"][0]["reason"].count("gap is nan") == 2
+
+
+def test_memory_falls_short_where_the_peak_exceeds_the_estimate() -> None:
+    assert not memory_limits(10.0, 12.0).shortfalls
+    assert memory_limits(13.0, 12.0).shortfalls
+    assert memory_limits(0.0, 12.0).shortfalls, "nothing was measured"
+
+
+RECORD = {
+    "step": 1, "optim/loss": 0.1, "optim/grad_norm": 2.0, "sampler/logprob_gap_mean": 0.005, "time/step": 1.0,
+    "perf/model_flop_utilisation": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({}, None),
+        ({"optim/loss": math.nan}, "finite_updates"),
+        ({"optim/grad_norm": 0.0}, "grad_norm"),
+        ({"sampler/logprob_gap_mean": 0.2}, "sampler/logprob_gap_mean"),
+        ({"perf/model_flop_utilisation": 0.01}, "perf/model_flop_utilisation"),
+    ],
+)
+def test_a_step_falls_short_by_its_metrics(
+    changed: dict[str, float], name: str | None, tmp_path: Path
+) -> None:
+    found = step_limits(
+        Work("cpu", False, tmp_path), TrainedRun(tmp_path, [dict(RECORD), {**RECORD, **changed}])
+    )
+    assert [each.partition(" is ")[0] for each in found.shortfalls] == ([] if name is None else [name])
+
+
+def test_the_difference_of_two_lines_leaves_out_the_clock() -> None:
+    assert metrics_difference({"a": 1.0, "time/step": 1.0}, {"a": 1.0, "perf/x": 9.0}) == 0.0
+    assert metrics_difference({"a": 1.0}, {"a": 0.9}) == pytest.approx(0.1)
+    assert metrics_difference({"a": 1.0}, {"b": 1.0}) == math.inf
+
+
+def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not kernels.check_logprobs(tiny(tmp_path), "0.5b").shortfalls
+    exact = kernels._tiled
+    monkeypatch.setattr(kernels, "_tiled", lambda inputs: 1.1 * exact(inputs))
+    shortfalls = kernels.check_logprobs(tiny(tmp_path), "0.5b").shortfalls
+    assert [each.partition(" is ")[0] for each in shortfalls] == [
+        "max_difference_nats",
+        "hidden_gradient_difference",
+        "weight_gradient_difference",
+    ]
+
+
+def test_bounds_that_exclude_the_ratio_one_fall_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bandpo_cli.bounds
+
+    assert not kernels.check_operator(tiny(tmp_path)).shortfalls
+    exact = bandpo_cli.bounds.band_bounds
+    monkeypatch.setattr(
+        bandpo_cli.bounds, "band_bounds", lambda *given: exact(*given)._replace(upper=torch.full((1,), 0.9))
+    )
+    assert len(kernels.check_operator(tiny(tmp_path)).shortfalls) == 2
+
+
+@pytest.mark.slow
+def test_a_resume_that_changes_one_bit_falls_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bandpo_cli.training.components import Components
+
+    exact = Components.resume_from
+
+    def inexact(self: Components, checkpoint: Path) -> Any:
+        progress = exact(self, checkpoint)
+        with torch.no_grad():
+            weight = next(self.policy.model.parameters())
+            weight.view(torch.int16)[0, 0] ^= 1
+        return progress
+
+    monkeypatch.setattr(Components, "resume_from", inexact)
+    reasons = training.check_resume(tiny(tmp_path)).shortfalls
+    assert "state_equal is False, required: state_equal = True" in reasons
+
+
+def check_report(report: dict[str, Any]) -> None:
+    """Require a report in which every check ran, or was skipped for what a CPU or the environment cannot have."""
+    lines = {line["name"]: line for line in report["lines"]}
+    assert list(lines) == list(gpu_check.CHECKS)
+    for name, line in lines.items():
+        if name.startswith("memory"):
+            assert re.fullmatch(
+                r"the estimate is \S+ GiB; the peak is measured on a GPU only", line["reason"]
+            )
+        elif line["status"] == "skipped":
+            assert line["reason"] == f"{name} is not installed"
+        else:
+            assert (line["status"], line["reason"]) == ("ok", ""), name
+    for name in ("step-0.5b", "step-1.5b"):
+        assert {"time/sample", "time/logprobs", "time/update", "perf/trained_tokens_per_s"} <= lines[name][
+            "values"
+        ].keys()
+    assert lines["resume"]["values"]["next_state_equal"] is True
+
+
+@pytest.mark.slow
+def test_all_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "scripts.gpu_check", "--tiny", "--device", "cpu", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_report(json.loads(path.read_text()))
+
+
+def installed_without(folder: Path, absent: tuple[str, ...]) -> Path:
+    """Link torch, transformers and all that they require into a folder, without the packages in `absent`."""
+    folder.mkdir()
+    found: set[str] = set()
+    pending = list(MINIMAL)
+    while pending:
+        name = re.sub(r"[-_.]+", "-", pending.pop()).lower()
+        if name in found or name in absent:
+            continue
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        for requirement in distribution.requires or []:
+            if "extra ==" not in requirement:
+                match = _REQUIREMENT.match(requirement)
+                assert match is not None
+                pending.append(match[0])
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.exists() and Path(str(distribution.locate_file(top))).exists():
+                link.symlink_to(Path(str(distribution.locate_file(top))))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_checks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
+    """Without pydantic and scipy, stand-ins take their place; nothing else of the package's requirements is there."""
+    site = installed_without(tmp_path / "site", ABSENT)
+    path = tmp_path / "report.json"
+    python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    done = subprocess.run(
+        [python, "-S", "-m", "scripts.gpu_check", "--tiny", "--device", "cpu", "--json", path],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "PYTHONNOUSERSITE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["machine"]["replaced_by_stand_ins"] == ["pydantic", "scipy"]
+    check_report(report)

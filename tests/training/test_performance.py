@@ -1,0 +1,133 @@
+"""Performance metrics of a step, against counts of the matrix products that torch dispatches and against the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.training import performance
+from bandpo_cli.training.metrics import StepTimer
+from bandpo_cli.training.performance import PEAK_FLOPS, packed_work, peak_flops
+from tests.training.recording import Recording, run
+
+ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]
+
+
+def test_the_metrics_of_a_step_follow_from_its_record(recorded: Recording) -> None:
+    """Every completion of a step is sampled in `sample` and trained on in `logprobs` and `update`."""
+    for step in (1, 5):
+        line = recorded.line(step)
+        table = pq.read_table(recorded.folder.path / "samples" / f"step-{step:06d}.parquet")
+        tokens = sum(table["length"].to_pylist())
+        assert line["perf/sampled_tokens_per_s"] * line["time/sample"] == pytest.approx(tokens)
+        trainer = line["time/logprobs"] + line["time/update"]
+        assert line["perf/trained_tokens_per_s"] * trainer == pytest.approx(tokens)
+        assert 0 <= line["perf/padding_fraction"] < 1
+        assert not {"perf/peak_memory_gib", "perf/model_flop_utilisation"} & line.keys(), "of a GPU"
+    assert not [key for key in recorded.line(0) if key.startswith("perf/")]
+
+
+def test_the_padding_is_that_of_the_batches_and_does_not_depend_on_the_clock(
+    recorded: Recording, small_model: Path, tmp_path: Path
+) -> None:
+    again = run(tmp_path / "again", small_model, {"steps": 2})
+    shares = [again.line(step)["perf/padding_fraction"] for step in (1, 2)]
+    assert shares == [recorded.line(step)["perf/padding_fraction"] for step in (1, 2)]
+    assert max(shares) > 0
+
+
+@pytest.fixture
+def policy() -> Any:
+    return load_policy(ModelConfig())
+
+
+def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
+    """A row with two completions and one with one: two blocks, so no padding; two rows of 44 and 41 share one."""
+    with packed_work(policy.model) as work, torch.no_grad():
+        token_logprobs(policy.model, collate(ROWS, policy.device))
+        assert (work.positions, work.padding) == (44 + 37, 0)
+        token_logprobs(policy.model, collate([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], policy.device))
+        assert (work.positions, work.padding) == (81 + 2 * 44, 3)
+
+
+def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
+    """Independent: torch counts the products that it dispatches, except those within the attention kernel of a CPU."""
+    batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
+    with packed_work(policy.model) as work, FlopCounterMode(display=False) as counter, torch.no_grad():
+        token_logprobs(policy.model, batch)
+    config = policy.model.config
+    per_pair = 4 * config.num_hidden_layers * config.hidden_size
+    assert work.flops == counter.get_total_flops() + per_pair * (48 * 49 // 2)
+    with packed_work(policy.model) as trained:
+        token_logprobs(policy.model, batch)
+    assert trained.flops == 3 * work.flops
+
+
+def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
+    """The FLOPs of a shared row are those of its two rows, without the second pass over the prompt."""
+    flops = []
+    for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [each]) for each in ROWS[0].completions)):
+        with packed_work(policy.model) as work, torch.no_grad():
+            token_logprobs(policy.model, collate([row], policy.device))
+        flops.append(work.flops)
+    with packed_work(policy.model) as prompt, torch.no_grad():
+        token_logprobs(policy.model, collate([Row([1] * 29, [[1]])], policy.device))
+    head = 2 * policy.model.get_output_embeddings().weight.numel()
+    assert flops[1] + flops[2] - flops[0] == prompt.flops - head
+
+
+def test_only_packed_passes_within_the_context_count(policy: Any) -> None:
+    with packed_work(policy.model) as work, torch.no_grad():
+        policy.model(torch.ones(1, 4, dtype=torch.int64))
+        assert work.flops == 0
+    with torch.no_grad():
+        token_logprobs(policy.model, collate(ROWS, policy.device))
+    assert work.flops == 0
+
+
+def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card is a stand-in: 1e12 FLOP in 2 seconds on a card of 10e12 FLOP/s are 5 percent."""
+    resets: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    timer = StepTimer(lambda phase: None)
+    timer._seconds = {"time/sample": 1.0, "time/logprobs": 0.5, "time/update": 1.5, "time/eval": 9.0}
+    with packed_work(policy.model) as work:
+        work._device, work._peak, work.flops = torch.device("cuda"), 10e12, 1e12
+        metrics = work.metrics(timer, [], [])
+    assert metrics["perf/model_flop_utilisation"] == pytest.approx(0.05)
+    assert metrics["perf/peak_memory_gib"] == 3.0
+    assert resets == [torch.device("cuda")], "the next step has its own peak"
+    assert (work.flops, work.positions) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peak_of_a_card_is_found_by_its_name(name: str, key: str | None) -> None:
+    assert peak_flops(name) == (None if key is None else PEAK_FLOPS[key])
+
+
+def test_a_mixture_of_experts_has_no_utilisation(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert performance._PassCost(policy.model).is_known
+    monkeypatch.setattr(policy.model.config, "num_local_experts", 8, raising=False)
+    assert not performance._PassCost(policy.model).is_known
