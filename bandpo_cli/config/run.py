@@ -167,9 +167,9 @@ class ObjectiveConfig(Section):
     importance: Literal[
         "token-truncate", "sequence-truncate", "token-mask", "sequence-mask", "sequence-mask-any"
     ] = "token-truncate"
-    """Where the sampler runs another engine than the trainer and `old_logprobs` are the trainer's: the weight of each
-    token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over the completion
-    (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
+    """Where the sampler's log-probs are not the trainer's (another engine, or 16-bit weights) and `old_logprobs` are
+    the trainer's: the weight of each token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over
+    the completion (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
     [importance_floor, importance_cap]. `sequence-mask-any` masks a completion if any of its tokens is outside."""
     importance_cap: Positive | None = 2.0
     """The largest importance weight; null for no correction."""

@@ -119,9 +119,10 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 
 def _ratio_is_one(config: RunConfig) -> bool:
-    """Return whether the ratio is 1 in every update: one update per batch, and π_old of the trainer's own model."""
+    """Return whether the ratio is 1 in every update: one update per batch, and log π_old as the trainer computes it."""
     objective, engine = config.objective, ENGINES.get(config.sampling.engine)
-    by_trainer = objective.old_logprobs == "trainer" or (engine is not None and engine.shares_weights)
+    is_exact = engine is not None and engine.shares_weights and config.model.dtype == "float32"
+    by_trainer = objective.old_logprobs == "trainer" or is_exact
     return config.optim.updates == 1 and by_trainer
 
 
