@@ -50,6 +50,8 @@ class ModelConfig(Section):
 
     path: str = EMBEDDED_MODEL
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
+    revision: str | None = Field(None, min_length=1)
+    """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of forward and backward passes. With bfloat16 the optimizer keeps float32 master weights."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
