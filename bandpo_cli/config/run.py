@@ -51,6 +51,8 @@ class ModelConfig(Section):
 
     path: str = EMBEDDED_MODEL
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
+    revision: str | None = Field(None, min_length=1)
+    """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of forward and backward passes. With bfloat16 the optimizer keeps float32 master weights."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -168,9 +170,9 @@ class ObjectiveConfig(Section):
     importance: Literal[
         "token-truncate", "sequence-truncate", "token-mask", "sequence-mask", "sequence-mask-any"
     ] = "token-truncate"
-    """Where the sampler runs another engine than the trainer and `old_logprobs` are the trainer's: the weight of each
-    token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over the completion
-    (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
+    """Where the sampler's log-probs are not the trainer's (another engine, or 16-bit weights) and `old_logprobs` are
+    the trainer's: the weight of each token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over
+    the completion (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
     [importance_floor, importance_cap]. `sequence-mask-any` masks a completion if any of its tokens is outside."""
     importance_cap: Positive | None = 2.0
     """The largest importance weight; null for no correction."""

@@ -152,6 +152,9 @@ class DataTask(TaskSettings):
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the training problems held out for evaluation where no evaluation set is named (chosen by a hash)."""
 
+    revisions: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
+
     template: Annotated[str, AfterValidator(check_template)] = "answer-line"
     """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a text of
     your own with {question} in it. Sources with chat messages keep their messages unchanged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.run import RunConfig
@@ -96,18 +97,18 @@ def _open_model(
             check_context_length,
             drop_long_prompts_in_sets,
         )
+        from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
         policy = load_policy(config.model, for_training=False)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
         left_out: list[str] = []
         fitting = drop_long_prompts_in_sets(encoder, sets, config, left_out)
+        stop_ids = completion_stop_ids(policy, encoder, list(chain.from_iterable(fitting.values())))
         sampler = build_sampler(config, policy)
     stack.callback(sampler.close)
     pool = stack.enter_context(GraderPool(config.grading))
-    params = SamplingParams(
-        settings.samples, settings.temperature, config.sampling.max_tokens, policy.stop_ids
-    )
+    params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
         with out_of_memory_errors(config):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
@@ -79,6 +79,7 @@ def check_config(config: RunConfig) -> Task:
     if METHODS[config.bounds.method].bounds is not None:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     check_model_path(config.model.path)
+    check_revision(config.model)
     check_engine(config.sampling.engine)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
@@ -119,9 +120,10 @@ def config_warnings(config: RunConfig) -> list[str]:
 
 
 def _ratio_is_one(config: RunConfig) -> bool:
-    """Return whether the ratio is 1 in every update: one update per batch, and π_old of the trainer's own model."""
+    """Return whether the ratio is 1 in every update: one update per batch, and log π_old as the trainer computes it."""
     objective, engine = config.objective, ENGINES.get(config.sampling.engine)
-    by_trainer = objective.old_logprobs == "trainer" or (engine is not None and engine.shares_weights)
+    is_exact = engine is not None and engine.shares_weights and config.model.dtype == "float32"
+    by_trainer = objective.old_logprobs == "trainer" or is_exact
     return config.optim.updates == 1 and by_trainer
 
 
@@ -204,6 +206,16 @@ def check_model_path(path: str) -> None:
         raise ConfigError(
             f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
             f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )
+
+
+def check_revision(model: ModelConfig) -> None:
+    """Raise ConfigError for a revision of a model that is a folder, which has none."""
+    is_local = model.path == EMBEDDED_MODEL or path_exists(user_path(model.path))
+    if model.revision is not None and is_local:
+        raise ConfigError(
+            f"model.revision = {model.revision!r}: only a model on the hub has revisions, and model.path = "
+            f"{model.path!r} is a folder; leave it out"
         )
 
 

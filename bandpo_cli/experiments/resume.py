@@ -5,7 +5,7 @@ Nothing heavy is imported at module level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +14,7 @@ from pathlib import Path
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.pins import RESOLVED, pin, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -55,6 +56,7 @@ class ResumePlan:
     Attributes:
         folder: the run folder.
         config: the run's settings with the requested changes.
+        pinned: the same, with the engine and the commits that the run started with (`experiments.pins`).
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.
@@ -64,6 +66,7 @@ class ResumePlan:
 
     folder: RunFolder
     config: RunConfig
+    pinned: RunConfig
     task: Task | None
     done: int
     step: int
@@ -172,10 +175,12 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
     checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
-    task = None if step >= config.steps else check_config(config)
+    pinned = config if step >= config.steps else pin(config, folder)
+    task = None if step >= config.steps else check_config(pinned)
     return ResumePlan(
         folder,
         config,
+        pinned,
         task,
         done,
         step,
@@ -198,15 +203,18 @@ def _resume(
         with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
             pass
         return record.result
-    with loaded_components(plan.config, plan.task, events) as components:
+    with loaded_components(plan.pinned, plan.task, events) as components:
         if plan.checkpoint is not None:
             components.resume_from(plan.checkpoint)
-        _roll_back(plan)
+        _roll_back(plan, {RESOLVED: resolved_settings(plan.pinned, components.policy)})
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 
-def _roll_back(plan: ResumePlan) -> None:
-    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
+def _roll_back(plan: ResumePlan, env: Mapping[str, object] | None = None) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume.
+
+    `env` has further entries of env.json.
+    """
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
@@ -216,7 +224,9 @@ def _roll_back(plan: ResumePlan) -> None:
     prune_checkpoints(folder, plan.config.checkpoint)
     folder.write_config(to_yaml(plan.config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
+    folder.record_resume(
+        {"time": when, "after_step": max(plan.step, 0)}, {**describe_environment(), **(env or {})}
+    )
 
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:

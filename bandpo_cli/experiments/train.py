@@ -21,6 +21,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, system_error_message
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -128,7 +129,8 @@ def train(
         folder = RunFolder.create(plan.runs_dir, plan.name)
         with run_lock(folder.path):
             folder.write_config(to_yaml(plan.config))
-            folder.write_env(describe_environment())
+            resolved = resolved_settings(plan.config, components.policy)
+            folder.write_env({**describe_environment(), RESOLVED: resolved})
             return run_steps(plan.config, folder, components, events, 0, stop_requested)
 
 

@@ -62,6 +62,12 @@ def passes_dtype(config: RunConfig) -> Overrides:
     }
 
 
+def revision_differences(config: RunConfig) -> list[str]:
+    """Return a line for a model of a given revision."""
+    revision = config.model.revision
+    return [] if revision is None else [f"model.revision = {revision}: verl loads the latest one"]
+
+
 def device_differences(config: RunConfig) -> list[str]:
     """Return a line for a device that is no GPU."""
     device = config.model.device

@@ -91,6 +91,7 @@ RULES: dict[str, Rule] = {
     "model.path": Rule(
         "a hub id or folder as it is; the embedded model is copied", overrides=rules.model_path
     ),
+    "model.revision": Rule("the latest", differences=rules.revision_differences),
     "model.dtype": Rule(
         "of the passes too; weights and optimizer are float32", f"{ROLLOUT}.dtype", rules.passes_dtype
     ),

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.hub import cached_commit
 from bandpo_cli.models.checks import (
     check_declared_size,
     check_loaded_weights,
@@ -50,12 +51,14 @@ class Policy:
         tokenizer: its tokenizer.
         stop_ids: ids of the tokens that end a completion.
         pad_id: id of the padding token; the model never attends to it.
+        commit: the commit of a model on the hub; None for a folder.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     pad_id: int
+    commit: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +80,21 @@ def model_location(config: ModelConfig) -> str:
     return str(folder) if path_exists(folder) else config.path
 
 
+def _is_on_hub(config: ModelConfig) -> bool:
+    """Return whether the model is loaded from the hub, not from a folder."""
+    return not path_exists(Path(model_location(config)))
+
+
+def _revision(config: ModelConfig) -> dict[str, str]:
+    """Return the argument `revision` of the loaders; none for a folder."""
+    return {} if config.revision is None or not _is_on_hub(config) else {"revision": config.revision}
+
+
+def _commit(config: ModelConfig) -> str | None:
+    """Return the commit of a model on the hub whose config has been read; None for a folder."""
+    return cached_commit(config.path, "model", config.revision) if _is_on_hub(config) else None
+
+
 def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
     """Load model and tokenizer onto the configured device.
 
@@ -93,6 +111,9 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
     """
     attention, device = _attention(config), _device(config.device)
     model_config = read_config(config)
+    commit = _commit(config)
+    if commit is not None:  # a repository that changes in between gives no mixture of two commits
+        config = config.model_copy(update={"revision": commit})
     model, tokenizer = _load(config, model_config, attention)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.to(device).eval()
@@ -101,7 +122,7 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
         check_packed_forward(model)
-    return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id)
+    return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id, commit=commit)
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
@@ -113,7 +134,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     location = model_location(config)
     check_model_files(location, config.path)
     with loading_errors(config.path, "its config cannot be read"):
-        return AutoConfig.from_pretrained(location, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            location, trust_remote_code=config.trust_remote_code, **_revision(config)
+        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -124,7 +147,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     with loading_errors(config.path, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(
-            model_location(config), trust_remote_code=config.trust_remote_code
+            model_location(config), trust_remote_code=config.trust_remote_code, **_revision(config)
         )
 
 
@@ -146,6 +169,7 @@ def _load(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # check_loaded_weights refuses them, with the others
             output_loading_info=True,
+            **_revision(config),
         )
         check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]

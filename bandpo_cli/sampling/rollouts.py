@@ -69,6 +69,10 @@ class PromptEncoder:
                     ids[index] = tuple(tokens)
         return [EncodedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
 
+    def applies_template(self, problem: Problem) -> bool:
+        """Return whether the chat template formats the problem's prompt."""
+        return self._chat and not isinstance(problem.prompt, str)
+
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
         """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""
         encoded = self.encode(problems_P)

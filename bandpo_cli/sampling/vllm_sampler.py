@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
-import math
 import os
 import random
 import tempfile
@@ -24,6 +23,7 @@ from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_worker import (
     Weights,
     compared_shapes,
@@ -44,24 +44,10 @@ TEMPERATURES = (0.01, 2.0)
 """Temperatures at which vLLM samples, besides 0. Below them it silently uses 0.01, above them it raises."""
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
-PROBE_TOLERANCE = {
-    ("cpu", torch.float32): 1e-3,
-    # Some of vLLM's attention kernels multiply float32 as TF32, which has a mantissa of 10 bits.
-    ("cuda", torch.float32): 2e-2,
-}
-"""Maximum mean difference in nats of the probe's log-probs after a sync, by device type and dtype of the weights.
-`HALF_PRECISION_TOLERANCE` applies to all others."""
-HALF_PRECISION_TOLERANCE = 0.25
-"""Maximum mean difference in nats for 16-bit weights, whose kernels round differently in vLLM and in the trainer."""
 
 
 class VllmSampler:
-    """`vllm.LLM` in this process; see `Sampler` for the contract of each method.
-
-    Attributes:
-        probe_gap: mean difference in nats between the engine's and the trainer's log-probs of a fixed sequence,
-            measured by the last sync.
-    """
+    """`vllm.LLM` in this process; see `Sampler` for the contract of each method."""
 
     shares_weights = False
 
@@ -75,10 +61,10 @@ class VllmSampler:
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
+        self._check = SyncCheck(policy, config.max_prompt_tokens + config.max_tokens)
         self._llm, self._threads = _start(config, policy.model, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
-        self.probe_gap = math.nan
         try:
             self.sync(policy.model, version=0)
         except StaleEngineError:
@@ -87,6 +73,11 @@ class VllmSampler:
         except RunError as error:
             self.close()
             raise UserError(f"sampling.engine = 'vllm': vLLM cannot run this model here: {error}") from error
+
+    @property
+    def probe_gap(self) -> float:
+        """Mean difference in nats between the engine's and the trainer's log-probs, measured by the last sync."""
+        return self._check.gap
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
@@ -103,7 +94,10 @@ class VllmSampler:
         first_seed = random.Random(seed).getrandbits(62)
         seeds = [first_seed + index * params.samples for index in range(len(prompts_P))]
         outputs = self._generate(prompts_P, [_request(params, seed) for seed in seeds])
-        return [[self._completion(output) for output in request.outputs] for request in outputs]
+        groups = [[self._completion(output) for output in request.outputs] for request in outputs]
+        if groups:
+            self._check.observe(prompts_P[0], groups[0][0])
+        return groups
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
@@ -138,7 +132,7 @@ class VllmSampler:
                 f"vLLM did not clear the cached prompts of the weights before version {version}"
             )
         self._compare_tensors(weights, version)
-        self._compare_logprobs(model, version)
+        self._check.check(model, version, self._sample_probe)
         self._version = version
 
     def close(self) -> None:
@@ -206,28 +200,10 @@ class VllmSampler:
                         f"vLLM does not run version {version} of the weights: {name} differs"
                     )
 
-    def _compare_logprobs(self, model: PreTrainedModel, version: int) -> None:
-        """Compare log-probs of a fixed sequence, which depend on all weights, including fused and repacked ones.
-
-        Two requests are sent: one continues the sequence, which reads cached prompts, and one returns the log-probs of
-        the sequence itself.
-        """
-        length = min(self._max_model_len - 1, 2 * CPU_CACHE_BLOCK + 8)
-        vocabulary = model.config.get_text_config().vocab_size
-        ids = [(7919 * index + 3) % vocabulary for index in range(length)]
-        continued, scored = self._generate([ids, ids], [_probe(None), _probe(0)])
-        token = continued.outputs[0].token_ids[0]
-        engine_logprobs = torch.tensor(
-            [*scored.prompt_logprobs.logprobs, continued.outputs[0].logprobs.logprobs[0]]
-        )
-        gaps = (_sequence_logprobs(model, [*ids, token]) - engine_logprobs).abs()
-        self.probe_gap = max(gaps[:-1].mean().item() if length > 1 else 0.0, gaps[-1].item())
-        limit = PROBE_TOLERANCE.get((model.device.type, model.dtype), HALF_PRECISION_TOLERANCE)
-        if not self.probe_gap <= limit:
-            raise StaleEngineError(
-                f"vLLM's results differ from those of version {version} of the weights: log-probs of a fixed sequence "
-                f"differ by {self.probe_gap:.3g} nats, rounding explains at most {limit:g}"
-            )
+    def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
+        """Return completions of one prompt, whatever version the engine has."""
+        (output,) = self._generate([prompt], [_request(params, seed)])
+        return [self._completion(each) for each in output.outputs]
 
 
 def _start(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> tuple[vllm.LLM, int]:
@@ -292,8 +268,8 @@ def _config_folder(model: PreTrainedModel) -> Path:
     return folder
 
 
-def _request(params: SamplingParams, seed: int, prompt_logprobs: int | None = None) -> vllm.SamplingParams:
-    """Return vLLM's parameters of one prompt; `prompt_logprobs=0` also returns the log-probs of its tokens."""
+def _request(params: SamplingParams, seed: int) -> vllm.SamplingParams:
+    """Return vLLM's parameters of one prompt."""
     from vllm import SamplingParams as Request
 
     return Request(
@@ -304,24 +280,9 @@ def _request(params: SamplingParams, seed: int, prompt_logprobs: int | None = No
         ignore_eos=True,  # only the tokens in stop_ids end a completion
         seed=seed,
         logprobs=0,
-        prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,
         detokenize=False,
     )
-
-
-def _probe(prompt_logprobs: int | None) -> vllm.SamplingParams:
-    """Return vLLM's parameters for one token after the probe's fixed sequence."""
-    one_token = SamplingParams(samples=1, temperature=1.0, max_tokens=1, stop_ids=())
-    return _request(one_token, 0, prompt_logprobs)
-
-
-@torch.no_grad()
-def _sequence_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Return the trainer's log-probs of ids[1:], in nats, float32 on the CPU."""
-    tokens = torch.tensor([ids], device=model.device)
-    logprobs = torch.log_softmax(model(input_ids=tokens).logits[0, :-1].float(), dim=-1)
-    return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(1).cpu()
 
 
 def _error_text(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.questions import (
     TEMPLATES,
@@ -20,7 +20,7 @@ from bandpo_cli.tasks.questions import (
     load_questions,
     text_hash,
 )
-from bandpo_cli.tasks.rows import source_label
+from bandpo_cli.tasks.rows import SplitName, hub_id, source_label
 from bandpo_cli.types import Problem
 
 
@@ -31,7 +31,7 @@ class QuestionAnswerTask:
         """Check the settings that can be checked without reading a source.
 
         Raises:
-            ConfigError: If there are no sources, or two sources share a label.
+            ConfigError: If there are no sources, two sources share a label, or a revision is of no source.
         """
         self.name: str = config.name
         self._config = config
@@ -40,6 +40,7 @@ class QuestionAnswerTask:
             each.grader is not None and each.grader not in GRADERS for each in config.rewards or ()
         )
         self._heldout_sources = config.heldout or _default_heldout(config)
+        _check_revisions(config)
         _check_labels("heldout", self._heldout_sources)
         if not self._heldout_sources:
             _check_labels("train", self._train_sources)
@@ -80,7 +81,7 @@ class QuestionAnswerTask:
             return {self._split_label: self._train_heldout_split[1]}
         sets = {}
         for source in self._heldout_sources:
-            loaded = load_questions(source, "heldout", self._config.answer_grader, self._keep_columns)
+            loaded = self._load(source, "heldout")
             self._add_note(loaded, "evaluation")
             sets[loaded.label] = _hash_order(loaded.questions)
         return sets
@@ -109,7 +110,7 @@ class QuestionAnswerTask:
         """The questions of all training sources, mixed in the order of a hash."""
         questions: dict[str, Question] = {}
         for source in self._train_sources:
-            loaded = load_questions(source, "train", self._config.answer_grader, self._keep_columns)
+            loaded = self._load(source, "train")
             self._add_note(loaded, "training")
             questions |= {question.id: question for question in loaded.questions}
         return _hash_order(questions.values())
@@ -133,6 +134,11 @@ class QuestionAnswerTask:
             f"for evaluation (heldout_fraction = {fraction:g})"
         )
         return train, heldout
+
+    def _load(self, source: Source, part: SplitName) -> LoadedQuestions:
+        config = self._config
+        revision = config.revisions.get(hub_id(source) or "")
+        return load_questions(source, part, config.answer_grader, self._keep_columns, revision)
 
     @property
     def _split_label(self) -> str:
@@ -166,6 +172,25 @@ class QuestionAnswerTask:
             )
         elif unread := _unread_form(self._config.template, loaded.questions[0].grader):
             self._notes.append(f"{loaded.label}, {purpose}: {unread}")
+
+
+def hub_ids(config: DataTask) -> list[str]:
+    """Return the ids of the data sets on the hub that a task reads, without those of files and folders."""
+    train = config.train
+    if not train and config.name in DATASETS and DATASETS[config.name].train_split is not None:
+        train = (Source(name=config.name),)
+    ids = [hub_id(source) for source in (*train, *(config.heldout or _default_heldout(config)))]
+    return list(dict.fromkeys(each for each in ids if each is not None))
+
+
+def _check_revisions(config: DataTask) -> None:
+    known = hub_ids(config)
+    for name in config.revisions:
+        if name not in known:
+            raise ConfigError(
+                f"task.revisions: '{name}' is no data set on the hub that this task reads{nearest(name, known)}; "
+                f"it reads {', '.join(known) or 'local files only'}"
+            )
 
 
 def _default_train(config: DataTask) -> tuple[Source, ...]:

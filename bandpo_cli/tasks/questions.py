@@ -150,7 +150,11 @@ def text_hash(text: str) -> str:
 
 
 def load_questions(
-    source: Source, part: SplitName, grader: str | None = None, keep_columns: bool = False
+    source: Source,
+    part: SplitName,
+    grader: str | None = None,
+    keep_columns: bool = False,
+    revision: str | None = None,
 ) -> LoadedQuestions:
     """Read the questions of a source.
 
@@ -159,6 +163,7 @@ def load_questions(
         part: The setting that names the source, `train` or `heldout`.
         grader: The grader of its answers, instead of the one that the source names.
         keep_columns: Keep all columns of a row for the grader, as is always done for a custom one.
+        revision: The revision of a data set on the hub; None for the latest.
 
     Raises:
         ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
@@ -166,7 +171,7 @@ def load_questions(
     """
     label = source_label(source)
     grader = grader or source.grader or (DATASETS[source.name].grader if source.name else "math")
-    rows = read_rows(source, part)
+    rows = read_rows(source, part, revision)
     first_rows = list(islice(rows, _SAMPLE_ROWS))
     columns = list(dict.fromkeys(str(name) for row in first_rows for name in row))
     names = find_fields(first_rows, source.fields, known_fields(source))

@@ -29,18 +29,19 @@ _LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
 _MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a long worked solution
 
 
-def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
+def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[dict[str, Any]]:
     """Read the rows of a source: a local file, a folder, or a data set on the hub.
 
     Args:
         source: The source in the config.
         part: The setting that names it, which determines the default split.
+        revision: The revision of a data set on the hub; None for the latest.
 
     Raises:
         ConfigError: If there is no such file or data set, or it cannot be read.
     """
     if source.path is None:
-        return _hub_rows(source, part, DATASETS[source.name].hub_id)  # type: ignore[index]  # a name or a path
+        return _hub_rows(source, part, DATASETS[source.name].hub_id, revision)  # type: ignore[index]  # a name or a path
     path = user_path(source.path)
     exists = path_exists(path)
     if exists and path.is_dir():
@@ -51,11 +52,20 @@ def read_rows(source: Source, part: SplitName) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
         return read_file(path)
     if _HUB_ID.fullmatch(source.path):
-        return _hub_rows(source, part, source.path)
+        return _hub_rows(source, part, source.path, revision)
     raise ConfigError(
         f"task.{part} = '{source.path}': no such file, and no known data set of that name"
         f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
     )
+
+
+def hub_id(source: Source) -> str | None:
+    """Return the id of the data set on the hub that `read_rows` reads; None for a file or folder."""
+    if source.path is None:
+        return DATASETS[source.name].hub_id if source.name is not None else None
+    path = user_path(source.path)
+    is_local = path_exists(path) or path.suffix.lower() in FILE_SUFFIXES
+    return None if is_local or not _HUB_ID.fullmatch(source.path) else source.path
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -79,7 +89,9 @@ def read_file(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}: not readable: {first_line(error)}") from None
 
 
-def read_hub(path: str, subset: str | None, split: str, hint: str) -> Iterator[dict[str, Any]]:
+def read_hub(
+    path: str, subset: str | None, split: str, hint: str, revision: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Read the rows of one split of a data set.
 
     Args:
@@ -87,11 +99,12 @@ def read_hub(path: str, subset: str | None, split: str, hint: str) -> Iterator[d
         subset: The subset (configuration); None for the default.
         split: The split.
         hint: What to do if the data set cannot be loaded; the end of the error message.
+        revision: The revision (branch, tag or commit) of a data set on the hub; None for the latest.
 
     Raises:
         ConfigError: If the hub cannot be reached, or has no such data set, subset or split.
     """
-    rows = _load(path, subset, split, hint)
+    rows = _load(path, subset, split, hint, revision)
     try:
         for batch in rows.with_format("arrow").iter(batch_size=1024):
             yield from batch.to_pylist()
@@ -124,17 +137,19 @@ def known_fields(source: Source) -> Fields:
     return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
 
 
-def _hub_rows(source: Source, part: SplitName, path: str) -> Iterator[dict[str, Any]]:
+def _hub_rows(
+    source: Source, part: SplitName, path: str, revision: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Read a data set on the hub or a folder in its layout; a copy of a known set keeps its subset and splits."""
     if source.name is None:
         split = source.split or {"train": "train", "heldout": "test"}[part]
-        return read_hub(path, source.subset, split, f"give a local file: --set task.{part}=FILE")
+        return read_hub(path, source.subset, split, f"give a local file: --set task.{part}=FILE", revision)
     known = DATASETS[source.name]
     known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
     if known_split is None:
         raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")
     hint = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
-    return read_hub(path, source.subset or known.subset, known_split, hint)
+    return read_hub(path, source.subset or known.subset, known_split, hint, revision)
 
 
 _MISSING_PART = {
@@ -143,16 +158,18 @@ _MISSING_PART = {
 }
 
 
-def _load(path: str, subset: str | None, split: str, hint: str) -> Any:
+def _load(path: str, subset: str | None, split: str, hint: str, revision: str | None) -> Any:
     import datasets
 
     what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
+    what += f", revision '{revision}'" if revision else ""
     try:
         with _only_errors("huggingface_hub", "datasets"):
             if _was_saved_to_disk(Path(path)):
                 saved = datasets.load_from_disk(path)
                 return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-            return datasets.load_dataset(path, subset, split=split)
+            at_revision = {"revision": revision} if revision else {}
+            return datasets.load_dataset(path, subset, split=split, **at_revision)
     except KeyError:
         raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
     except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from bandpo_cli.sampling.rollouts import (
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
+from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.base import ProblemStream, Task
@@ -107,6 +109,7 @@ def build_components(config: RunConfig, task: Task) -> Components:
     # Copy the reference before the optimizer and the sampler allocate memory.
     reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
+    stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
     return Components(
         policy=policy,
         reference=reference,
@@ -116,7 +119,7 @@ def build_components(config: RunConfig, task: Task) -> Components:
         grader=GraderPool(config.grading),
         sampler=build_sampler(config, policy),
         optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
+        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids),
         problems_digest=_problems_digest(train, heldout),
         notes=notes,
     )

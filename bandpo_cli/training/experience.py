@@ -35,7 +35,7 @@ class Experience:
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
         entropy: [N] float32, entropy of π_old at T=1 at each token's position.
         correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
-            sampler runs the trainer's own model, or where no correction is configured.
+            sampler's log-probs are the trainer's (`sampling.base.is_exact`), or where no correction is configured.
         loss: the policy loss of the method.
         columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
             `upper`, the ratio bounds.
@@ -132,7 +132,7 @@ def prepare_experience(
     advantages_PG: torch.Tensor,
     loss: PolicyLoss,
     config: RunConfig,
-    sampler_shares_weights: bool = True,
+    sampler_is_exact: bool = True,
 ) -> Experience:
     """Compute old log-probs, entropy, the method's columns and reference log-probs of an update's groups.
 
@@ -144,7 +144,8 @@ def prepare_experience(
         groups: the P graded groups.
         advantages_PG: [P, G] float32.
         loss: the method's loss.
-        sampler_shares_weights: the sampler ran the trainer's own model, so that no correction is needed.
+        sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
+            `sampling.base.is_exact`.
 
     Raises:
         RunError: a completion has no tokens.
@@ -172,7 +173,7 @@ def prepare_experience(
     by_trainer = objective.old_logprobs == "trainer"
     old_logprobs = trainer_logprobs if by_trainer else sampler_logprobs
     correction = None
-    if by_trainer and not sampler_shares_weights:
+    if by_trainer and not sampler_is_exact:
         correction = importance_weights(trainer_logprobs, sampler_logprobs, lengths, objective)
     advantages = advantages_PG.flatten().to(device).repeat_interleave(lengths)
     return Experience(

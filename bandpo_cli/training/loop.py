@@ -20,6 +20,8 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, training_grader
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
+from bandpo_cli.sampling.base import is_exact
+from bandpo_cli.sampling.dynamic import select_groups
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
@@ -151,18 +153,14 @@ def _sample_groups(config: RunConfig, components: Components, step: int, timer: 
     """
     wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
     sampled: list[Group] = []
-    kept: list[Group] = []
     for batch in range(config.sampling.dynamic_batches if dynamic else 1):
         seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
-        groups = _sample_batch(config, components, seed, timer)
-        sampled += groups
-        kept += [group for group in groups if has_reward_spread(group)] if dynamic else groups
-        if len(kept) >= wanted:
+        sampled += _sample_batch(config, components, seed, timer)
+        if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
             break
-    # If too few groups are left after the last batch, groups without spread fill up: they have no gradient, and each
-    # update keeps its size.
-    fill = [group for group in sampled if not has_reward_spread(group)] if dynamic else []
-    return SampledGroups([*kept, *fill][:wanted], sampled)
+    return SampledGroups(
+        select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled, sampled
+    )
 
 
 def _sample_batch(config: RunConfig, components: Components, seed: int, timer: StepTimer) -> list[Group]:
@@ -213,7 +211,7 @@ def _prepare_updates(
             advantages_PG[start : start + size],
             loss,
             config,
-            sampler_shares_weights=components.sampler.shares_weights,
+            sampler_is_exact=is_exact(components.sampler, components.policy),
         )
         for start in range(0, len(groups), size)
     ]

@@ -32,6 +32,7 @@ NOT_COMPUTED = {
     "checkpoint": "when the state is written",
     "model.device": "the hardware",
     "model.trust_remote_code": "a permission",
+    "model.revision": "null; the paper does not name the commits",
     "grading.workers": "the hardware",
     "grading.memory_gb": "the hardware",
     "grading.batch": "used only by functions that take lists",

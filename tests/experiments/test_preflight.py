@@ -152,4 +152,11 @@ def test_one_update_per_batch_is_not_warned_about_where_ratios_differ_from_one()
     """With the log-probs of another engine as π_old the first ratio is the gap between the two engines."""
     sampled = {"objective": {"old_logprobs": "sampler"}}
     assert warnings_of("clip", sampling={"engine": "vllm"}, **sampled) == []
-    assert len(warnings_of("clip", sampling={"engine": "transformers"}, **sampled)) == 1
+    assert (
+        len(warnings_of("clip", sampling={"engine": "transformers"}, model={"dtype": "float32"}, **sampled))
+        == 1
+    )
+    in_16_bits = warnings_of(
+        "clip", sampling={"engine": "transformers"}, model={"dtype": "bfloat16"}, **sampled
+    )
+    assert in_16_bits == []

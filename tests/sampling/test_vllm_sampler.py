@@ -12,6 +12,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.sampling import vllm_sampler
 from bandpo_cli.sampling.base import StaleEngineError, build_sampler
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from tests.conftest import random_model
@@ -47,12 +48,14 @@ class FakeEngine:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     recorded: list[str] = []
     monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(recorded), 1))
-    monkeypatch.setattr(VllmSampler, "_compare_logprobs", lambda *_: recorded.append("probe"))
+    monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
     return recorded
 
 
 def engine(device: str, **settings: Any) -> VllmSampler:
-    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device))
+    policy: Any = SimpleNamespace(
+        model=random_model(), tokenizer=None, device=torch.device(device), stop_ids=(2,), pad_id=0
+    )
     return VllmSampler(RunConfig.model_validate({"sampling": {"vllm": settings}}).sampling, policy)
 
 
@@ -95,7 +98,9 @@ def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytes
 
     def built(choice: str, device: str, installed: bool) -> type:
         monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: installed)
-        policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
+        policy: Any = SimpleNamespace(
+            model=random_model(), tokenizer=None, device=torch.device(device), stop_ids=(2,), pad_id=0
+        )
         return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
 
     assert built("auto", "cpu", installed=True) is TransformersSampler

@@ -160,9 +160,11 @@ def test_dynamic_sampling_stops_at_the_batch_that_completes_the_step(
 def test_dynamic_sampling_fills_up_with_the_first_groups_without_spread(
     tmp_path: Path, small_model: Path
 ) -> None:
+    """Two updates of two groups: each has one of the two groups with spread."""
     recording, groups = dynamic(tmp_path, small_model, batches=3, spread={1, 6})
     assert len(groups) == 12
-    check_learned(recording, [groups[index] for index in (1, 6, 0, 2)])
+    check_learned(recording, [groups[index] for index in (1, 0, 6, 2)])
+    assert all(update.largest_gradient > 0 for update in recording.steps[1].updates)
 
 
 def by_parity(token: int) -> float:
@@ -207,6 +209,27 @@ def test_no_correction_without_another_engine_or_cap(
         close(tokens(recording, 1)["old_logprob"], sampled, 1e-5)
     else:
         check_learned(recording, groups)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(
+    tmp_path: Path, small_model: Path, dtype: str
+) -> None:
+    """The real sampler, which draws from logits rounded to bfloat16: w = π_old/π_sampler of every token, by hand."""
+    layer = {"model": {"dtype": dtype}}
+    recording = run(tmp_path / "a", small_model, ONE_STEP, layer)
+    groups, line = recording.steps[1].training_groups(), recording.line(1)
+    if dtype == "float32":
+        assert not [key for key in line if key.startswith("sampler/importance")]
+        assert line["sampler/logprob_gap_max"] < 1e-4
+        return
+    reported = [logprob for group in groups for each in group for logprob in each.completion.logprobs]
+    weights = [
+        math.exp(old - new) for old, new in zip(tokens(recording, 1)["old_logprob"], reported, strict=True)
+    ]
+    assert max(weights) > 1.003, "no token differs, so nothing is tested"
+    assert line["sampler/importance_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-6)
+    assert line["sampler/importance_max"] == pytest.approx(max(weights), rel=1e-6)
 
 
 @pytest.mark.parametrize(

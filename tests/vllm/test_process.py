@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
 from bandpo_cli.sampling.vllm_worker import compared_shapes, policy_weights
 from tests.vllm.conftest import perturb, random_policy, start
 
@@ -71,7 +72,7 @@ def test_bfloat16_weights_pass_the_check() -> None:
     sampler = start(policy)
     perturb(policy.model)
     sampler.sync(policy.model, 1)
-    assert 1e-4 < sampler.probe_gap < 0.25
+    assert 1e-4 < sampler.probe_gap < HALF_PRECISION_LIMIT / 2
     sampler.close()
 
 

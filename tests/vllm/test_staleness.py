@@ -65,7 +65,7 @@ def test_one_part_of_a_fused_tensor_not_loaded(qwen2: Running, monkeypatch: pyte
         monkeypatch,
         lambda weights: [pair for pair in weights if "layers.1.self_attn.k_proj.weight" not in pair[0]],
     )
-    with pytest.raises(StaleEngineError, match="log-probs of a fixed sequence"):
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
         qwen2.sync()
 
 
@@ -87,7 +87,7 @@ def test_changed_values_are_detected(
 def test_tied_output_layer_that_is_not_updated(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32 does not update it on a CPU: without the repacking, the probe fails."""
     monkeypatch.setattr(vllm_worker, "_repack_tied", lambda model: None)
-    with pytest.raises(StaleEngineError, match="log-probs of a fixed sequence"):
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
         qwen2.sync()
 
 
@@ -118,7 +118,7 @@ def test_prefix_cache_that_is_not_cleared(qwen2: Running, monkeypatch: pytest.Mo
     with pytest.raises(StaleEngineError, match="did not clear the cached prompts"):
         qwen2.sync()
     monkeypatch.setattr(engine, "reset_prefix_cache", lambda: True)
-    with pytest.raises(StaleEngineError, match="log-probs of a fixed sequence"):
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
         qwen2.sync()
 
 

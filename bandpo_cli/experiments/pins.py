@@ -1,0 +1,100 @@
+"""What a run's settings resolved to (the entry `resolved` of env.json), and a resume with the same.
+
+`sampling.engine: auto` depends on the machine, and a model or data set on the hub can change. A resumed run has the
+engine, the dtype and the commits that the run started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed, resolve_engine
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.hub import cached_commit, is_commit
+from bandpo_cli.registries import ENGINES
+from bandpo_cli.storage.files import read_json_object
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.question_answers import hub_ids
+
+if TYPE_CHECKING:
+    from bandpo_cli.models.load import Policy
+
+RESOLVED = "resolved"
+"""The entry of env.json."""
+_DTYPES = ("float32", "bfloat16")
+
+
+def resolved_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
+    """Return what the settings of a run resolved to, for `env.json`.
+
+    Returns:
+        `engine`, the name of the sampling engine; `dtype` of the weights; `model`, the commit of a model on the hub,
+        None for a folder; `data`, the commits of the data sets on the hub by id, without those that are not known.
+    """
+    return {
+        "engine": resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda"),
+        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "model": policy.commit,
+        "data": _data_commits(config),
+    }
+
+
+def _data_commits(config: RunConfig) -> dict[str, str]:
+    if not isinstance(config.task, DataTask):
+        return {}
+    commits = {
+        name: cached_commit(name, "dataset", config.task.revisions.get(name)) for name in hub_ids(config.task)
+    }
+    return {name: commit for name, commit in commits.items() if commit is not None}
+
+
+def stored_resolution(folder: RunFolder) -> Mapping[str, Any]:
+    """Return what a run's settings resolved to when it started; empty where env.json does not say.
+
+    A run that an earlier version started has the entry in its list of resumes.
+    """
+    try:
+        env = read_json_object(folder.path / "env.json")
+    except UserError:
+        return {}
+    resumes = env.get("resumes")
+    entries = [env, *(resumes if isinstance(resumes, list) else [])]
+    found = [each[RESOLVED] for each in entries if isinstance(each, dict) and RESOLVED in each]
+    return found[0] if found and isinstance(found[0], dict) else {}
+
+
+def pin(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Return the settings with the engine, dtype and commits that the run in `folder` started with.
+
+    Entries of env.json that no run writes are ignored.
+
+    Raises:
+        ConfigError: the engine that `auto` resolved to is not installed.
+    """
+    stored = stored_resolution(folder)
+    sampling, model, task = config.sampling, config.model, config.task
+    engine, dtype, commit, data = (stored.get(key) for key in ("engine", "dtype", "model", "data"))
+    if sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
+        _check_installed(engine, folder)
+        sampling = sampling.model_copy(update={"engine": engine})
+    if str(model.dtype) == "auto" and dtype in _DTYPES:
+        model = model.model_copy(update={"dtype": dtype})
+    if is_commit(commit):
+        model = model.model_copy(update={"revision": commit})
+    if isinstance(task, DataTask) and isinstance(data, dict):
+        commits = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
+        task = task.model_copy(update={"revisions": {**task.revisions, **commits}})
+    return config.model_copy(update={"sampling": sampling, "model": model, "task": task})
+
+
+def _check_installed(engine: str, folder: RunFolder) -> None:
+    package = ENGINES[engine].package
+    if package is not None and not is_installed(package):
+        raise ConfigError(
+            f"run {folder.name} samples with {engine}, to which sampling.engine = {AUTO_ENGINE} resolved when it "
+            f"started, and the package {package} is not installed here; a run is resumed with its own engine: "
+            f"{ENGINES[engine].install}"
+        )

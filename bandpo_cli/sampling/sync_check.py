@@ -1,0 +1,122 @@
+"""Check after a weight sync: the engine's log-probs of a few tokens that it samples, against the trainer's.
+
+The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens.
+`benchmarks/sync_noise.py` measures how much that is over hundreds of syncs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.models.load import Policy
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.types import Completion
+
+SAMPLES, COMPLETION_TOKENS = 4, 8
+"""Completions of the probe and their lengths: 32 tokens whose log-probs are compared."""
+PROMPT_TOKENS = 72
+"""Length of the probe's prompt: more than two blocks of the engine's prefix cache (16 tokens, 32 on a CPU), so that a
+cache which a sync has not cleared is read."""
+ATTEMPTS = 2
+"""Probes, with other tokens each, of which one must be within the limit: a single outlier does not end a run."""
+LIMITS = {
+    ("cpu", torch.float32): 1e-3,
+    # Some of vLLM's attention kernels multiply float32 as TF32, which has a mantissa of 10 bits.
+    ("cuda", torch.float32): 2e-2,
+}
+"""Largest mean absolute difference of the log-probs in nats, by device type and dtype of the weights."""
+HALF_PRECISION_LIMIT = 0.1
+"""The same for 16-bit weights, whose kernels round differently in the engine and in the trainer."""
+_START = "1 + 1 ="
+"""Text from which the policy samples the first prompt of the probe."""
+
+Sample = Callable[[TokenIds, SamplingParams, int], Sequence[Completion]]
+"""Returns the engine's completions of a prompt: (prompt, parameters, seed) → [n]."""
+
+
+def probe_limit(model: PreTrainedModel) -> float:
+    """Return the largest mean difference, in nats, that rounding explains for the model's device and dtype."""
+    return LIMITS.get((model.device.type, model.dtype), HALF_PRECISION_LIMIT)
+
+
+class SyncCheck:
+    """Compares the engine with the trainer after each sync.
+
+    The engine continues a prompt; the trainer computes the log-probs of the sampled tokens. The prompt is the start of
+    a rollout of the latest sampling call, if that was long enough: the keys and values of the old weights are then in
+    the engine's cache, and a sync that does not clear it is noticed. Until then the policy itself samples the prompt.
+
+    Attributes:
+        gap: mean absolute difference of the log-probs in nats, of the latest attempt; NaN before the first.
+    """
+
+    def __init__(self, policy: Policy, max_model_len: int) -> None:
+        """Sample the first prompt with the trainer's model.
+
+        Args:
+            policy: the policy.
+            max_model_len: tokens of prompt and completion that the engine allows, at least 2.
+        """
+        completion = min(COMPLETION_TOKENS, max_model_len - 1)
+        self._params = SamplingParams(SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=())
+        self._length = min(PROMPT_TOKENS, max_model_len - completion)
+        self._prompt = _sampled_prompt(policy, self._length)
+        self.gap = math.nan
+
+    def observe(self, prompt: TokenIds, completion: Completion) -> None:
+        """Take the start of a rollout as the prompt of the next checks if it is long enough."""
+        rollout = (*prompt, *completion.token_ids)
+        if len(rollout) >= self._length:
+            self._prompt = rollout[: self._length]
+
+    def check(self, model: PreTrainedModel, version: int, sample: Sample) -> None:
+        """Compare log-probs of the engine's samples with the trainer's.
+
+        Args:
+            model: the policy's model.
+            version: number of optimizer updates of its weights.
+            sample: samples completions of a prompt from the engine.
+
+        Raises:
+            StaleEngineError: the mean difference is above the limit in every attempt.
+        """
+        limit = probe_limit(model)
+        for seed in range(ATTEMPTS):
+            self.gap = mean_gap(model, self._prompt, sample(self._prompt, self._params, SAMPLES * seed))
+            if self.gap <= limit:
+                return
+        raise StaleEngineError(
+            f"vLLM's results differ from those of version {version} of the weights: log-probs of sampled tokens differ "
+            f"by {self.gap:.3g} nats on average, rounding explains at most {limit:g}"
+        )
+
+
+@torch.no_grad()
+def mean_gap(model: PreTrainedModel, prompt: TokenIds, completions: Sequence[Completion]) -> float:
+    """Return the mean absolute difference between reported log-probs and the trainer's, in nats.
+
+    Args:
+        model: the trainer's model.
+        prompt: the tokens before each completion.
+        completions: completions of one length, with their log-probs at temperature 1.
+    """
+    rows = torch.tensor([[*prompt, *completion.token_ids] for completion in completions], device=model.device)
+    reported = torch.tensor([completion.logprobs for completion in completions])
+    count = reported.shape[1]
+    logits = model(input_ids=rows, use_cache=False, logits_to_keep=count + 1).logits[:, :-1]
+    logprobs = torch.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, -count:, None]).squeeze(2)
+    return (logprobs.cpu() - reported).abs().mean().item()
+
+
+def _sampled_prompt(policy: Policy, length: int) -> tuple[int, ...]:
+    """Return a short text and what the policy samples after it, `length` tokens in total."""
+    ids = policy.tokenizer(_START)["input_ids"] if policy.tokenizer is not None else [policy.pad_id]
+    start = tuple(ids)[: max(1, length - 1)]
+    params = SamplingParams(samples=1, temperature=1.0, max_tokens=length, stop_ids=())
+    ((completion,),) = TransformersSampler(policy.model, policy.pad_id).sample([start], params, seed=0)
+    return (*start, *completion.token_ids)[:length]

@@ -1,0 +1,240 @@
+"""A resumed run has the engine and the commits of model and data sets that it started with.
+
+The hub's cache on disk is made by hand in its own layout, and read by transformers in offline mode. Only the request
+for a data set is replaced by a fake.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import load_file, save_file
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments import resume, train
+from bandpo_cli.experiments.pins import pin, stored_resolution
+from bandpo_cli.experiments.preflight import check_config
+from bandpo_cli.hub import cached_commit
+from bandpo_cli.models.load import embedded_model_path, load_policy
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import build_task
+from tests.text_model import save_text_model
+
+FIRST, SECOND = "1" * 40, "2" * 40
+MODEL = "someone/countdown"
+GSM8K = "openai/gsm8k"
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "task": {"max_number": 5},
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2},
+    "evaluation": {"every": 0},
+    "checkpoint": {"every": 1},
+    "tracking": {"mlflow": False},
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return an empty cache of the hub, with all requests to the hub off."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+def set_main(cache: Path, repository: str, kind: str, commit: str, branch: str = "main") -> Path:
+    """Make `commit` the one of a branch, as a download does; return the folder of its files."""
+    folder = cache / f"{kind}s--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / branch).write_text(commit)
+    return folder / "snapshots" / commit
+
+
+def add_model(cache: Path, commit: str, scale: float = 1.0) -> None:
+    """Put the embedded model into the cache as the main branch of MODEL, with scaled weights."""
+    files = set_main(cache, MODEL, "model", commit)
+    shutil.copytree(embedded_model_path(), files)
+    weights = load_file(files / "model.safetensors")
+    save_file(
+        {name: tensor * scale if name == "model.norm.weight" else tensor for name, tensor in weights.items()},
+        files / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def norm_of(config: ModelConfig) -> torch.Tensor:
+    weights: torch.Tensor = load_policy(config).model.get_submodule("model.norm").weight.detach()
+    return weights
+
+
+def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub: Path) -> None:
+    assert cached_commit(MODEL, "model") is None
+    add_model(hub, FIRST)
+    assert cached_commit(MODEL, "model") == FIRST
+    assert FIRST in str(try_to_load_from_cache(MODEL, "config.json", cache_dir=hub))
+    set_main(hub, MODEL, "model", SECOND, branch="v2")
+    assert cached_commit(MODEL, "model", "v2") == SECOND
+    assert cached_commit(MODEL, "model", "v3") is None
+    assert cached_commit(MODEL, "dataset") is None
+    assert cached_commit("nobody/nothing", "model", SECOND) == SECOND
+    set_main(hub, MODEL, "model", "no commit", branch="damaged")
+    assert cached_commit(MODEL, "model", "damaged") is None
+
+
+def test_a_model_is_loaded_at_its_revision(hub: Path) -> None:
+    add_model(hub, FIRST)
+    add_model(hub, SECOND, scale=2.0)
+    first, second = norm_of(ModelConfig(path=MODEL, revision=FIRST)), norm_of(ModelConfig(path=MODEL))
+    assert torch.equal(second, 2 * first)
+    assert load_policy(ModelConfig(path=MODEL)).commit == SECOND
+    assert load_policy(ModelConfig(path=MODEL, revision=FIRST)).commit == FIRST
+    assert load_policy(ModelConfig()).commit is None
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_commit_that_it_started_with(hub: Path, tmp_path: Path) -> None:
+    """The model on the hub changes after the first step; the reference model is loaded from it again."""
+    add_model(hub, FIRST)
+    config = resolve([SMALL, {"model": {"path": MODEL}, "objective": {"reference_kl": 0.1}}])
+    complete = train(config, tmp_path / "runs", "complete")
+    steps: list[int] = []
+    train(
+        config, tmp_path / "runs", "stopped", stop_requested=lambda: len(steps) >= 1 or bool(steps.append(1))
+    )
+    folder = RunFolder(tmp_path / "runs" / "stopped")
+    assert [line["step"] for line in folder.read_metrics()] == [1]
+    add_model(hub, SECOND, scale=2.0)
+    result = resume("stopped", tmp_path / "runs")
+    assert without_times(result.records) == without_times(complete.records)
+    env = json.loads((folder.path / "env.json").read_text())
+    assert env["resolved"] == {"engine": "transformers", "dtype": "float32", "model": FIRST, "data": {}}
+    assert "resolved" not in env["resumes"][0], "nothing has changed"
+    assert (folder.path / "config.yaml").read_text() == (complete.folder / "config.yaml").read_text()
+
+
+def without_times(records: Any) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if not key.startswith("time/")} for each in records]
+
+
+def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir(exist_ok=True)
+    (folder.path / "env.json").write_text(json.dumps({"resolved": resolved}))
+    return folder
+
+
+def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path, engine="vllm")
+    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: True)
+    assert pin(RunConfig(), folder).sampling.engine == "vllm"
+    named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
+    assert pin(named, folder) == named
+    assert pin(RunConfig(), run_folder(tmp_path, engine="transformers")).sampling.engine == "transformers"
+
+
+def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
+    layers = [
+        {"model": {"path": MODEL, "revision": "main"}},
+        {"task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}},
+    ]
+    config = resolve(layers)
+    pinned = pin(config, run_folder(tmp_path, model=FIRST, data={GSM8K: SECOND, "another/set": FIRST}))
+    expected = resolve([*layers, {"model": {"revision": FIRST}, "task": {"revisions": {GSM8K: SECOND}}}])
+    assert pinned == expected
+
+
+def test_a_pinned_engine_that_is_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: False)
+    with pytest.raises(
+        ConfigError, match=r"run run samples with vllm.*not installed here.*make install-vllm"
+    ) as caught:
+        pin(RunConfig(), run_folder(tmp_path, engine="vllm"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "resolved",
+    [
+        {},
+        {"engine": "steam", "model": "main", "data": {GSM8K: "main"}},
+        {"engine": 3, "dtype": "int4", "model": ["x"], "data": [1]},
+    ],
+)
+def test_entries_that_no_run_writes_are_ignored(tmp_path: Path, resolved: dict[str, Any]) -> None:
+    config = resolve([{"task": {"name": "gsm8k"}, "model": {"path": MODEL}}])
+    assert pin(config, run_folder(tmp_path, **resolved)) == config
+    (tmp_path / "run" / "env.json").write_text("{")
+    assert pin(config, RunFolder(tmp_path / "run")) == config
+
+
+def test_the_resolution_of_a_run_of_an_earlier_version_is_that_of_its_first_resume(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    resumes = [{"after_step": 2}, {"resolved": {"engine": "vllm"}}, {"resolved": {"engine": "transformers"}}]
+    (folder.path / "env.json").write_text(json.dumps({"versions": {}, "resumes": resumes}))
+    assert stored_resolution(folder) == {"engine": "vllm"}
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Replace requests for data sets; return the list of their ids and revisions."""
+    made: list[tuple[str, str | None]] = []
+
+    def load_dataset(path: str, subset: str, *, split: str, revision: str | None = None) -> datasets.Dataset:
+        made.append((path, revision))
+        return datasets.Dataset.from_list([{"question": f"{split}?", "answer": "#### 1"}] * 3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return made
+
+
+def test_data_sets_are_pinned_to_the_commit_of_the_start(
+    hub: Path, tmp_path: Path, requests: list[tuple[str, str | None]]
+) -> None:
+    model = save_text_model(tmp_path / "model", ["What is 1 + 1?"], hidden=64)
+    set_main(hub, GSM8K, "dataset", FIRST)
+    layer = {"model": {"path": str(model)}, "task": {"name": "gsm8k"}, "evaluation": {"samples": 4, "k": [4]}}
+    small = {**SMALL, "task": {}, "sampling": {"prompts": 4, "samples": 4, "max_tokens": 4}}
+    config = resolve([small, layer])
+    steps: list[int] = []
+    train(config, tmp_path / "runs", "a", stop_requested=lambda: len(steps) >= 1 or bool(steps.append(1)))
+    folder = RunFolder(tmp_path / "runs" / "a")
+    assert stored_resolution(folder)["data"] == {GSM8K: FIRST}
+    assert set(requests) == {(GSM8K, None)}
+    requests.clear()
+    set_main(hub, GSM8K, "dataset", SECOND)
+    resume("a", tmp_path / "runs")
+    assert set(requests) == {(GSM8K, FIRST)}
+
+
+def test_a_revision_in_the_settings_reaches_the_request(requests: list[tuple[str, str | None]]) -> None:
+    config = resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}}])
+    task = build_task(config.task)
+    task.train_problems(), task.heldout_sets()
+    assert requests == [(GSM8K, "v1")] * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"task": {"revisions": {"openai/gsm8": "v1"}}}, r"'openai/gsm8' is no data set.*it reads openai/gsm8k"),
+        ({"task": {"name": "data", "train": ["x.jsonl"], "revisions": {"a/b": "v"}}}, "it reads local files only"),
+        ({"model": {"path": "embedded", "revision": "v1"}, "task": {"name": "countdown"}}, "'embedded' is a folder"),
+    ],
+)  # fmt: skip
+def test_revisions_that_have_no_effect_are_refused(layer: dict[str, Any], message: str) -> None:
+    config = resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k"}}, layer])
+    with pytest.raises(ConfigError, match=message):
+        check_config(config)

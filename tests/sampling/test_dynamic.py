@@ -1,0 +1,54 @@
+"""Dynamic sampling: the groups of a step and their order over its updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from bandpo_cli.sampling.dynamic import select_groups, spread_over_updates
+from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+
+
+def group(name: str, *rewards: float) -> Group:
+    problem = Problem(name, name, "", "test", "math")
+    completion = Completion((1,), (-0.5,), "stop", 0)
+    return Group(
+        problem,
+        tuple(
+            Rollout(problem, name, (0,), completion, "", Grade(reward, False, "wrong")) for reward in rewards
+        ),
+    )
+
+
+def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
+    """Three batches of 256 groups, of which every 13th has rewards that differ."""
+    sampled = [group(f"{index}", 0.0, float(index % 13 == 0)) for index in range(3 * 256)]
+    kept = {str(index) for index in range(0, 3 * 256, 13)}
+    assert len(kept) == 60
+    ordered = [each.problem.id for each in select_groups(sampled, 256, 4)]
+    assert len(ordered) == len(set(ordered)) == 256
+    updates = [ordered[start : start + 64] for start in range(0, 256, 64)]
+    assert [len(kept.intersection(names)) for names in updates] == [15] * 4
+    in_order = [name for names in updates for name in names if name in kept]
+    assert in_order == sorted(in_order, key=int)
+
+
+def test_groups_with_a_gradient_keep_their_order_where_they_fill_the_step() -> None:
+    sampled = [group(f"{index}", 0.0, float(index % 2)) for index in range(12)]
+    assert [each.problem.id for each in select_groups(sampled, 4, 2)] == ["1", "3", "5", "7"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "fill", "updates", "expected"),
+    [
+        ("abcd", "", 2, "abcd"),
+        ("ab", "xy", 2, "axby"),
+        ("abc", "x", 2, "abcx"),
+        ("abc", "xyz", 2, "abxcyz"),
+        ("a", "xyz", 4, "axyz"),
+        ("", "wxyz", 2, "wxyz"),
+        ("abcde", "uvwxyz1", 4, "abucvwdxyez1"),
+        ("ab", "wx", 1, "abwx"),
+    ],
+)
+def test_the_order_of_groups_over_updates(kept: str, fill: str, updates: int, expected: str) -> None:
+    assert "".join(spread_over_updates(kept, fill, updates)) == expected
