@@ -59,6 +59,14 @@ def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
         assert (work.positions, work.padding) == (81 + 2 * 44, 3)
 
 
+def test_copies_of_a_long_prompt_are_no_padding() -> None:
+    """A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens."""
+    policy = load_policy(ModelConfig())
+    with packed_work(policy.model) as work, torch.no_grad():
+        token_logprobs(policy.model, collate([Row([1] * 300, [[2] * 200, [3] * 150])], policy.device))
+    assert (work.positions, work.padding) == (2 * 500, 50)
+
+
 def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
     """Independent: torch counts the products that it dispatches, except those within the attention kernel of a CPU."""
     batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
