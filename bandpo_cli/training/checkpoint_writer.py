@@ -12,10 +12,9 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -37,27 +36,12 @@ from bandpo_cli.training.checkpoint_files import (
     check_savable,
     write_checkpoint,
 )
-from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.components import Components
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
 
 log = logging.getLogger("bandpo_cli")
-
-
-class Trained(Protocol):
-    """What the writer needs of a run's `Components`."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model and its tokenizer."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Its optimizer."""
-
-    def progress(self, step: int) -> Progress:
-        """Return the progress of the run after `step`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,8 @@ class StateCopy:
 
     def missing_bytes(self, state: TrainedState) -> int:
         """Return the bytes that `allocate` would take."""
-        return max(0, state.nbytes - sum(each.nbytes for each in self._tensors.values()))
+        missing = [tensor for key, tensor in _tensors_of(state) if key not in self._tensors]
+        return sum(_allocated_bytes(tensor) for tensor in missing)
 
     def allocate(self, state: TrainedState) -> None:
         """Allocate what a copy of `state` lacks.
@@ -88,9 +73,8 @@ class StateCopy:
         Raises:
             RuntimeError, MemoryError: there is not enough memory.
         """
-        for kind, tensors in (("weights", state.weights), ("optimizer", state.optimizer)):
-            for name, tensor in _distinct(tensors).items():
-                self._target(f"{kind}/{name}", tensor)
+        for key, tensor in _tensors_of(state):
+            self._target(key, tensor)
 
     def take(self, state: TrainedState) -> TrainedState:
         """Copy `state` and return the copy, which the next call overwrites."""
@@ -119,6 +103,18 @@ class StateCopy:
         return found
 
 
+def _tensors_of(state: TrainedState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors to copy with their keys in `StateCopy`."""
+    for kind, tensors in (("weights", state.weights), ("optimizer", state.optimizer)):
+        for name, tensor in _distinct(tensors).items():
+            yield f"{kind}/{name}", tensor
+
+
+def _allocated_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a copy; torch allocates pinned memory in powers of two."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.device.type == "cuda" else tensor.nbytes
+
+
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     """Return what tied weights have in common."""
     return tensor.data_ptr(), tensor.shape
@@ -141,8 +137,8 @@ class CheckpointWriter:
     error is logged.
     """
 
-    def __init__(self, config: RunConfig, trained: Trained, folder: RunFolder) -> None:
-        self._config, self._trained, self._folder = config, trained, folder
+    def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
+        self._config, self._components, self._folder = config, components, folder
         self._in_background = is_written_in_background(config)
         self._copy = StateCopy()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -178,13 +174,13 @@ class CheckpointWriter:
             RunError: the disk is too full for the checkpoint, or cannot be written to.
         """
         self.wait()
-        state = TrainedState.of(self._trained.policy, self._trained.optimizer)
-        check_savable(self._trained.policy, state, self._folder.checkpoint_dir(step))
+        state = TrainedState.of(self._components.policy, self._components.optimizer)
+        check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
         copied = self._copied(state) if self._in_background and step < self._config.steps else None
         if copied is None:
             self._write_directly(state, step)
         else:
-            self._pending = _Pending(self._policy_of_thread(), copied, self._trained.progress(step))
+            self._pending = _Pending(self._policy_of_thread(), copied, self._components.progress(step))
 
     def commit(self) -> None:
         """Write the copy of `prepare` in a thread; the step's line is in metrics.jsonl by now.
@@ -219,8 +215,8 @@ class CheckpointWriter:
         """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
         self.wait()
         if step > 0 and step not in complete_checkpoints(self._folder).complete:
-            state = TrainedState.of(self._trained.policy, self._trained.optimizer)
-            check_savable(self._trained.policy, state, self._folder.checkpoint_dir(step))
+            state = TrainedState.of(self._components.policy, self._components.optimizer)
+            check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
             self._write_directly(state, step)
             prune_checkpoints(self._folder, self._config.checkpoint)
 
@@ -247,7 +243,7 @@ class CheckpointWriter:
         """Write the checkpoint of `step`; the lines before it are flushed first, which a resume needs."""
         self._folder.sync_metrics()
         write_checkpoint(
-            self._trained.policy, state, self._trained.progress(step), self._folder.checkpoint_dir(step)
+            self._components.policy, state, self._components.progress(step), self._folder.checkpoint_dir(step)
         )
 
     def _write(self, pending: _Pending) -> None:
@@ -265,13 +261,13 @@ class CheckpointWriter:
     def _policy_of_thread(self) -> Policy:
         """Return the policy with a tokenizer of its own: one tokenizer refuses calls from two threads."""
         if self._tokenizer is None:
-            self._tokenizer = copy.deepcopy(self._trained.policy.tokenizer)
-        return replace(self._trained.policy, tokenizer=self._tokenizer)
+            self._tokenizer = copy.deepcopy(self._components.policy.tokenizer)
+        return replace(self._components.policy, tokenizer=self._tokenizer)
 
     def _abandon(self) -> None:
         """Give up the pending checkpoint and wait until the thread has removed its files."""
         self._abandoned.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # the signal may come while it starts
             self._thread.join()
 
     def _check_abandoned(self) -> None:
