@@ -112,7 +112,7 @@ def print_memory(console: Console, config: RunConfig) -> bool:
     )
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
     if not report.fits:
-        print_warning(console, memory_saving_settings(config))
+        print_warning(console, memory_saving_settings(config, report.on_gpu))
     return True
 
 

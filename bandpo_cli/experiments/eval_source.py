@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import closed_at_end
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.storage.eval_folder import PartKey
@@ -69,7 +70,8 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
 
     ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in file.sets.items()}
     total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
-    pool = stack.enter_context(GraderPool(config.grading))
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
     pool.spawn({stored.problem.grader for stored_P in file.sets.values() for stored in stored_P})
     return CompletionSource(
         ids,
@@ -86,7 +88,7 @@ def _open_model(
     settings = config.evaluation
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     on_phase("load")
-    with out_of_memory_errors(config):
+    with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading.pool import GraderPool
         from bandpo_cli.models.load import load_policy
@@ -103,14 +105,15 @@ def _open_model(
         left_out: list[str] = []
         fitting = drop_long_prompts_in_sets(encoder, sets, config, left_out)
         sampler = build_sampler(config, policy)
-    stack.callback(sampler.close)
-    pool = stack.enter_context(GraderPool(config.grading))
+    stack.enter_context(closed_at_end("the sampling engine", sampler.close))
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
     params = SamplingParams(
         settings.samples, settings.temperature, config.sampling.max_tokens, policy.stop_ids
     )
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
-        with out_of_memory_errors(config):
+        with out_of_memory_errors(config, training=False):
             yield from sample_batches(
                 sampler,
                 encoder,

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
@@ -212,8 +212,10 @@ def _evaluate(
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         record = {**_record_head(request, folder, status), "sets": sets}
-        folder.write_record(record)
-        events.end(EvalResult(folder.path, record, {}, error=error))
+        with warn_on_failure("the record of the evaluation cannot be written"):
+            folder.write_record(record)
+        with warn_on_failure("the end of the evaluation was not reported"):
+            events.end(EvalResult(folder.path, record, {}, error=error))
         raise
 
 
@@ -227,7 +229,8 @@ def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> Ev
         events.start(EvalInfo(request, folder.path, counts, total, total, True, ()))
         return _score(request, folder, rows, events)
     except BaseException as error:
-        events.end(EvalResult(folder.path, {}, {}, error=error))
+        with warn_on_failure("the end of the evaluation was not reported"):
+            events.end(EvalResult(folder.path, {}, {}, error=error))
         raise
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -200,7 +201,8 @@ def _resume(
         return record.result
     with loaded_components(plan.config, plan.task, events) as components:
         if plan.checkpoint is not None:
-            components.resume_from(plan.checkpoint)
+            with out_of_memory_errors(plan.config):
+                components.resume_from(plan.checkpoint)
         _roll_back(plan)
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 

@@ -11,14 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, system_error_message
+from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, closed_at_end, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import (
@@ -146,8 +146,7 @@ def loaded_components(config: RunConfig, task: Task, events: TrainEvents) -> Ite
         from bandpo_cli.training.components import build_components
 
         components = build_components(config, task)
-    with ExitStack() as stack:
-        stack.callback(components.close)
+    with closed_at_end("the sampling engine or a grader", components.close):
         try:
             yield components
         except GraderFailedError:  # it reports what the warnings would
@@ -215,15 +214,16 @@ def recorded_run(
             events.phase("close")
             records = folder.read_metrics()
             _close_record(config, folder, records, record.status, error)
-        except OSError as failure:  # such as a full disk; an error that ended the run is the one to report
+        except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
                 error, record.status = failure, "FAILED"
                 raise
-            why = system_error_message(failure) or failure.strerror or failure
-            log.warning("the summary and the plots cannot be written: %s", why)
+            with warn_on_failure("the summary and the plots cannot be written"):
+                raise
         finally:
             record.result = RunResult(folder.path, record.status, records, error)
-            events.end(record.result)
+            with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
+                events.end(record.result)
 
 
 @contextmanager

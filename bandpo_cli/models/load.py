@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
-from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.models.checks import (
     check_declared_size,
     check_loaded_weights,
@@ -186,6 +186,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if is_out_of_memory(error):  # another process may hold all of its memory
+            raise
         raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
     return device
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy, save_policy
 from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler
@@ -110,9 +111,13 @@ class Components:
         return progress
 
     def close(self) -> None:
-        """Shut down the sampling engine and the grading processes."""
-        self.sampler.close()
-        self.grader.close()
+        """Shut down the sampling engine and the grading processes.
+
+        If one of them fails, the other one is closed all the same, and then the error is raised.
+        """
+        with ExitStack() as stack:
+            stack.callback(self.grader.close)
+            stack.callback(self.sampler.close)
 
 
 def build_components(config: RunConfig, task: Task) -> Components:
@@ -131,19 +136,27 @@ def build_components(config: RunConfig, task: Task) -> Components:
     # Copy the reference before the optimizer and the sampler allocate memory.
     reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
-    return Components(
-        policy=policy,
-        reference=reference,
-        encoder=encoder,
-        stream=ProblemStream(train, derive_seed(config.seed, "problems")),
-        heldout=heldout,
-        grader=GraderPool(config.grading),
-        sampler=build_sampler(config, policy),
-        optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
-        problems_digest=_problems_digest(train, heldout),
-        notes=notes,
-    )
+    sampler = build_sampler(config, policy)
+    try:
+        return Components(
+            policy=policy,
+            reference=reference,
+            encoder=encoder,
+            stream=ProblemStream(train, derive_seed(config.seed, "problems")),
+            heldout=heldout,
+            grader=GraderPool(config.grading),
+            sampler=sampler,
+            optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
+            params=SamplingParams(
+                sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids
+            ),
+            problems_digest=_problems_digest(train, heldout),
+            notes=notes,
+        )
+    except BaseException:
+        with warn_on_failure("the sampling engine could not be closed"):
+            sampler.close()
+        raise
 
 
 def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
@@ -192,6 +205,8 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
         state = load_file(folder / OPTIMIZER)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "
             "previous one"

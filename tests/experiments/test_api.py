@@ -78,7 +78,7 @@ def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
     assert trained.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
     first = trained.calls.index("step")
     second = trained.calls.index("step", first + 1)
-    names = ["sample", "grade", "logprobs", "update", "sync", "record", "eval", "checkpoint"]
+    names = ["sample", "grade", "logprobs", "update", "record", "sync", "eval", "checkpoint"]
     assert trained.calls[first + 1 : second] == [f"phase {name}" for name in names]
     info = trained.arguments["start"][0]
     assert (info.folder, info.steps, info.first_step, info.parent) == (runs / "demo", 1, 0, None)
