@@ -24,6 +24,7 @@ class CompletionSource:
     """A source of graded completions.
 
     Attributes:
+        config: the settings of the evaluation, with the dtype that `auto` is on this machine.
         ids: the problems of each set, by label.
         completions: number of completions of all sets.
         batches: samples or reads, and grades, the completions that are not stored yet.
@@ -32,6 +33,7 @@ class CompletionSource:
         notes: remarks of loading, one line each.
     """
 
+    config: RunConfig
     ids: Mapping[str, Sequence[str]]
     completions: int
     batches: Callable[[set[PartKey]], Iterator[Batch]]
@@ -74,6 +76,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
     stack.enter_context(closed_at_end("a grader", pool.close))
     pool.spawn({stored.problem.grader for stored_P in file.sets.values() for stored in stored_P})
     return CompletionSource(
+        config,
         ids,
         total,
         lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
@@ -91,6 +94,7 @@ def _open_model(
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading.pool import GraderPool
+        from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
         from bandpo_cli.sampling.base import SamplingParams, build_sampler
         from bandpo_cli.sampling.rollouts import (
@@ -99,6 +103,7 @@ def _open_model(
             drop_long_prompts_in_sets,
         )
 
+        config = with_dtype_here(config)
         policy = load_policy(config.model, for_training=False)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
@@ -128,4 +133,4 @@ def _open_model(
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
-    return CompletionSource(ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out))
+    return CompletionSource(config, ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out))

@@ -132,6 +132,7 @@ def evaluate(
     events = Dispatcher(callbacks)
     with ExitStack() as stack:
         source = open_completion_source(request, events.phase, stack)
+        request = replace(request, config=source.config)
         folder = EvalFolder.create(runs_dir, name)
         write_json(folder.path / "env.json", describe_environment())
         result = _evaluate(request, source, folder, {}, events)
@@ -168,6 +169,7 @@ def resume_evaluation(
     else:
         with ExitStack() as stack:
             source = open_completion_source(request, events.phase, stack)
+            request = replace(request, config=source.config)
             parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
             if parts and before["sets"] != source.planned():
                 raise UserError(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
@@ -113,7 +114,7 @@ def memory_saving_settings(config: RunConfig, on_gpu: bool, training: bool = Tru
         found.append(f"optim.micro_batch_tokens={less}")
     if training and not config.model.gradient_checkpointing:
         found.append("model.gradient_checkpointing=true")
-    if config.model.dtype == "float32":
+    if dtype_on(config.model.dtype, on_gpu) == "float32":
         found.append("model.dtype=bfloat16")
     found += _engine_settings(config, on_gpu, training)
     found.append(f"sampling.max_tokens={max(1, config.sampling.max_tokens // 2)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +21,13 @@ from bandpo_cli.experiments.preflight import (
     config_warnings,
     data_warnings,
 )
-from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
+from bandpo_cli.experiments.train import (
+    loaded_components,
+    recorded_run,
+    run_steps,
+    settings_here,
+    train_events,
+)
 from bandpo_cli.paths import path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
@@ -194,12 +200,14 @@ def _resume(
     plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
 ) -> RunResult:
     events = train_events(plan.config, callbacks)
-    if plan.task is None:
+    task = plan.task
+    if task is None:
         _roll_back(plan)
         with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
             pass
         return record.result
-    with loaded_components(plan.config, plan.task, events) as components:
+    plan = replace(plan, config=settings_here(plan.config, events))
+    with loaded_components(plan.config, task) as components:
         if plan.checkpoint is not None:
             with out_of_memory_errors(plan.config):
                 components.resume_from(plan.checkpoint)

@@ -124,12 +124,13 @@ def train(
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
-    with loaded_components(plan.config, plan.task, events) as components:
+    config = settings_here(plan.config, events)
+    with loaded_components(config, plan.task) as components:
         folder = RunFolder.create(plan.runs_dir, plan.name)
         with run_lock(folder.path):
-            folder.write_config(to_yaml(plan.config))
+            folder.write_config(to_yaml(config))
             folder.write_env(describe_environment())
-            return run_steps(plan.config, folder, components, events, 0, stop_requested)
+            return run_steps(config, folder, components, events, 0, stop_requested)
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
@@ -138,10 +139,17 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     return Dispatcher([*trackers, *callbacks])
 
 
-@contextmanager
-def loaded_components(config: RunConfig, task: Task, events: TrainEvents) -> Iterator[Components]:
-    """Load model, sampler, grader and optimizer, and close them at the end."""
+def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
+    """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
     events.phase("load")
+    from bandpo_cli.models.device import with_dtype_here
+
+    return with_dtype_here(config)
+
+
+@contextmanager
+def loaded_components(config: RunConfig, task: Task) -> Iterator[Components]:
+    """Load model, sampler, grader and optimizer, and close them at the end."""
     with out_of_memory_errors(config):
         from bandpo_cli.training.components import build_components
 

@@ -92,7 +92,8 @@ RULES: dict[str, Rule] = {
         "a hub id or folder as it is; the embedded model is copied", overrides=rules.model_path
     ),
     "model.dtype": Rule(
-        "of the passes too; weights and optimizer are float32", f"{ROLLOUT}.dtype", rules.passes_dtype
+        f"`{ROLLOUT}.dtype`, and that of the passes; `auto` is bfloat16; weights and optimizer are float32",
+        overrides=rules.passes_dtype,
     ),
     "model.attention": Rule(
         "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", overrides=rules.attention

@@ -33,6 +33,7 @@ from bandpo_cli.models.checks import (
     check_weight_format,
     loading_errors,
 )
+from bandpo_cli.models.device import dtype_here
 from bandpo_cli.paths import path_exists, user_path
 
 
@@ -140,7 +141,7 @@ def _load(
         tokenizer = load_tokenizer(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype_here(config),
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -200,7 +201,7 @@ def _attention(config: ModelConfig) -> str | None:
                 "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it supports, and "
                 "one of them is missing; set model.attention=sdpa"
             )
-        if config.dtype == "float32":
+        if dtype_here(config) == torch.float32:
             raise UserError(
                 "model.attention = 'flash_attention_2' does not support float32; set model.dtype=bfloat16 or "
                 "model.attention=sdpa"

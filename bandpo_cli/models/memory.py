@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.checks import check_declared_size, loading_errors
+from bandpo_cli.models.device import dtype_here
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
 
@@ -50,9 +52,10 @@ def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu
     Raises:
         UserError: the model's config cannot be read.
     """
+    config = with_dtype(config, device == "cuda")
     model = build_on_meta_device(config.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    weight_bytes = getattr(torch, config.model.dtype).itemsize
+    weight_bytes = model.dtype.itemsize
     always = {
         "weights": numel * weight_bytes,
         "gradients": numel * FLOAT32_BYTES,
@@ -100,7 +103,7 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config,
-                dtype=getattr(torch, config.dtype),
+                dtype=dtype_here(config),
                 attn_implementation=_SHAPES_ONLY,
                 trust_remote_code=config.trust_remote_code,
             )
@@ -119,7 +122,7 @@ def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig) -
     all_layers = _activation_bytes_one_pass(model, tokens)
     if not config.gradient_checkpointing:
         return all_layers
-    layer_input = tokens * model.config.get_text_config().hidden_size * getattr(torch, config.dtype).itemsize
+    layer_input = tokens * model.config.get_text_config().hidden_size * model.dtype.itemsize
     return int(layers * layer_input + all_layers // layers)
 
 
