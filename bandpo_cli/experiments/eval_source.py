@@ -31,6 +31,7 @@ class CompletionSource:
         errors: the first error of each grader that failed, by name.
         warnings: a line for each grader that failed.
         notes: remarks of loading, one line each.
+        sampler: description of the sampling engine, for env.json; None where the completions are read.
     """
 
     config: RunConfig
@@ -40,6 +41,7 @@ class CompletionSource:
     errors: Callable[[], Mapping[str, str]]
     warnings: Callable[[], Sequence[str]]
     notes: tuple[str, ...] = ()
+    sampler: Mapping[str, str] | None = None
 
     def planned(self) -> dict[str, Any]:
         """Return the entry of the sets in a record without metrics; a resume compares the problems with it."""
@@ -133,4 +135,6 @@ def _open_model(
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
-    return CompletionSource(config, ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out))
+    return CompletionSource(
+        config, ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out), sampler.describe()
+    )

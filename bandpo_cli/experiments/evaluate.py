@@ -134,7 +134,7 @@ def evaluate(
         source = open_completion_source(request, events.phase, stack)
         request = replace(request, config=source.config)
         folder = EvalFolder.create(runs_dir, name)
-        write_json(folder.path / "env.json", describe_environment())
+        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
         result = _evaluate(request, source, folder, {}, events)
     return _finish(request, result, events, runs_dir)
 

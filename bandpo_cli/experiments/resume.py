@@ -5,7 +5,7 @@ Nothing heavy is imported at module level.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -211,12 +211,16 @@ def _resume(
         if plan.checkpoint is not None:
             with out_of_memory_errors(plan.config):
                 components.resume_from(plan.checkpoint)
-        _roll_back(plan)
+        _roll_back(plan, components.sampler.describe())
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 
-def _roll_back(plan: ResumePlan) -> None:
-    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
+def _roll_back(plan: ResumePlan, sampler: Mapping[str, str] | None = None) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume.
+
+    Args:
+        sampler: description of the sampling engine; None where nothing is sampled any more.
+    """
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
@@ -226,7 +230,9 @@ def _roll_back(plan: ResumePlan) -> None:
     prune_checkpoints(folder, plan.config.checkpoint)
     folder.write_config(to_yaml(plan.config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, describe_environment())
+    folder.record_resume(
+        {"time": when, "after_step": max(plan.step, 0)}, describe_environment(sampler=sampler)
+    )
 
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:

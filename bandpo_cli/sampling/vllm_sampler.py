@@ -145,6 +145,16 @@ class VllmSampler:
         self._compare_logprobs(model, version)
         self._version = version
 
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name, vLLM's version, and the class that runs the model.
+
+        vLLM has several of these classes, which batch and compute differently: one for CPUs and, in 0.32, two for GPUs.
+        """
+        import vllm
+
+        runners = self._llm.collective_rpc("policy_runner", args=())
+        return {"engine": "vllm", "version": str(vllm.__version__), "model_runner": runners[0]}
+
     def close(self) -> None:
         """Shut the engine down; afterwards this process can start another one."""
         if not hasattr(self, "_llm"):

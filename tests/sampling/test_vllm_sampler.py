@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,8 @@ class FakeEngine:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append(method)
+        if method == "policy_runner":
+            return ["vllm.v1.worker.gpu_model_runner.GPUModelRunner"]
         if method == "policy_load":
             self.version = args[1]
             return [[]]
@@ -200,3 +203,45 @@ def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is
     with pytest.raises(torch.OutOfMemoryError):
         engine("cuda")
     assert calls == ["shutdown"]
+
+
+def test_the_description_has_version_and_model_runner(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    assert engine("cuda").describe() == {
+        "engine": "vllm",
+        "version": "0.32.0",
+        "model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "installed", "advice"),
+    [
+        ("auto", "cuda", False, 'install it with: pip install "bandpo[vllm]"'),
+        ("transformers", "cuda", True, "use it with: --sampler vllm"),
+        ("auto", "cpu", False, None),
+        ("auto", "cuda", True, None),
+    ],
+)
+def test_the_transformers_engine_on_a_gpu_is_warned_about(
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    choice: str,
+    device: str,
+    installed: bool,
+    advice: str | None,
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    for module in ("config.sampling", "sampling.base"):
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
+    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
+    build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy)
+    if advice is None:
+        assert not caplog.records
+    else:
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "10 to 30 times slower than vllm" in warning
+        assert advice in warning
