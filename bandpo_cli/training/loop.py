@@ -113,12 +113,8 @@ def train(
             folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))
-            del (
-                experiences,
-                updates,
-                trained,
-                handler,
-            )  # no values per token are held while the sampler wakes up
+            # No values per token are held while the sampler wakes up and samples.
+            del experiences, updates, trained, handler
         with timer.phase("sync"):
             # → weight sync
             components.sampler.sync(components.policy.model, components.optimizer.update)
