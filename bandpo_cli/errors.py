@@ -1,14 +1,18 @@
 """Errors that the command line prints as one line: mistakes of the user (exit code 2) and failed runs (exit code 1).
 
-Also the functions that form their texts.
+Also the functions that form their texts, and context managers for failures that must not replace another error.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("bandpo_cli")
 
 _MAX_MESSAGE_CHARS, _HEAD_CHARS = 1000, 700
 """Length of a message, and the part of a longer one that is kept at its beginning."""
@@ -95,6 +99,39 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
     return next(lines, "" if isinstance(error, str) else type(error).__name__)[:max_chars]
 
 
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",  # CUDA's driver and runtime, also from vLLM's sleeping allocator and its worker processes
+    "OutOfMemoryError",  # a type that a worker process reports as text
+    "can't allocate memory",  # torch's allocator on a CPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""Parts of the message of a RuntimeError that mean that a device has too little memory."""
+
+
+def find_out_of_memory(error: BaseException) -> BaseException | None:
+    """Return the failed allocation of Python, torch or vLLM that caused `error`, or None if there is none.
+
+    It is `error` itself or an exception that `error` was raised from, or raised while handling: engines wrap the errors
+    of their workers in types of their own.
+    """
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        # By name, since torch is not imported here.
+        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError":
+            return each
+        if isinstance(each, RuntimeError) and any(text in str(each) for text in _OUT_OF_MEMORY_TEXTS):
+            return each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` is, or was caused by, a failed allocation of Python, torch or vLLM."""
+    return find_out_of_memory(error) is not None
+
+
 _MESSAGES_BY_ERRNO = {
     errno.ENOSPC: "no space is left on the disk; free some, then continue",
     errno.EDQUOT: "the disk quota is used up; free some space, then continue",
@@ -116,3 +153,30 @@ def system_error_message(error: OSError) -> str | None:
     if message is None:
         return None
     return message if error.filename is None else f"{error.filename}: {message}"
+
+
+@contextmanager
+def warn_on_failure(what: str) -> Iterator[None]:
+    """Log an exception of the body as a warning that begins with `what`, and continue.
+
+    For work after the end of an experiment, or after an error, which stays the one that is raised.
+    """
+    try:
+        yield
+    except Exception as failure:  # noqa: BLE001 - it is reported, and must not replace another error
+        known = system_error_message(failure) if isinstance(failure, OSError) else None
+        log.warning("%s: %s", what, one_line(known or f"{type(failure).__name__}: {first_line(failure)}"))
+
+
+@contextmanager
+def closed_at_end(what: str, close: Callable[[], None]) -> Iterator[None]:
+    """Call `close` when the body ends, with or without an error; a failure of `close` is logged as a warning.
+
+    Args:
+        what: names in the warning what is closed, such as `the sampling engine`.
+    """
+    try:
+        yield
+    finally:
+        with warn_on_failure(f"{what} could not be closed"):
+            close()

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import print_column, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.hardware import dtype_on
+from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
 from bandpo_cli.tasks.base import Task
@@ -27,7 +28,14 @@ def describe_model(config: RunConfig) -> str:
     """Return the model and its dtype."""
     path = config.model.path
     name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
-    return f"{name}, {config.model.dtype}"
+    return f"{name}, {_dtype_text(config.model)}"
+
+
+def _dtype_text(config: ModelConfig) -> str:
+    """Return the dtype; for `auto` what it depends on, since torch is not imported yet to look for a GPU."""
+    if config.device != "auto" or config.dtype != "auto":
+        return dtype_on(config.dtype, on_gpu=config.device.startswith("cuda"))
+    return f"{dtype_on('auto', on_gpu=True)} on a GPU, else {dtype_on('auto', on_gpu=False)}"
 
 
 def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
@@ -112,7 +120,7 @@ def print_memory(console: Console, config: RunConfig) -> bool:
     )
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
     if not report.fits:
-        print_warning(console, memory_saving_settings(config))
+        print_warning(console, memory_saving_settings(config, report.on_gpu))
     return True
 
 

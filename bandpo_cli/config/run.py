@@ -53,8 +53,9 @@ class ModelConfig(Section):
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
     revision: str | None = Field(None, min_length=1)
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of forward and backward passes. With bfloat16 the optimizer keeps float32 master weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
+    writes the one that it used into its config.yaml. With bfloat16 the optimizer keeps float32 master weights."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa)."""
     gradient_checkpointing: bool = False

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import closed_at_end
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.storage.eval_folder import PartKey
@@ -24,20 +25,24 @@ class CompletionSource:
     """A source of graded completions.
 
     Attributes:
+        config: the settings of the evaluation, with the dtype that `auto` is on this machine.
         ids: the problems of each set, by label.
         completions: number of completions of all sets.
         batches: samples or reads, and grades, the completions that are not stored yet.
         errors: the first error of each grader that failed, by name.
         warnings: a line for each grader that failed.
         notes: remarks of loading, one line each.
+        sampler: description of the sampling engine, for env.json; None where the completions are read.
     """
 
+    config: RunConfig
     ids: Mapping[str, Sequence[str]]
     completions: int
     batches: Callable[[set[PartKey]], Iterator[Batch]]
     errors: Callable[[], Mapping[str, str]]
     warnings: Callable[[], Sequence[str]]
     notes: tuple[str, ...] = ()
+    sampler: Mapping[str, str] | None = None
 
     def planned(self) -> dict[str, Any]:
         """Return the entry of the sets in a record without metrics; a resume compares the problems with it."""
@@ -70,9 +75,11 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
 
     ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in file.sets.items()}
     total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
-    pool = stack.enter_context(GraderPool(config.grading))
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
     pool.spawn({stored.problem.grader for stored_P in file.sets.values() for stored in stored_P})
     return CompletionSource(
+        config,
         ids,
         total,
         lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
@@ -87,9 +94,10 @@ def _open_model(
     settings = config.evaluation
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     on_phase("load")
-    with out_of_memory_errors(config):
+    with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading.pool import GraderPool
+        from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
         from bandpo_cli.sampling.base import SamplingParams, build_sampler
         from bandpo_cli.sampling.rollouts import (
@@ -99,6 +107,7 @@ def _open_model(
         )
         from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
+        config = with_dtype_here(config)
         policy = load_policy(config.model, for_training=False)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
@@ -106,12 +115,13 @@ def _open_model(
         fitting = drop_long_prompts_in_sets(encoder, sets, config, left_out)
         stop_ids = completion_stop_ids(policy, encoder, list(chain.from_iterable(fitting.values())))
         sampler = build_sampler(config, policy)
-    stack.callback(sampler.close)
-    pool = stack.enter_context(GraderPool(config.grading))
+    stack.enter_context(closed_at_end("the sampling engine", sampler.close))
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
     params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
-        with out_of_memory_errors(config):
+        with out_of_memory_errors(config, training=False):
             yield from sample_batches(
                 sampler,
                 encoder,
@@ -126,4 +136,6 @@ def _open_model(
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
-    return CompletionSource(ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out))
+    return CompletionSource(
+        config, ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out), sampler.describe()
+    )

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
@@ -132,8 +132,9 @@ def evaluate(
     events = Dispatcher(callbacks)
     with ExitStack() as stack:
         source = open_completion_source(request, events.phase, stack)
+        request = replace(request, config=source.config)
         folder = EvalFolder.create(runs_dir, name)
-        write_json(folder.path / "env.json", describe_environment())
+        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
         result = _evaluate(request, source, folder, {}, events)
     return _finish(request, result, events, runs_dir)
 
@@ -168,6 +169,7 @@ def resume_evaluation(
     else:
         with ExitStack() as stack:
             source = open_completion_source(request, events.phase, stack)
+            request = replace(request, config=source.config)
             parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
             if parts and before["sets"] != source.planned():
                 raise UserError(
@@ -212,8 +214,10 @@ def _evaluate(
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         record = {**_record_head(request, folder, status), "sets": sets}
-        folder.write_record(record)
-        events.end(EvalResult(folder.path, record, {}, error=error))
+        with warn_on_failure("the record of the evaluation cannot be written"):
+            folder.write_record(record)
+        with warn_on_failure("the end of the evaluation was not reported"):
+            events.end(EvalResult(folder.path, record, {}, error=error))
         raise
 
 
@@ -227,7 +231,8 @@ def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> Ev
         events.start(EvalInfo(request, folder.path, counts, total, total, True, ()))
         return _score(request, folder, rows, events)
     except BaseException as error:
-        events.end(EvalResult(folder.path, {}, {}, error=error))
+        with warn_on_failure("the end of the evaluation was not reported"):
+            events.end(EvalResult(folder.path, {}, {}, error=error))
         raise
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
@@ -75,6 +76,7 @@ def export_verl(
         UserError: the folder exists, or cannot be written.
     """
     out = Path(out)
+    config = with_dtype(config, on_gpu=True)
     _check_absent(out)
     machines = Machines(nodes, gpus_per_node)
     differences = differences_of(config)

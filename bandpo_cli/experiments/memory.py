@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class MemoryReport:
         device: name of the GPU, or of this machine where there is none.
         available: bytes of its memory.
         peak: the greatest number of bytes in use at one time.
+        on_gpu: the device is a CUDA GPU.
     """
 
     estimate: MemoryEstimate
@@ -37,6 +40,7 @@ class MemoryReport:
     device: str
     available: int
     peak: int
+    on_gpu: bool
 
     @property
     def fits(self) -> bool:
@@ -52,8 +56,10 @@ def memory_report(config: RunConfig) -> MemoryReport:
     """
     import torch
 
+    from bandpo_cli.models.device import is_on_cuda
+
     name = config.model.device
-    on_gpu = torch.cuda.is_available() and name.partition(":")[0] in ("auto", "cuda")
+    on_gpu = is_on_cuda(config.model)
     if on_gpu:
         try:
             gpu = torch.cuda.get_device_properties("cuda" if name == "auto" else name)
@@ -73,13 +79,12 @@ def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: boo
     Raises:
         UserError: the model's architecture cannot be read.
     """
-    from bandpo_cli.config.sampling import resolve_engine
     from bandpo_cli.models.memory import estimate_memory
 
     shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
     estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
     engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)
-    report = MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine))
+    report = MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine), on_gpu)
     if report.fits or not config.checkpoint.background:
         return report
     # A run that lacks the memory for the copy of a checkpoint takes no copy.
@@ -100,40 +105,55 @@ def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
     return estimate.peak + engine
 
 
-def memory_saving_settings(config: RunConfig) -> str:
-    """Return flags that lower the memory, those that cost least first, as the end of an error message."""
+def memory_saving_settings(config: RunConfig, on_gpu: bool, training: bool = True) -> str:
+    """Return flags that lower the memory, those that cost least first, as the end of an error message.
+
+    Args:
+        on_gpu: the policy is on a CUDA GPU; with it follows which engine `sampling.engine: auto` is.
+        training: False for an evaluation, which has no updates.
+    """
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     less = max(config.optim.micro_batch_tokens // 2, longest)
     found = []
-    if less < config.optim.micro_batch_tokens:
+    if training and less < config.optim.micro_batch_tokens:
         found.append(f"optim.micro_batch_tokens={less}")
-    if not config.model.gradient_checkpointing:
+    if training and not config.model.gradient_checkpointing:
         found.append("model.gradient_checkpointing=true")
-    if config.model.dtype == "float32":
+    if dtype_on(config.model.dtype, on_gpu) == "float32":
         found.append("model.dtype=bfloat16")
-    if config.sampling.engine == "vllm":
-        found.append(f"sampling.vllm.memory_fraction={config.sampling.vllm.memory_fraction / 2:g}")
-    else:
-        found.append(f"sampling.max_sequences={max(1, config.sampling.max_sequences // 4)}")
+    found += _engine_settings(config, on_gpu, training)
     found.append(f"sampling.max_tokens={max(1, config.sampling.max_tokens // 2)}")
     return "for less memory, in this order: " + ", ".join(f"--set {setting}" for setting in found)
 
 
-@contextmanager
-def out_of_memory_errors(config: RunConfig) -> Iterator[None]:
-    """Raise RunError with the settings to change in place of an out-of-memory error of torch or Python."""
-    import torch
+def _engine_settings(config: RunConfig, on_gpu: bool, training: bool) -> list[str]:
+    """Return the settings that lower the memory of the engine that the run uses."""
+    engine, vllm = ENGINES[resolve_engine(config.sampling.engine, on_gpu)], config.sampling.vllm
+    if engine.shares_weights:
+        return [f"sampling.max_sequences={max(1, config.sampling.max_sequences // 4)}"]
+    if not on_gpu:
+        return [f"sampling.vllm.kv_cache_gb={vllm.kv_cache_gb / 2:g}"]
+    sleep = ["sampling.vllm.sleep=true"] if training and not vllm.sleep else []
+    return [*sleep, f"sampling.vllm.memory_fraction={vllm.memory_fraction / 2:g}"]
 
+
+@contextmanager
+def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[None]:
+    """Raise RunError with the settings to change in place of an out-of-memory error of torch, vLLM or Python.
+
+    Args:
+        training: False for an evaluation, which has no updates.
+    """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        # torch's CPU allocator raises a plain RuntimeError.
-        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_out_of_memory and "can't allocate memory" not in str(error):
+    except Exception as error:
+        failed = find_out_of_memory(error)
+        if failed is None:
             raise
-        raise RunError(
-            f"out of memory ({_requested_size(error)}); {memory_saving_settings(config)}"
-        ) from error
+        from bandpo_cli.models.device import is_on_cuda
+
+        advice = memory_saving_settings(config, is_on_cuda(config.model), training)
+        raise RunError(f"out of memory ({_requested_size(failed)}); {advice}") from error
 
 
 def _requested_size(error: BaseException) -> str:

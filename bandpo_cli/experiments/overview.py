@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, nearest
@@ -187,12 +188,13 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     overview = describe_line(folder.path, root)
     if overview.status is None:
         raise UserError(overview.error or f"{folder.path} is damaged")
-    config = resolve([read_stored_run(folder.path).config])
+    stored = read_stored_run(folder.path)
+    config = resolve([stored.config])
     records = folder.read_metrics()
     return RunDescription(
         overview=overview,
         config=config,
-        changed=tuple(changed_settings(config)),
+        changed=tuple(changed_settings(config, on_gpu=_has_gpu(stored.env))),
         metrics=tuple(_metric_ranges(records)),
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
@@ -201,17 +203,27 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     )
 
 
-def changed_settings(config: RunConfig) -> Iterator[ChangedSetting]:
+def changed_settings(config: RunConfig, on_gpu: bool = False) -> Iterator[ChangedSetting]:
     """Yield the settings that differ from the defaults of the run's task, model and method.
 
     Method, divergence, radius, task and model are left out: they are the first thing that an overview shows.
+
+    Args:
+        on_gpu: the run's machine has a GPU; the default dtype is the one that `auto` is there.
     """
     values = config.model_dump(mode="json")
     chosen = {"task": values["task"], "bounds": _named_settings(values["bounds"]), "seed": values["seed"]}
-    defaults = flatten(resolve([chosen]).model_dump(mode="json"))
+    default = with_dtype(resolve([chosen]), on_gpu and config.model.device.startswith(("auto", "cuda")))
+    defaults = flatten(default.model_dump(mode="json"))
     for key, value in flatten(values).items():
         if key != "model.path" and defaults.get(key) != value:
             yield ChangedSetting(key, value, defaults.get(key))
+
+
+def _has_gpu(env: Mapping[str, Any]) -> bool:
+    """Return whether the machine of an env.json has a GPU."""
+    hardware = env.get("hardware")
+    return isinstance(hardware, Mapping) and bool(hardware.get("gpus"))
 
 
 def read_completions_of(

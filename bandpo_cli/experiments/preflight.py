@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
@@ -122,7 +123,9 @@ def config_warnings(config: RunConfig) -> list[str]:
 def _ratio_is_one(config: RunConfig) -> bool:
     """Return whether the ratio is 1 in every update: one update per batch, and log π_old as the trainer computes it."""
     objective, engine = config.objective, ENGINES.get(config.sampling.engine)
-    is_exact = engine is not None and engine.shares_weights and config.model.dtype == "float32"
+    # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
+    dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
+    is_exact = engine is not None and engine.shares_weights and dtype == "float32"
     by_trainer = objective.old_logprobs == "trainer" or is_exact
     return config.optim.updates == 1 and by_trainer
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.pins import RESOLVED, pin, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
@@ -21,7 +22,13 @@ from bandpo_cli.experiments.preflight import (
     config_warnings,
     data_warnings,
 )
-from bandpo_cli.experiments.train import loaded_components, recorded_run, run_steps, train_events
+from bandpo_cli.experiments.train import (
+    loaded_components,
+    recorded_run,
+    run_steps,
+    settings_here,
+    train_events,
+)
 from bandpo_cli.paths import path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
@@ -198,22 +205,29 @@ def _resume(
     plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
 ) -> RunResult:
     events = train_events(plan.config, callbacks)
-    if plan.task is None:
+    task = plan.task
+    if task is None:
         _roll_back(plan)
         with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
             pass
         return record.result
-    with loaded_components(plan.pinned, plan.task, events) as components:
+    pinned = settings_here(plan.pinned, events)
+    model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
+    plan = replace(plan, config=plan.config.model_copy(update={"model": model}), pinned=pinned)
+    with loaded_components(pinned, task) as components:
         if plan.checkpoint is not None:
-            components.resume_from(plan.checkpoint)
-        _roll_back(plan, {RESOLVED: resolved_settings(plan.pinned, components.policy)})
+            with out_of_memory_errors(pinned):
+                components.resume_from(plan.checkpoint)
+        resolved = resolved_settings(pinned, components.policy)
+        _roll_back(plan, {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved})
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 
 def _roll_back(plan: ResumePlan, env: Mapping[str, object] | None = None) -> None:
     """Cut the record and the checkpoints back to the step after which the run continues, and record the resume.
 
-    `env` has further entries of env.json.
+    Args:
+        env: the environment of the resume; None where nothing is sampled any more.
     """
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
@@ -224,9 +238,7 @@ def _roll_back(plan: ResumePlan, env: Mapping[str, object] | None = None) -> Non
     prune_checkpoints(folder, plan.config.checkpoint)
     folder.write_config(to_yaml(plan.config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.record_resume(
-        {"time": when, "after_step": max(plan.step, 0)}, {**describe_environment(), **(env or {})}
-    )
+    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env or describe_environment())
 
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:

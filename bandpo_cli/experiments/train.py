@@ -11,14 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, system_error_message
+from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, closed_at_end, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
@@ -125,13 +125,15 @@ def train(
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
-    with loaded_components(plan.config, plan.task, events) as components:
+    config = settings_here(plan.config, events)
+    with loaded_components(config, plan.task) as components:
         folder = RunFolder.create(plan.runs_dir, plan.name)
         with run_lock(folder.path):
-            folder.write_config(to_yaml(plan.config))
-            resolved = resolved_settings(plan.config, components.policy)
-            folder.write_env({**describe_environment(), RESOLVED: resolved})
-            return run_steps(plan.config, folder, components, events, 0, stop_requested)
+            folder.write_config(to_yaml(config))
+            resolved = resolved_settings(config, components.policy)
+            environment = describe_environment(sampler=components.sampler.describe())
+            folder.write_env({**environment, RESOLVED: resolved})
+            return run_steps(config, folder, components, events, 0, stop_requested)
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
@@ -140,16 +142,22 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     return Dispatcher([*trackers, *callbacks])
 
 
-@contextmanager
-def loaded_components(config: RunConfig, task: Task, events: TrainEvents) -> Iterator[Components]:
-    """Load model, sampler, grader and optimizer, and close them at the end."""
+def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
+    """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
     events.phase("load")
+    from bandpo_cli.models.device import with_dtype_here
+
+    return with_dtype_here(config)
+
+
+@contextmanager
+def loaded_components(config: RunConfig, task: Task) -> Iterator[Components]:
+    """Load model, sampler, grader and optimizer, and close them at the end."""
     with out_of_memory_errors(config):
         from bandpo_cli.training.components import build_components
 
         components = build_components(config, task)
-    with ExitStack() as stack:
-        stack.callback(components.close)
+    with closed_at_end("the sampling engine or a grader", components.close):
         try:
             yield components
         except GraderFailedError:  # it reports what the warnings would
@@ -222,15 +230,16 @@ def recorded_run(
             events.phase("close")
             records = folder.read_metrics()
             _close_record(config, folder, records, record.status, error)
-        except OSError as failure:  # such as a full disk; an error that ended the run is the one to report
+        except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
                 error, record.status = failure, "FAILED"
                 raise
-            why = system_error_message(failure) or failure.strerror or failure
-            log.warning("the summary and the plots cannot be written: %s", why)
+            with warn_on_failure("the summary and the plots cannot be written"):
+                raise
         finally:
             record.result = RunResult(folder.path, record.status, records, error)
-            events.end(record.result)
+            with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
+                events.end(record.result)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.exports.verl_losses import ACTOR, Overrides
 from bandpo_cli.paths import path_exists, user_path
@@ -45,17 +46,23 @@ def is_copied(config: RunConfig) -> bool:
 def attention(config: RunConfig) -> Overrides:
     """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
     chosen = config.model.attention
-    if chosen == "flash_attention_2" or (chosen == "auto" and config.model.dtype == "bfloat16"):
+    if chosen == "flash_attention_2" or (chosen == "auto" and _dtype(config) == "bfloat16"):
         return {}
     kernel = "sdpa" if chosen == "auto" else chosen
     return {f"+{MODEL}.override_config.attn_implementation": kernel, f"{MODEL}.use_remove_padding": False}
 
 
+def _dtype(config: RunConfig) -> str:
+    """Return what `model.dtype` is in the exported job, which runs on GPUs."""
+    return dtype_on(config.model.dtype, on_gpu=True)
+
+
 def passes_dtype(config: RunConfig) -> Overrides:
-    """Return the type of forward and backward passes, which is bfloat16 where nothing is set."""
-    if config.model.dtype == "bfloat16":
-        return {}
-    return {
+    """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
+    found: Overrides = {f"{ROLLOUT}.dtype": _dtype(config)}
+    if _dtype(config) == "bfloat16":
+        return found
+    return found | {
         f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}": "fp32"
         for role in ("actor", "ref")
         for part in ("param_dtype", "reduce_dtype", "buffer_dtype")

@@ -93,7 +93,8 @@ RULES: dict[str, Rule] = {
     ),
     "model.revision": Rule("the latest", differences=rules.revision_differences),
     "model.dtype": Rule(
-        "of the passes too; weights and optimizer are float32", f"{ROLLOUT}.dtype", rules.passes_dtype
+        f"`{ROLLOUT}.dtype`, and that of the passes; `auto` is bfloat16; weights and optimizer are float32",
+        overrides=rules.passes_dtype,
     ),
     "model.attention": Rule(
         "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", overrides=rules.attention

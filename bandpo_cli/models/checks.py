@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.paths import check_regular_file, path_exists, read_text
@@ -61,12 +61,12 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError, RunError, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError, RunError):
         raise
     except BaseException as error:
-        text = str(error).strip()
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        if is_out_of_memory(error):
             raise
+        text = str(error).strip()
         if "trust_remote_code" in text:
             raise UserError(
                 f"model.path = {path!r}: contains custom Python code, which does not run unless you allow it; "
@@ -214,9 +214,9 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     rows = [Row(ids[:3], [ids[3:6], ids[6:8]]), Row(ids[8:10], [ids[10:]])]
     try:
         packed = token_logprobs(model, collate(rows, model.device)).logprobs
-    except torch.OutOfMemoryError:
-        raise  # independent of the architecture
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as error:
+        if is_out_of_memory(error):  # independent of the architecture
+            raise
         raise UserError(f"model.path: {kind} models do not run on packed rows: {first_line(error)}") from None
     unpacked = torch.cat(
         [

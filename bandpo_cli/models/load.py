@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
-from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.hub import cached_commit
 from bandpo_cli.models.checks import (
     check_declared_size,
@@ -34,6 +34,7 @@ from bandpo_cli.models.checks import (
     check_weight_format,
     loading_errors,
 )
+from bandpo_cli.models.device import dtype_here
 from bandpo_cli.paths import path_exists, user_path
 
 
@@ -163,7 +164,7 @@ def _load(
         tokenizer = load_tokenizer(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype_here(config),
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -214,6 +215,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if is_out_of_memory(error):  # another process may hold all of its memory
+            raise
         raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
     return device
 
@@ -226,7 +229,7 @@ def _attention(config: ModelConfig) -> str | None:
                 "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it supports, and "
                 "one of them is missing; set model.attention=sdpa"
             )
-        if config.dtype == "float32":
+        if dtype_here(config) == torch.float32:
             raise UserError(
                 "model.attention = 'flash_attention_2' does not support float32; set model.dtype=bfloat16 or "
                 "model.attention=sdpa"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, count, takewhile
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.checks import check_declared_size, loading_errors
+from bandpo_cli.models.device import dtype_here
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.models.packing import MAX_SHARED_ROW_TOKENS, Packing, Row, batch_rows
 from bandpo_cli.storage.checkpoints import is_written_in_background
 
 FLOAT32_BYTES = 4
@@ -24,8 +29,8 @@ class MemoryEstimate:
 
     Attributes:
         parameters: number of parameters (not bytes); tied parameters count once.
-        always: memory that is held during the complete run: weights, gradients, optimizer state.
-        update: additional memory of one forward and backward pass.
+        always: memory that is held during the complete run: weights, optimizer state, reference model.
+        update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
         sampling: additional memory of sampling with the trainer's own model; empty for an engine with separate memory.
     """
 
@@ -40,6 +45,25 @@ class MemoryEstimate:
         return sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
 
 
+class AttendedTokens(NamedTuple):
+    """Tokens of which attention holds queries, keys and values: packed tokens with the copies of their prompts.
+
+    Attributes:
+        masked: tokens in blocks with a mask, where each key and value is repeated for the query heads that share it.
+        plain: tokens in sequences of a prompt and one completion.
+        mask: elements of the masks, which the kernel converts to the dtype of the model.
+    """
+
+    masked: int
+    plain: int
+    mask: int
+
+    def saved_elements(self, heads: int, key_value_heads: int, head_dim: int) -> int:
+        """Return the number of elements of queries, keys, values, output and masks that one layer saves."""
+        shared = 2 * (heads + key_value_heads)
+        return (4 * heads * self.masked + shared * self.plain) * head_dim + self.mask
+
+
 def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu") -> MemoryEstimate:
     """Estimate the memory that the trainer needs on its device.
 
@@ -51,12 +75,12 @@ def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu
     Raises:
         UserError: the model's config cannot be read.
     """
+    config = with_dtype(config, device == "cuda")
     model = build_on_meta_device(config.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    weight_bytes = getattr(torch, config.model.dtype).itemsize
+    weight_bytes = model.dtype.itemsize
     always = {
         "weights": numel * weight_bytes,
-        "gradients": numel * FLOAT32_BYTES,
         "AdamW": 2 * numel * FLOAT32_BYTES,
     }
     if weight_bytes != FLOAT32_BYTES:
@@ -69,11 +93,16 @@ def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
     text = model.config.get_text_config()
+    attended = attended_tokens(config, text, tokens)
+    tile = min(TILE_BYTES[device], tokens * text.vocab_size * FLOAT32_BYTES)
+    # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
     update = {
-        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model),
+        "gradients": numel * FLOAT32_BYTES,
+        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attended),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
-        "log-probs and their gradient": 2 * TILE_BYTES[device]
-        + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
+        "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
+        # before it is added to the gradient of the other micro-batches
+        "gradient of the output layer": text.vocab_size * text.hidden_size * weight_bytes,
     }
     sampling = {}
     if trainer_samples:
@@ -104,7 +133,7 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config,
-                dtype=getattr(torch, config.dtype),
+                dtype=dtype_here(config),
                 attn_implementation=_SHAPES_ONLY,
                 trust_remote_code=config.trust_remote_code,
             )
@@ -112,22 +141,62 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig) -> int:
-    """Return the bytes that autograd saves for the backward pass of one packed row of `tokens` tokens.
+def attended_tokens(config: RunConfig, text: PreTrainedConfig, tokens: int) -> AttendedTokens:
+    """Return the most that attention holds of a micro-batch of `tokens` tokens.
+
+    It depends on the lengths of the completions: short ones leave room for more copies of the prompt. Prompts of the
+    maximum length are packed with completions of each power of two up to the maximum.
+    """
+    heads = text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    longest = config.sampling.max_tokens
+    lengths = [*takewhile(lambda length: length < longest, (2**i for i in count())), longest]
+    return max(
+        (_attended_with(config, length, tokens) for length in lengths),
+        key=lambda each: each.saved_elements(heads, key_value_heads, head_dim),
+    )
+
+
+def _attended_with(config: RunConfig, length: int, tokens: int) -> AttendedTokens:
+    """Return what attention holds of a micro-batch of groups whose completions have `length` tokens."""
+    prompt, samples = config.sampling.max_prompt_tokens, config.sampling.samples
+    group = Row(range(prompt), [range(length)] * samples)
+    rows = chain.from_iterable(batch_rows([group], min(tokens, MAX_SHARED_ROW_TOKENS)))
+    packing = Packing(tuple((prompt, *map(len, row.completions)) for row in rows), torch.device("cpu"))
+    groups = tokens / sum(map(sum, packing.rows))
+    if config.model.attention == "flash_attention_2":
+        return AttendedTokens(0, math.ceil(groups * len(packing.gather_index)), 0)
+    masked = [block.shape for block in packing.blocks if block.segments is not None]
+    plain = [block.shape for block in packing.blocks if block.segments is None]
+    return AttendedTokens(
+        math.ceil(groups * sum(size * width for size, width in masked)),
+        math.ceil(groups * sum(size * width for size, width in plain)),
+        math.ceil(groups * sum(size * width**2 for size, width in masked)),
+    )
+
+
+def activation_bytes(
+    model: PreTrainedModel, tokens: int, config: ModelConfig, attended: AttendedTokens | None = None
+) -> int:
+    """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
 
     The output layer is not included; `estimate_memory` counts it separately.
 
     With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
+
+    Args:
+        attended: what attention holds; None for one sequence that is not packed.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    all_layers = _activation_bytes_one_pass(model, tokens)
+    all_layers = _activation_bytes_one_pass(model, tokens, attended)
     if not config.gradient_checkpointing:
         return all_layers
-    layer_input = tokens * model.config.get_text_config().hidden_size * getattr(torch, config.dtype).itemsize
+    layer_input = tokens * model.config.get_text_config().hidden_size * model.dtype.itemsize
     return int(layers * layer_input + all_layers // layers)
 
 
-def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int) -> int:
+def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int, attended: AttendedTokens | None) -> int:
     """Return the bytes of all distinct tensors that a forward pass saves, without the parameters."""
     parameters = {_storage_address(parameter) for parameter in model.parameters()}
     saved: dict[int, int] = {}
@@ -143,7 +212,7 @@ def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     positions = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attended=attended)
     return sum(saved.values())
 
 
@@ -161,10 +230,30 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
 
+class _PackedAttention(torch.autograd.Function):
+    """Saves what packed attention saves: gathered queries, keys and values, masks, and the output in their order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attended: AttendedTokens
+    ) -> torch.Tensor:
+        _, heads, tokens, width = query.shape
+        ctx.save_for_backward(query.new_empty(attended.saved_elements(heads, key.shape[1], width)))
+        return query.new_empty(1, tokens, heads, width)
+
+
 def _shapes_only(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **settings: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    attended: AttendedTokens | None = None,
+    **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
+    if attended is None:
+        return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
+    return _PackedAttention.apply(query, key, value, attended), None  # type: ignore[no-untyped-call]
 
 
 _SHAPES_ONLY = "bandpo_shapes_only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,13 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import check_engine, resolve_engine
+from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
 TokenIds = Sequence[int]
+
+log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,22 @@ class Sampler(Protocol):
         """
         ...
 
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name and what else decides how it computes, for env.json."""
+        ...
+
     def close(self) -> None:
         """Free the engine's resources."""
         ...
+
+
+def _slow_engine_warning(engine: str) -> str:
+    """Return a warning about an engine that is not made for GPUs, with the one to use and how to install it."""
+    better = next(name for name, entry in ENGINES.items() if entry.preferred_on_gpu)
+    package = ENGINES[better].package
+    missing = package is not None and not is_installed(package)
+    how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
+    return f"on a GPU the {engine} engine is expected to sample 10 to 30 times slower than {better}; {how}"
 
 
 class StaleEngineError(RunError):
@@ -93,7 +109,10 @@ def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
         ConfigError: the engine is not installed.
         UserError: the engine cannot start with this model and these settings.
     """
-    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    on_gpu = policy.device.type == "cuda"
+    engine = resolve_engine(config.sampling.engine, on_gpu)
     check_engine(engine)
+    if on_gpu and not ENGINES[engine].preferred_on_gpu:
+        log.warning("%s", _slow_engine_warning(engine))
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler

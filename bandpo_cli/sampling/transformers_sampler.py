@@ -39,6 +39,10 @@ class TransformersSampler:
     def sleep(self) -> None:
         """Do nothing: between calls the sampler holds no memory besides the trainer's model."""
 
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name."""
+        return {"engine": "transformers"}
+
     def close(self) -> None:
         """Do nothing: the sampler holds no resources besides the trainer's model."""
 

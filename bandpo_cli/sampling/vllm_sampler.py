@@ -20,7 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import SamplingConfig
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
+from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck
@@ -67,11 +68,11 @@ class VllmSampler:
         self._version = 0
         try:
             self.sync(policy.model, version=0)
-        except StaleEngineError:
-            self.close()
-            raise
-        except RunError as error:
-            self.close()
+        except BaseException as error:
+            with warn_on_failure("the vLLM engine could not be closed"):
+                self.close()
+            if not isinstance(error, RunError) or isinstance(error, StaleEngineError):
+                raise
             raise UserError(f"sampling.engine = 'vllm': vLLM cannot run this model here: {error}") from error
 
     @property
@@ -86,7 +87,7 @@ class VllmSampler:
 
         Raises:
             UserError: a prompt is too long for `max_tokens` more tokens, or vLLM does not support the temperature.
-            RunError: vLLM failed.
+            RunError: vLLM failed. An out-of-memory error is raised unchanged.
         """
         assert not self._asleep, "sync wakes the engine before it samples"
         self._check_request(prompts_P, params)
@@ -109,7 +110,8 @@ class VllmSampler:
         """Load the weights, clear the cache of the old weights, and check that the engine runs the new ones.
 
         Raises:
-            StaleEngineError: the engine does not run the new weights, or vLLM failed to load them.
+            StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
+                error is raised unchanged.
         """
         weights = policy_weights(model)
         try:
@@ -119,6 +121,8 @@ class VllmSampler:
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise
             raise StaleEngineError(
                 f"vLLM could not load version {version} of the weights: {_error_text(error)}"
             ) from error
@@ -135,14 +139,26 @@ class VllmSampler:
         self._check.check(model, version, self._sample_probe)
         self._version = version
 
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name, vLLM's version, and the class that runs the model.
+
+        vLLM has several of these classes, which batch and compute differently: one for CPUs and, in 0.32, two for GPUs.
+        """
+        import vllm
+
+        runners = self._llm.collective_rpc("policy_runner", args=())
+        return {"engine": "vllm", "version": str(vllm.__version__), "model_runner": runners[0]}
+
     def close(self) -> None:
         """Shut the engine down; afterwards this process can start another one."""
-        if hasattr(self, "_llm"):
+        if not hasattr(self, "_llm"):
+            return
+        try:
             self._llm.llm_engine.engine_core.shutdown()
+        finally:
             del self._llm
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_cached_memory()
 
     def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
         """Raise UserError for lengths and temperatures that the engine does not support."""
@@ -167,6 +183,8 @@ class VllmSampler:
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts], requests, use_tqdm=False
                 )
         except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+            if is_out_of_memory(error):
+                raise
             raise RunError(f"vLLM failed while sampling: {_error_text(error)}") from error
         return outputs
 
@@ -179,6 +197,7 @@ class VllmSampler:
     def _wake_if_asleep(self, tags: list[str]) -> None:
         """Allocate the memory of `tags`: weights before the load and the cache after it, to lower the peak."""
         if self._asleep:
+            release_cached_memory()
             self._llm.wake_up(tags=tags)
 
     def _transferable(self, weights: Weights) -> Weights:
@@ -218,6 +237,8 @@ def _start(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> tupl
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {_error_text(error)}") from error
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"sampling.engine = 'vllm': the engine did not start: {_error_text(error)}"
         ) from error

@@ -151,6 +151,11 @@ class PolicyWorker:
             self.policy_version = version
         return skipped
 
+    def policy_runner(self) -> str:
+        """Return module and name of the class that runs the model in this worker."""
+        kind = type(self.model_runner)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
     def policy_state(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int | None, dict[str, int]]:
         """Return the version of the last complete load, and the fingerprints of unsharded tensors by name."""
         parameters = dict(self.model_runner.get_model().named_parameters())

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,18 @@ PACKAGES = (
 )
 
 
-def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]:
+def describe_environment(
+    command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the content of `env.json`. Imports no large package and stores no environment variable.
 
-    GPUs and torch's threads are included only when torch is already loaded. `command` is sys.argv by default;
-    passwords in its addresses are redacted.
+    GPUs and torch's threads are included only when torch is already loaded.
+
+    Args:
+        command: sys.argv by default; passwords in its addresses are redacted.
+        sampler: description of the sampling engine (`Sampler.describe`); None where nothing is sampled.
     """
+    engine = {} if sampler is None else {"sampler": dict(sampler)}
     return {
         "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -45,6 +51,7 @@ def describe_environment(command: Sequence[str] | None = None) -> dict[str, Any]
             "memory_gib": _memory_gib(),
             **_torch_hardware(),
         },
+        **engine,
     }
 
 

@@ -50,7 +50,7 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
     Training time is scaled to the number of steps. None if there is no such run. On a CPU only runs with the same
     number of `threads` count.
     """
-    shape = _shape(config.model_dump(mode="json"))
+    own = config.model_dump(mode="json")
     seconds_by_time = []
     for path in _summary_files(runs_dir):
         try:
@@ -60,7 +60,7 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
             earlier = read_yaml(path.parent / "config.yaml", "config")
             hardware = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)["hardware"]
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if same_speed and _shape(earlier) == shape:
+            if same_speed and _shape(earlier) == _shape(_with_dtype_of(own, earlier)):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
@@ -126,6 +126,13 @@ def _summary_files(runs_dir: Path) -> list[Path]:
     if not path_exists(runs_dir):
         return []
     return [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
+
+
+def _with_dtype_of(config: Mapping[str, Any], earlier: Any) -> Mapping[str, Any]:
+    """Return `config`, where its dtype is `auto` with that of an earlier run, whose config.yaml has the one used."""
+    if config["model"]["dtype"] != "auto":
+        return config
+    return {**config, "model": {**config["model"], "dtype": earlier["model"]["dtype"]}}
 
 
 def _shape(config: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.storage.checkpoints import (
     STATE,
@@ -193,6 +193,8 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
         state = load_file(folder / OPTIMIZER)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "
             "previous one"

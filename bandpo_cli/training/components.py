@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy
 from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler
@@ -88,9 +89,13 @@ class Components:
         return progress
 
     def close(self) -> None:
-        """Shut down the sampling engine and the grading processes."""
-        self.sampler.close()
-        self.grader.close()
+        """Shut down the sampling engine and the grading processes.
+
+        If one of them fails, the other one is closed all the same, and then the error is raised.
+        """
+        with ExitStack() as stack:
+            stack.callback(self.grader.close)
+            stack.callback(self.sampler.close)
 
 
 def build_components(config: RunConfig, task: Task) -> Components:
@@ -110,19 +115,25 @@ def build_components(config: RunConfig, task: Task) -> Components:
     reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
-    return Components(
-        policy=policy,
-        reference=reference,
-        encoder=encoder,
-        stream=ProblemStream(train, derive_seed(config.seed, "problems")),
-        heldout=heldout,
-        grader=GraderPool(config.grading),
-        sampler=build_sampler(config, policy),
-        optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids),
-        problems_digest=_problems_digest(train, heldout),
-        notes=notes,
-    )
+    sampler = build_sampler(config, policy)
+    try:
+        return Components(
+            policy=policy,
+            reference=reference,
+            encoder=encoder,
+            stream=ProblemStream(train, derive_seed(config.seed, "problems")),
+            heldout=heldout,
+            grader=GraderPool(config.grading),
+            sampler=sampler,
+            optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
+            params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids),
+            problems_digest=_problems_digest(train, heldout),
+            notes=notes,
+        )
+    except BaseException:
+        with warn_on_failure("the sampling engine could not be closed"):
+            sampler.close()
+        raise
 
 
 def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Problem]]) -> str:

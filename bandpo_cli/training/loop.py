@@ -1,7 +1,7 @@
 """The training loop: each iteration of `train` is one step, and its body is the data flow of the step.
 
 problems → rollouts → graded groups → advantages → token batches → old log-probs → bounds → loss → optimizer step →
-weight sync → metrics → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
+metrics → weight sync → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
 the steps without the loop depending on them.
 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
@@ -18,6 +18,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, training_grader
+from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.base import is_exact
@@ -128,9 +129,7 @@ def _train_steps(
             # → loss → optimizer step, once per experience
             handler = BadUpdateHandler(config, components.optimizer, folder.path, step)
             updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
-        with timer.phase("sync"):
-            # → weight sync
-            components.sampler.sync(components.policy.model, components.optimizer.update)
+            components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
         with timer.phase("record"):
             # → metrics
             trained = updates.trained or experiences
@@ -140,6 +139,11 @@ def _train_steps(
             folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
             if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                 folder.write_tokens(step, clip_map_columns(updates))
+            # No values per token are held while the sampler wakes up and samples.
+            del experiences, updates, trained, handler
+        with timer.phase("sync"):
+            # → weight sync
+            components.sampler.sync(components.policy.model, components.optimizer.update)
         # → evaluation and checkpoint where due → the step's line
         sample = rollouts.groups[0].rollouts_G[0]
         yield _finish_step(config, components, folder, writer, step, record, timer, sample)
@@ -230,6 +234,7 @@ def _finish_step(
     """Evaluate and save a checkpoint where due, and write the step's line, which marks the step as complete."""
     if is_evaluation_due(config.evaluation, step, config.steps):
         with timer.phase("eval"):
+            release_cached_memory()
             record = record | _evaluate(config, components, folder, step)
     save = is_checkpoint_due(config, step)
     if save:

@@ -13,6 +13,9 @@ from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
 
+FUSED_DEVICES = ("cpu", "cuda")
+"""Device types for which torch's AdamW has a fused kernel."""
+
 
 class NonFiniteError(RunError):
     """A loss, gradient, log-prob or weight is NaN or infinite; raised before the weights change."""
@@ -69,12 +72,19 @@ class Optimizer:
         self._names = list(trained)
         self._pairs = [(each, _master(each)) for each in trained.values()]
         self._parameters = [master for _, master in self._pairs]
+        narrow = [(each, master) for each, master in self._pairs if each is not master]
+        self._narrow: list[torch.Tensor] = [each for each, _ in narrow]
+        self._masters: list[torch.Tensor] = [master for _, master in narrow]
+        self._fused = all(each.device.type in FUSED_DEVICES for each in self._parameters)
         self._adamw = torch.optim.AdamW(
             self._parameters,
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            # One kernel over all parameters, without temporary copies: the other implementations allocate up to 4 more
+            # bytes per parameter.
+            fused=self._fused,
         )
         self.update = 0
         self.skipped_in_a_row = 0
@@ -125,8 +135,9 @@ class Optimizer:
                 with torch.no_grad():
                     master.copy_(tensor)
             else:
-                # AdamW keeps its step count in a scalar on the CPU, so it stays there in a resumed run too.
-                self._adamw.state[master][kind] = tensor.to(master.device) if tensor.ndim else tensor
+                # AdamW keeps its step count on the CPU, unless the fused kernel reads it.
+                stays = tensor.ndim == 0 and not self._fused
+                self._adamw.state[master][kind] = tensor if stays else tensor.to(master.device)
         self.update, self.skipped_in_a_row = update, skipped_in_a_row
 
     def zero_grad(self) -> None:
@@ -147,10 +158,9 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
-        with torch.no_grad():
-            for parameter, master in self._pairs:
-                if parameter is not master:
-                    parameter.copy_(master)
+        if self._narrow:
+            with torch.no_grad():
+                torch._foreach_copy_(self._narrow, self._masters)
         self.update += 1
         self.skipped_in_a_row = 0
         return norm
@@ -169,8 +179,8 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
     def accumulate_in_master(narrow: torch.Tensor) -> None:
         assert narrow.grad is not None
-        wide = narrow.grad.float()
-        master.grad = wide if master.grad is None else master.grad.add_(wide)
+        # Added without a float32 copy of it, which would take 4 bytes per element of the largest parameter.
+        master.grad = narrow.grad.float() if master.grad is None else master.grad.add_(narrow.grad)
         narrow.grad = None
 
     parameter.register_post_accumulate_grad_hook(accumulate_in_master)  # type: ignore[no-untyped-call]

@@ -260,7 +260,7 @@ def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
 def _suggestions(optim: OptimConfig, model: ModelConfig) -> str:
     """Return the settings that may help, without those that already have the suggested value."""
     tries = [f"a lower optim.lr than {optim.lr:g}"]
-    if model.dtype != "float32":
+    if model.dtype == "bfloat16":
         tries.append("model.dtype=float32")
     if optim.max_grad_norm is None or optim.max_grad_norm > 1:
         tries.append("optim.max_grad_norm=1")

@@ -1,9 +1,7 @@
-"""Configs of the paper: nothing is inherited from the defaults, docs/paper.md has every value, and headers are true."""
+"""Configs of the paper: nothing is inherited from the defaults, and docs/paper.md has every value."""
 
 from __future__ import annotations
 
-import json
-import re
 from functools import cache, reduce
 from itertools import product
 from pathlib import Path
@@ -14,8 +12,6 @@ import yaml
 
 from bandpo_cli.config.layers import Layer, flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.memory import memory_report_on
-from bandpo_cli.models.memory import MemoryEstimate
 
 ROOT = Path(__file__).parents[2]
 PAPER, METHOD_FILES = ROOT / "configs" / "paper", sorted((ROOT / "configs" / "methods").glob("*.yaml"))
@@ -119,61 +115,3 @@ def test_an_overlay_states_only_what_differs_from_the_base() -> None:
             key for file in files for key, value in stated(file).items() if base.get(key, "none") == value
         }
         assert repeated <= same
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-3B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""The shapes in the config.json of each model on the hub."""
-
-PARAMETERS = {"3B": 3.09e9, "1.5B": 1.78e9, "7B": 7.62e9, "8B": 8.03e9}
-"""The numbers of parameters on the models' cards."""
-
-GPU_SIZES = [16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192, 288]
-GIB = 2**30
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda file: file.stem)
-def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, model: Path) -> None:
-    """The GB of a GPU count as 10⁹ bytes, less than any card of that size has."""
-    header = re.match(
-        r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\.\n",
-        model.read_text("utf-8"),
-    )
-    assert header is not None
-    size, peak, held = map(int, header.groups())
-    path = layer(model)["model"]["path"]
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES[path], "max_position_embeddings": 32768}))
-    config = resolve([*map(layer, (PAPER / "base.yaml", model)), {"model": {"path": str(tmp_path)}}])
-    report = memory_report_on(config, "a GPU", size * 10**9, on_gpu=True)
-    estimate = report.estimate
-    count = next(number for name, number in PARAMETERS.items() if f"-{name}" in path)
-    assert estimate.parameters == pytest.approx(count, rel=0.005)
-    assert report.fits
-    assert round(report.peak / GIB) == peak
-    assert round(sum(estimate.always.values()) / GIB) == held
-    assert report.engine > 1.5 * estimate.always["weights"]  # the engine's weights, and room for its cache
-    assert not fits(config, estimate, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
-    assert fits(config, estimate, size * 10**9)
-
-
-def fits(config: RunConfig, estimate: MemoryEstimate, available: int) -> bool:
-    """Return whether a run fits, by hand: the trainer's memory, and an update or the engine, leave 5% free."""
-    engine = config.sampling.vllm.memory_fraction * available
-    used = sum(estimate.always.values()) + max(sum(estimate.update.values()), engine)
-    return used < 0.95 * available

@@ -78,8 +78,9 @@ def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
     assert trained.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
     first = trained.calls.index("step")
     second = trained.calls.index("step", first + 1)
-    names = ["sample", "grade", "logprobs", "update", "sync", "record", "eval", "checkpoint"]
+    names = ["sample", "grade", "logprobs", "update", "record", "sync", "eval", "checkpoint"]
     assert trained.calls[first + 1 : second] == [f"phase {name}" for name in names]
+    assert json.loads((runs / "demo" / "env.json").read_text())["sampler"] == {"engine": "transformers"}
     info = trained.arguments["start"][0]
     assert (info.folder, info.steps, info.first_step, info.parent) == (runs / "demo", 1, 0, None)
     assert info.config["sampling"]["prompts"] == 2
@@ -104,6 +105,7 @@ def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
             model, n=2, k=[2], limit=2, settings=[SMALL], runs_dir=runs, name=name, callbacks=[seen]
         )
         assert result.folder == runs / name
+        assert json.loads((runs / name / "env.json").read_text())["sampler"] == {"engine": "transformers"}
         assert result.record["status"] == "finished"
         assert json.loads((result.folder / "eval.json").read_text())["name"] == name
     assert seen.outline()[:3] == ["phase load", "start", "step"]

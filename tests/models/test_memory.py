@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.memory import activation_bytes, build_on_meta_device, estimate_memory
+from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.models.memory import (
+    AttendedTokens,
+    activation_bytes,
+    attended_tokens,
+    build_on_meta_device,
+    estimate_memory,
+)
+from bandpo_cli.models.packing import Row, collate
 from tests.conftest import random_model
 
 TOKENS = 96
@@ -60,12 +69,15 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     estimate = estimate_memory(config, trainer_samples=True)
     assert estimate.always == {
         "weights": 2 * numel,
-        "gradients": 4 * numel,
         "AdamW": 8 * numel,
         "master weights": 4 * numel,
         "reference model": 2 * numel,
         "copy for a checkpoint": 14 * numel,
     }
+    assert estimate.update["gradients"] == 4 * numel
+    assert estimate.update["gradient of the output layer"] == 23 * 32 * 2
+    # 2 tiles of 16,384 tokens and 23 words, smaller than the maximum of a tile; 3 times the hidden states of width 32
+    assert estimate.update["log-probs and their gradient"] == 16384 * 4 * (2 * 23 + 3 * 32)
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
@@ -125,3 +137,89 @@ def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> 
         return sum(estimate_memory(resolve([layer]), trainer_samples=True).update.values())
 
     assert update_bytes(8) == update_bytes(50) < update_bytes(100)
+
+
+def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
+    """Return the bytes of all distinct tensors that the layers save for packed rows, without the parameters."""
+    saved: dict[int, torch.Tensor] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    batch = collate(rows, torch.device("cpu"))
+    indices = {each.gather_index.data_ptr() for each in batch.packing.blocks}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    def stop(*_: object) -> None:
+        raise StopIteration
+
+    handle = model.lm_head.register_forward_pre_hook(stop)  # type: ignore[operator, union-attr]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(  # type: ignore[operator]
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
+            packing=batch.packing,
+            use_cache=False,
+        )
+    handle.remove()
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in saved.items()
+        if address not in parameters and address not in indices and tensor.is_floating_point()
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "attended"),
+    [
+        # 620 tokens are too many for a mask: four sequences of 300 + 80
+        (300, 80, AttendedTokens(masked=0, plain=1520, mask=0)),
+        # 124 tokens have a mask
+        (60, 16, AttendedTokens(masked=124, plain=0, mask=124**2)),
+    ],
+    ids=["copies of the prompt", "mask"],
+)
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_estimated_activations_equal_those_of_packed_rows(
+    tmp_path: Path, kind: str, prompt: int, completion: int, attended: AttendedTokens
+) -> None:
+    real = random_model(kind)
+    real.save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path))
+    tokens = prompt + 4 * completion
+    ids = [index % 20 for index in range(tokens)]
+    row = Row(ids[:prompt], [ids[:completion]] * 4)
+    estimated = activation_bytes(build_on_meta_device(settings), tokens, settings, attended)
+    assert estimated == pytest.approx(saved_by_packed_rows(real, [row]), rel=0.05)
+
+
+def text_config(tmp_path: Path) -> Any:
+    random_model().save_pretrained(tmp_path)
+    return build_on_meta_device(ModelConfig(path=str(tmp_path))).config
+
+
+@pytest.mark.parametrize(
+    ("prompt", "longest", "samples", "expected"),
+    [
+        # A row of 1,028 tokens becomes four sequences of 1,025.
+        (1024, 1, 4, (0, 1025 * 4 / 1028, 0)),
+        # A row of 64 + 16 × 8 tokens has a mask.
+        (64, 8, 16, (1, 0, 192)),
+        # Only completions of up to 48 tokens share a row of at most 4,096, the most copies per token with 1 token each.
+        (4000, 4000, 2, (0, 4001 * 2 / 4002, 0)),
+    ],
+)
+def test_prompts_are_copied_as_packing_copies_them(
+    tmp_path: Path, prompt: int, longest: int, samples: int, expected: tuple[float, float, float]
+) -> None:
+    config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": longest, "samples": samples}}])
+    found = attended_tokens(config, text_config(tmp_path), 16384)
+    assert found == tuple(math.ceil(16384 * share) for share in expected)
+
+
+def test_a_large_vocabulary_takes_complete_tiles(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    config = resolve([{"model": {"path": str(tmp_path)}, "optim": {"micro_batch_tokens": 2**20}}])
+    update = estimate_memory(config, trainer_samples=True).update
+    assert update["log-probs and their gradient"] == 2 * TILE_BYTES["cpu"] + 3 * 2**20 * 32 * 4

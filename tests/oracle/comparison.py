@@ -27,6 +27,7 @@ from transformers import (
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
+from bandpo_cli.models.device import with_dtype_here
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
@@ -245,7 +246,7 @@ def compare(
         given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
         seed: of the completions.
     """
-    config = resolve([BASE, {"model": {"path": str(model_folder)}}, *layers])
+    config = with_dtype_here(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
     settings = config.model_dump()
     start = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=getattr(torch, config.model.dtype)

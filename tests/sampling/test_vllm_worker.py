@@ -200,3 +200,12 @@ def test_tensor_of_another_shape_is_not_compared() -> None:
     """A shard of a bias or of an embedding cannot be compared with the complete tensor."""
     found = Worker().policy_state({"norm.weight": (2,), "embed.weight": (9, 4), "gone.weight": (4,)})[1]
     assert found == {}
+
+
+def test_the_worker_names_the_class_that_runs_the_model() -> None:
+    class Runner:
+        """Stands for vLLM's class."""
+
+    worker = PolicyWorker()
+    worker.model_runner = Runner()
+    assert worker.policy_runner() == f"{__name__}.{Runner.__qualname__}"

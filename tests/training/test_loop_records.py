@@ -222,7 +222,7 @@ def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Pat
 
 
 def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording) -> None:
-    update = ["sample", "grade", "logprobs", "update", "sync", "record"]
+    update = ["sample", "grade", "logprobs", "update", "record", "sync"]
     extra = {0: ["eval"], 1: [], 2: ["eval"], 3: ["checkpoint"], 4: ["eval"], 5: ["eval", "checkpoint"]}
     for number, step in recorded.steps.items():
         expected = [*(update if number else []), *extra[number]]

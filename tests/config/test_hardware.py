@@ -1,0 +1,145 @@
+"""Hardware that the headers of the shipped configs name: the memory estimate of `--dry-run` fits it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.experiments.memory import GIB, MemoryReport, memory_report_on
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAPER = CONFIGS / "paper"
+MODELS = sorted((PAPER / "models").glob("*.yaml"))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B-Instruct": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-3B-Instruct": {
+        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The shapes in the config.json of each model on the hub."""
+
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1.54e9,
+    "Qwen/Qwen2.5-3B-Instruct": 3.09e9,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78e9,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7.62e9,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8.03e9,
+}
+"""The numbers of parameters on the models' cards."""
+
+GPU_SIZES = [16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192, 288]
+CPU_GIB = 8
+"""The memory of a small machine without a GPU."""
+
+_MODEL_HEADER = re.compile(
+    r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\.\n"
+)
+_ONE_GPU = re.compile(r"one GPU of (\d+) GB")
+_OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
+
+
+def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:
+    """Return the settings with a folder that has the model's config.json in place of its hub id."""
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES[model], "max_position_embeddings": 32768}))
+    return resolve([*layers, {"model": {"path": str(tmp_path)}}])
+
+
+def report_on_gpu(config: RunConfig, gigabytes: int) -> MemoryReport:
+    """Return the estimate for a GPU. Its GB count as 10⁹ bytes, less than any card of that size has."""
+    return memory_report_on(config, "a GPU", gigabytes * 10**9, on_gpu=True)
+
+
+def fits(config: RunConfig, report: MemoryReport, available: int) -> bool:
+    """Return whether a run fits, by hand: the trainer's memory, and an update or the engine, leave 5% free."""
+    engine = config.sampling.vllm.memory_fraction * available
+    used = sum(report.estimate.always.values()) + max(sum(report.estimate.update.values()), engine)
+    return used < 0.95 * available
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, file: Path) -> None:
+    header = _MODEL_HEADER.match(file.read_text("utf-8"))
+    assert header is not None
+    size, peak, held = map(int, header.groups())
+    model = read_layer(file)["model"]["path"]
+    config = config_on_disk(tmp_path, model, read_layer(PAPER / "base.yaml"), read_layer(file))
+    report = report_on_gpu(config, size)
+    estimate = report.estimate
+    assert estimate.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert report.fits
+    assert round(report.peak / GIB) == peak
+    assert round(sum(estimate.always.values()) / GIB) == held
+    assert report.engine > 1.5 * estimate.always["weights"]  # the engine's weights, and room for its cache
+    assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
+    assert fits(config, report, size * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("file", "overlay"),
+    [*((file, "dapo") for file in MODELS), (MODELS[0], "dynamic-sampling")],
+    ids=lambda each: each.stem if isinstance(each, Path) else each,
+)
+def test_an_overlay_of_the_paper_needs_the_same_hardware(tmp_path: Path, file: Path, overlay: str) -> None:
+    assert "the same hardware" in (PAPER / f"{overlay}.yaml").read_text("utf-8")
+    header = _MODEL_HEADER.match(file.read_text("utf-8"))
+    assert header is not None
+    files = (PAPER / "base.yaml", file, PAPER / f"{overlay}.yaml")
+    config = config_on_disk(tmp_path, read_layer(file)["model"]["path"], *map(read_layer, files))
+    assert report_on_gpu(config, int(header[1])).fits
+
+
+def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> None:
+    """The header asks for vLLM, which `auto` is where it is installed."""
+    file = CONFIGS / "gsm8k.yaml"
+    text, own = file.read_text("utf-8"), read_layer(file)
+    own_size, other = _ONE_GPU.search(text), _OTHER_MODEL.search(text)
+    assert own_size is not None
+    assert other is not None
+    for model, size in ((own["model"]["path"], own_size[1]), (other[1], other[2])):
+        config = config_on_disk(tmp_path, model, own, {"sampling": {"engine": "vllm"}})
+        report = report_on_gpu(config, int(size))
+        assert report.estimate.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
+        assert report.engine > 1.5 * report.estimate.always["weights"]
+        assert report.fits
+
+
+@pytest.mark.parametrize("name", ["countdown", "sweeps/rare-tokens-pilot"])
+def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
+    text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
+    assert "Needs a CPU" in text or "minute of a CPU" in text
+    layer = {key: each for key, each in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
+    assert memory_report_on(resolve([layer]), "this machine", CPU_GIB * GIB, on_gpu=False).fits
+
+
+def test_no_other_header_names_a_gpu() -> None:
+    """A header that names one must be among those of the tests above."""
+    files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
+    assert files == {*MODELS, CONFIGS / "gsm8k.yaml"}

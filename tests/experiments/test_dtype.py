@@ -1,0 +1,156 @@
+"""`model.dtype: auto`: bfloat16 on a CUDA GPU, float32 elsewhere; what a run used is in its record.
+
+A GPU is replaced by the function that looks for one; the runs compute in bfloat16 on the CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from bandpo_cli.cli.statement import describe_model, print_memory
+from bandpo_cli.config.hardware import dtype_on
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments import evaluate, resume, train
+from bandpo_cli.experiments.memory import GIB, memory_report_on, memory_saving_settings
+from bandpo_cli.experiments.overview import changed_settings
+from bandpo_cli.exports.verl_settings import overrides_of
+from bandpo_cli.models import device
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
+from tests.experiments.test_api import SMALL
+
+RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
+
+
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: each[key] for key in each if not key.startswith("time/")} for each in records]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "expected"),
+    [
+        ("auto", True, "bfloat16"),
+        ("auto", False, "float32"),
+        ("float32", True, "float32"),
+        ("bfloat16", False, "bfloat16"),
+    ],
+)
+def test_auto_depends_on_the_device_and_a_name_does_not(dtype: Any, on_gpu: bool, expected: str) -> None:
+    assert dtype_on(dtype, on_gpu) == expected
+
+
+def test_auto_is_the_default() -> None:
+    assert ModelConfig().dtype == "auto"
+    assert load_policy(ModelConfig()).model.dtype == torch.float32
+
+
+def test_a_policy_on_a_gpu_is_loaded_in_bfloat16(on_cuda: None) -> None:
+    assert load_policy(ModelConfig()).model.dtype == torch.bfloat16
+    assert load_policy(ModelConfig(dtype="float32")).model.dtype == torch.float32
+
+
+def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "is_on_cuda", lambda config: True)
+        first = train(resolve(RUN), runs_dir=tmp_path, name="first")
+        named = train(resolve([*RUN, {"model": {"dtype": "bfloat16"}}]), runs_dir=tmp_path, name="named")
+    stored = read_layer(tmp_path / "first" / "config.yaml")
+    assert stored["model"]["dtype"] == "bfloat16"
+    again = train(resolve([stored]), runs_dir=tmp_path, name="again")
+    assert without_times(again.records) == without_times(first.records) == without_times(named.records)
+    resume("first", runs_dir=tmp_path, settings=[{"steps": 2}])
+    assert yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())["model"]["dtype"] == "bfloat16"
+    checkpoint = json.loads((tmp_path / "first/checkpoints/step-000002/config.json").read_text())
+    assert checkpoint["dtype"] == "bfloat16"
+
+
+def test_a_run_on_a_cpu_records_float32(tmp_path: Path) -> None:
+    train(resolve(RUN), runs_dir=tmp_path, name="a")
+    assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"
+
+
+def test_an_evaluation_records_its_dtype(tmp_path: Path, on_cuda: None) -> None:
+    result = evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
+    assert json.loads((result.folder / "eval.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({}, "bfloat16 on a GPU, else float32"),
+        ({"device": "cpu"}, "float32"),
+        ({"device": "cuda:1"}, "bfloat16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"device": "cpu", "dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_statement_names_the_dtype(model: dict[str, str], text: str) -> None:
+    described = describe_model(resolve([{"model": {"path": "org/name", **model}}]))
+    assert described == f"org/name, {text}"
+
+
+def test_the_estimate_and_the_advice_follow_the_device() -> None:
+    config = resolve([])
+    on_gpu, on_cpu = (memory_report_on(config, "x", 80 * GIB, on_gpu=on) for on in (True, False))
+    parts = on_gpu.estimate.always
+    assert parts["master weights"] == 2 * parts["weights"] == on_cpu.estimate.always["weights"]
+    assert "master weights" not in on_cpu.estimate.always
+    assert "model.dtype=bfloat16" in memory_saving_settings(config, on_gpu=False)
+    assert "model.dtype" not in memory_saving_settings(config, on_gpu=True)
+
+
+def test_the_estimate_of_a_dry_run_is_for_the_dtype_of_this_machine() -> None:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=200), resolve([]))
+    assert "master weights" not in out.getvalue()
+
+
+def test_an_exported_job_is_on_gpus() -> None:
+    key = "actor_rollout_ref.rollout.dtype"
+    assert overrides_of(resolve([]))[key] == "bfloat16"
+    assert overrides_of(resolve([{"model": {"dtype": "float32"}}]))[key] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "changed"),
+    [
+        ("float32", False, []),
+        ("bfloat16", True, []),
+        ("bfloat16", False, ["bfloat16"]),
+        ("float32", True, ["float32"]),
+    ],
+)
+def test_the_dtype_that_auto_was_is_no_changed_setting(dtype: str, on_gpu: bool, changed: list[str]) -> None:
+    config = resolve([{"model": {"dtype": dtype}}])
+    assert [each.value for each in changed_settings(config, on_gpu) if each.key == "model.dtype"] == changed
+
+
+def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:
+    train(resolve(RUN), runs_dir=tmp_path, name="a")
+    threads = torch.get_num_threads()
+    assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
+    other = resolve([*RUN, {"model": {"dtype": "bfloat16"}}])
+    assert seconds_from_earlier_runs(other, tmp_path, threads) is None
+
+
+def test_flash_attention_with_auto_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bandpo_cli.models.load.is_flash_attn_2_available", lambda: True)
+    with pytest.raises(UserError, match="does not support float32"):
+        load_policy(ModelConfig(attention="flash_attention_2"))

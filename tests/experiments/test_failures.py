@@ -1,0 +1,190 @@
+"""Out of memory in every phase of an experiment, and objects that cannot be closed, through the Python API."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import RunError
+from bandpo_cli.experiments import evaluate, resume, train
+from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.reports import run_plots
+from bandpo_cli.sampling.base import StaleEngineError
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.training import components, loop
+from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.types import CallbackBase
+from tests.experiments.test_api import SMALL
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+ADVICE = (
+    "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB); for less memory, in this order: "
+    "--set optim.micro_batch_tokens=8192, "
+)
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError(CUDA)
+
+
+def wrapped_out_of_memory(*_: Any, **__: Any) -> None:
+    try:
+        out_of_memory()
+    except torch.OutOfMemoryError as error:
+        raise StaleEngineError("the engine did not load the weights") from error
+
+
+PHASES = [
+    ("loading", components, "load_policy", out_of_memory),
+    ("optimizer", Optimizer, "__init__", out_of_memory),
+    ("sampling", TransformersSampler, "sample", out_of_memory),
+    ("scoring", loop, "prepare_experience", out_of_memory),
+    ("update", loop, "update_policy", out_of_memory),
+    ("wake-up", TransformersSampler, "sync", out_of_memory),
+    ("wake-up, wrapped", TransformersSampler, "sync", wrapped_out_of_memory),
+    ("evaluation", loop, "sample_batches", out_of_memory),
+]
+
+
+@pytest.mark.parametrize(("phase", "owner", "name", "fail"), PHASES, ids=[each[0] for each in PHASES])
+def test_out_of_memory_in_any_phase_is_one_line_of_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str, fail: Any
+) -> None:
+    monkeypatch.setattr(owner, name, fail)
+    every = 1 if phase == "evaluation" else 0
+    config = resolve([SMALL, {"steps": 1, "evaluation": {"every": every}}])
+    with pytest.raises(RunError) as raised:
+        train(config, runs_dir=tmp_path, name="a")
+    assert str(raised.value).startswith(ADVICE)
+    assert "sampling.max_sequences=512" in str(raised.value)  # the engine that `auto` is on a CPU
+    summary = tmp_path / "a" / "summary.json"
+    if phase not in ("loading", "optimizer"):
+        assert json.loads(summary.read_text())["status"] == "FAILED"
+
+
+def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    monkeypatch.setattr(Optimizer, "load_state", out_of_memory)
+    with pytest.raises(RunError) as raised:
+        resume("a", runs_dir=tmp_path, settings=[{"steps": 2}])
+    assert str(raised.value).startswith(ADVICE)
+
+
+@pytest.mark.parametrize("name", ["sample", "__init__"])
+def test_out_of_memory_in_an_evaluation_names_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(TransformersSampler, name, out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory") as raised:
+        evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
+    assert "sampling.max_sequences=512" in str(raised.value)
+    assert "optim." not in str(raised.value)
+    assert "gradient_checkpointing" not in str(raised.value)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the sampler impossible to close, and return the list of what was closed."""
+    calls: list[str] = []
+    create = GraderPool.__init__
+
+    def close_sampler(self: TransformersSampler) -> None:
+        calls.append("sampler")
+        raise RuntimeError("the engine does not answer")
+
+    def create_grader(self: GraderPool, *arguments: Any) -> None:
+        create(self, *arguments)
+        self.close = lambda: calls.append("grader")  # type: ignore[assignment]
+
+    monkeypatch.setattr(TransformersSampler, "close", close_sampler)
+    monkeypatch.setattr(GraderPool, "__init__", create_grader)
+    return calls
+
+
+def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    monkeypatch.setattr(loop, "update_policy", out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory"):
+        train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    assert closed == ["sampler", "grader"]
+    assert "RuntimeError: the engine does not answer" in caplog.text
+
+
+def test_a_sampler_that_cannot_be_closed_after_the_last_step_is_reported(
+    tmp_path: Path, closed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    result = train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    assert result.status == "FINISHED"
+    assert closed == ["sampler", "grader"]
+    assert "RuntimeError: the engine does not answer" in caplog.text
+
+
+def test_a_sampler_is_closed_where_the_optimizer_has_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str]
+) -> None:
+    monkeypatch.setattr(Optimizer, "__init__", out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory"):
+        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a")
+    assert closed == ["sampler"]
+
+
+def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: list[str]) -> None:
+    from bandpo_cli.tasks.base import build_task
+
+    config = resolve([SMALL])
+    built = components.build_components(config, build_task(config.task))
+    with pytest.raises(RuntimeError, match="does not answer"):
+        built.close()
+    assert closed == ["sampler", "grader"]
+
+
+def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    monkeypatch.setattr(TransformersSampler, "sample", out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory"):
+        evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
+    assert sorted(closed) == ["grader", "sampler"]
+    assert "RuntimeError: the engine does not answer" in caplog.text
+
+
+class FailsAtTheEnd(CallbackBase):
+    """A callback whose `end` raises."""
+
+    def end(self, result: Any) -> None:
+        raise ValueError("the callback failed")
+
+
+def test_a_callback_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
+    monkeypatch.setattr(loop, "update_policy", out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory"):
+        train(config, runs_dir=tmp_path, name="a", callbacks=[FailsAtTheEnd()])
+    assert "ValueError: the callback failed" in caplog.text
+
+
+def test_plots_that_cannot_be_made_do_not_hide_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no plots")
+
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    monkeypatch.setattr(run_plots, "plot_run", fail)
+    monkeypatch.setattr(loop, "update_policy", out_of_memory)
+    with pytest.raises(RunError, match=r"^out of memory"):
+        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a")
+    assert "ValueError: no plots" in caplog.text

@@ -1,0 +1,76 @@
+"""Memory that the trainer gives back before the sampler wakes up and before an evaluation."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.models import device
+from bandpo_cli.models.device import release_cached_memory
+from bandpo_cli.training import loop
+from tests.training.recording import prepare_run
+
+
+def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients take 4 bytes per parameter, and the values of all tokens of a step some hundred megabytes."""
+    prepared = prepare_run(tmp_path / "run", small_model, {"steps": 2, "model": {"dtype": "bfloat16"}})
+    optimizer = prepared.components.optimizer
+    experiences: list[weakref.ref[Any]] = []
+    at_sync: list[tuple[bool, bool]] = []
+    prepare, sync = loop.prepare_experience, prepared.components.sampler.sync
+
+    def remember(*arguments: Any, **settings: Any) -> Any:
+        experience = prepare(*arguments, **settings)
+        experiences.append(weakref.ref(experience))
+        return experience
+
+    def observe(*arguments: Any) -> None:
+        gradients = [each.grad is not None for pair in optimizer._pairs for each in pair]
+        at_sync.append((any(gradients), any(each() is not None for each in experiences)))
+        sync(*arguments)
+
+    monkeypatch.setattr(loop, "prepare_experience", remember)
+    monkeypatch.setattr(prepared.components.sampler, "sync", observe)
+    gc.disable()  # nothing may depend on the time of a collection
+    try:
+        list(loop.train(prepared.config, prepared.components, prepared.folder))
+    finally:
+        gc.enable()
+    assert at_sync == [(False, False)] * 2
+    assert len(experiences) == 4  # two updates per step: the references are to objects that existed
+
+
+def test_cached_memory_is_released_before_an_evaluation(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sample_batches = loop.sample_batches
+
+    def evaluate(*arguments: Any, **settings: Any) -> Any:
+        order.append("evaluate")
+        return sample_batches(*arguments, **settings)
+
+    monkeypatch.setattr(loop, "release_cached_memory", lambda: order.append("release"))
+    monkeypatch.setattr(loop, "sample_batches", evaluate)
+    prepared = prepare_run(tmp_path / "run", small_model, {"steps": 1, "evaluation": {"every": 1}})
+    list(loop.train(prepared.config, prepared.components, prepared.folder))
+    assert order == ["release", "evaluate"] * 2
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_the_cache_is_emptied_after_garbage_collection_if_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, initialized: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(device.gc, "collect", lambda: calls.append("collect"))
+    release_cached_memory()
+    assert calls == (["collect", "empty"] if initialized else [])

@@ -1,0 +1,121 @@
+"""AdamW with masters: its definition, its memory, and the place of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.training import optimizer as optimizer_module
+from bandpo_cli.training.optimizer import FUSED_DEVICES, Optimizer
+from tests.conftest import random_model
+
+CONFIG = OptimConfig(
+    lr=1e-2, warmup_steps=0, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, max_grad_norm=None
+)
+
+
+class NewBytes(TorchDispatchMode):
+    """Sum the bytes of all tensors that operations create."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {each.untyped_storage().data_ptr() for each in _tensors(args)}
+        results = function(*args, **(kwargs or {}))
+        for each in _tensors(results):
+            if each.untyped_storage().data_ptr() not in before:
+                self.total += each.untyped_storage().nbytes()
+        return results
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [each for value in values for each in _tensors(value)]
+    return []
+
+
+def with_gradients(model: nn.Module, seed: int) -> None:
+    """Backpropagate a random gradient to every parameter."""
+    torch.manual_seed(seed)
+    sum((each * torch.randn_like(each)).sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_follow_the_definition_of_adamw(dtype: torch.dtype) -> None:
+    """Loshchilov and Hutter 2019, in float64 from the same gradients."""
+    model = random_model().to(dtype)
+    optimizer = Optimizer(model, CONFIG, total_updates=10)
+    (beta1, beta2), weights = CONFIG.betas, [each.detach().double() for each in model.parameters()]
+    means, squares = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        with_gradients(model, number)
+        gradients = [each.grad.double() for each in optimizer._parameters if each.grad is not None]
+        optimizer.step()
+        for weight, mean, square, gradient in zip(weights, means, squares, gradients, strict=True):
+            mean.mul_(beta1).add_((1 - beta1) * gradient)
+            square.mul_(beta2).add_((1 - beta2) * gradient**2)
+            unbiased, scale = mean / (1 - beta1**number), (square / (1 - beta2**number)).sqrt() + CONFIG.eps
+            weight.mul_(1 - CONFIG.lr * CONFIG.weight_decay).sub_(CONFIG.lr * unbiased / scale)
+    for parameter, master, weight in zip(model.parameters(), optimizer._parameters, weights, strict=True):
+        torch.testing.assert_close(master.double(), weight, atol=1e-6, rtol=1e-5)
+        assert torch.equal(parameter, master.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_allocates_no_copy_of_the_parameters(dtype: torch.dtype) -> None:
+    """The memory estimate has no term for it; torch's other implementations take up to 4 bytes per parameter."""
+    model = random_model().to(dtype)
+    optimizer = Optimizer(model, CONFIG, total_updates=10)
+    with_gradients(model, 1)
+    optimizer.step()  # allocates the moments
+    optimizer.zero_grad()
+    with_gradients(model, 2)
+    with NewBytes() as created:
+        optimizer.step()
+    assert created.total < 0.02 * 4 * sum(each.numel() for each in model.parameters())
+
+
+def test_gradients_of_micro_batches_add_up_in_float32_without_a_copy() -> None:
+    """1 + 2⁻⁹ has no bfloat16 number; the sum of the float32 values of both gradients is exact."""
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    optimizer = Optimizer(model, CONFIG, total_updates=1)
+    for value in (1.0, 2.0**-9):
+        (model.weight * value).sum().backward()
+    (master,) = optimizer._parameters
+    assert master.grad is not None
+    assert master.grad.dtype == torch.float32
+    assert torch.equal(master.grad, torch.full((4, 4), 1 + 2.0**-9))
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(FUSED_DEVICES, "cpu"), (("meta",), "meta"), ((), "cpu")])
+def test_the_step_count_is_loaded_to_where_the_kernel_reads_it(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], expected: str
+) -> None:
+    """The fused kernel takes the step count from the device of the parameters, the other ones from the CPU."""
+    monkeypatch.setattr(optimizer_module, "FUSED_DEVICES", devices)
+    on = "cpu" if devices == FUSED_DEVICES else "meta"
+    model = nn.Linear(3, 3, bias=False, device=on)
+    optimizer = Optimizer(model, CONFIG, total_updates=1)
+    moments = {f"weight.{name}": torch.zeros(3, 3) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.load_state({"weight.step": torch.tensor(5.0), **moments}, update=5, skipped_in_a_row=0)
+    state = optimizer.state()
+    assert state["weight.step"].device.type == expected
+    assert state["weight.exp_avg"].device.type == on
+
+
+@pytest.mark.parametrize("device", FUSED_DEVICES)
+def test_torch_has_a_fused_kernel_for_the_listed_devices(device: str) -> None:
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    assert device in _get_fused_kernels_supported_devices()
