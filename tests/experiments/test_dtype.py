@@ -24,6 +24,7 @@ from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.memory import GIB, memory_report_on, memory_saving_settings
 from bandpo_cli.experiments.overview import changed_settings
 from bandpo_cli.exports.verl_settings import overrides_of
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import device
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
@@ -38,7 +39,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: each[key] for key in each if not key.startswith("time/")} for each in records]
+    return [without_clock(each) for each in records]
 
 
 @pytest.mark.parametrize(

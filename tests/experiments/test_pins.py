@@ -25,6 +25,7 @@ from bandpo_cli.experiments import resume, train
 from bandpo_cli.experiments.pins import pin, stored_resolution
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.hub import cached_commit
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, load_policy
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
@@ -124,7 +125,7 @@ def test_a_resumed_run_has_the_commit_that_it_started_with(hub: Path, tmp_path: 
 
 
 def without_times(records: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if not key.startswith("time/")} for each in records]
+    return [without_clock(each) for each in records]
 
 
 def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:

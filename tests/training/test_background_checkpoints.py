@@ -14,6 +14,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.experiments.resume import resume
 from bandpo_cli.experiments.train import train
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished, read_summary
@@ -47,7 +48,7 @@ class AtStep(CallbackBase):
 
 def record(folder: Path) -> list[dict[str, Any]]:
     lines = RunFolder(folder).read_metrics()
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return [without_clock(line) for line in lines]
 
 
 def files(folder: Path) -> dict[str, bytes]:
