@@ -211,7 +211,7 @@ def _resume(
         if plan.checkpoint is not None:
             with out_of_memory_errors(plan.config):
                 components.resume_from(plan.checkpoint)
-        _roll_back(plan, components.sampler.describe())
+        _roll_back(plan, components.sampler_description())
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 

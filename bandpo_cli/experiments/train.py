@@ -129,7 +129,7 @@ def train(
         folder = RunFolder.create(plan.runs_dir, plan.name)
         with run_lock(folder.path):
             folder.write_config(to_yaml(config))
-            folder.write_env(describe_environment(sampler=components.sampler.describe()))
+            folder.write_env(describe_environment(sampler=components.sampler_description()))
             return run_steps(config, folder, components, events, 0, stop_requested)
 
 
