@@ -99,7 +99,7 @@ def _open_model(
         from bandpo_cli.grading.pool import GraderPool
         from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling.base import SamplingParams, build_sampler
+        from bandpo_cli.sampling.base import SamplingParams, build_sampler, describe_sampler
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,
@@ -137,5 +137,12 @@ def _open_model(
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
     return CompletionSource(
-        config, ids, total, batches, lambda: pool.errors, pool.warnings, tuple(left_out), sampler.describe()
+        config,
+        ids,
+        total,
+        batches,
+        lambda: pool.errors,
+        pool.warnings,
+        tuple(left_out),
+        describe_sampler(sampler),
     )

@@ -219,7 +219,8 @@ def _resume(
             with out_of_memory_errors(pinned):
                 components.resume_from(plan.checkpoint)
         resolved = resolved_settings(pinned, components.policy)
-        _roll_back(plan, {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved})
+        environment = describe_environment(sampler=components.sampler_description())
+        _roll_back(plan, {**environment, RESOLVED: resolved})
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 

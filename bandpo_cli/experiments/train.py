@@ -131,7 +131,7 @@ def train(
         with run_lock(folder.path):
             folder.write_config(to_yaml(config))
             resolved = resolved_settings(config, components.policy)
-            environment = describe_environment(sampler=components.sampler.describe())
+            environment = describe_environment(sampler=components.sampler_description())
             folder.write_env({**environment, RESOLVED: resolved})
             return run_steps(config, folder, components, events, 0, stop_requested)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,8 @@ class SamplingParams:
 class Sampler(Protocol):
     """Samples completions from the policy's current weights.
 
+    An engine may also have a method `describe`; see `describe_sampler`.
+
     The order within a training step is: `sample` (one or more times), `sleep`, the update, `sync`.
     """
 
@@ -70,13 +72,18 @@ class Sampler(Protocol):
         """
         ...
 
-    def describe(self) -> dict[str, str]:
-        """Return the engine's name and what else decides how it computes, for env.json."""
-        ...
-
     def close(self) -> None:
         """Free the engine's resources."""
         ...
+
+
+def describe_sampler(sampler: Sampler) -> dict[str, str]:
+    """Return the engine's name and what else decides how it computes, for env.json.
+
+    That is what its method `describe` returns; an engine without one has the name of its class.
+    """
+    describe: Callable[[], dict[str, str]] | None = getattr(sampler, "describe", None)
+    return {"engine": type(sampler).__name__} if describe is None else describe()
 
 
 def _slow_engine_warning(engine: str) -> str:

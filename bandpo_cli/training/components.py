@@ -15,7 +15,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, frozen_copy, load_policy
-from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler
+from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler, describe_sampler
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,
@@ -87,6 +87,10 @@ class Components:
         self.stream.position = progress.position
         self.sampler.sync(self.policy.model, progress.updates)
         return progress
+
+    def sampler_description(self) -> dict[str, str]:
+        """Return the name of the sampling engine and what else decides how it computes, for env.json."""
+        return describe_sampler(self.sampler)
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
@@ -100,7 +101,9 @@ def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path:
 
 
 def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folder: Path) -> None:
-    assert resolve([read_layer(folder / "config.yaml")]) == small()
+    exported = resolve([read_layer(folder / "config.yaml")])
+    assert exported == with_dtype(small(), on_gpu=True)
+    assert exported.model.dtype == "bfloat16"
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert "| optim.lr | `5e-05` | `actor_rollout_ref.actor.optim.lr` |" in text
     assert "- none of the settings" in text

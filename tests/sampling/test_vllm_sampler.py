@@ -14,7 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.base import StaleEngineError, build_sampler
+from bandpo_cli.sampling.base import StaleEngineError, build_sampler, describe_sampler
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
@@ -219,6 +219,13 @@ def test_the_description_has_version_and_model_runner(
         "version": "0.32.0",
         "model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     }
+
+
+def test_an_engine_without_a_description_has_the_name_of_its_class(calls: list[str]) -> None:
+    class CustomSampler:
+        """An engine of an extension."""
+
+    assert describe_sampler(CustomSampler()) == {"engine": "CustomSampler"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,13 @@ def test_completions_have_the_version_of_their_weights(recorded: Recording) -> N
 
 
 def test_the_calls_of_a_step_come_in_order(recorded: Recording) -> None:
-    update = ["sample", "grade", "sleep", "update", "update", "sync", "write samples"]
+    update = ["sample", "grade", "sleep", "update", "update", "write samples"]
     evaluation = ["sample", "grade"] * 5 + ["write eval"]
     assert recorded.steps[0].order == [*evaluation, "write line"]
     for number in (1, 3):
-        assert recorded.steps[number].order == [*update, "write line"]
+        assert recorded.steps[number].order == [*update, "sync", "write line"]
     for number in (2, 4, 5):
-        assert recorded.steps[number].order == [*update, "write tokens", *evaluation, "write line"]
+        assert recorded.steps[number].order == [*update, "write tokens", "sync", *evaluation, "write line"]
 
 
 def test_a_step_with_two_batches_samples_both_before_the_engine_sleeps(
