@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from bandpo_cli.cli.profile_view import print_profile
@@ -16,6 +17,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, StepProfile, check_profile_steps
 from bandpo_cli.experiments.train import train
 from bandpo_cli.metric_names import without_clock
+from bandpo_cli.training.metrics import StepTimer
+from bandpo_cli.types import RunInfo, StepReport
 
 SMALL = {
     "steps": 3,
@@ -40,6 +43,21 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[StepProfile, Pat
     return callback.result, runs / "plain"
 
 
+def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path: Path) -> None:
+    callback = ProfileCallback(1)
+    callback.start(RunInfo(tmp_path, {}, {}, 3, 0, (), None))
+    for step in range(4):
+        with StepTimer(lambda phase: None).phase(f"of step {step}"):
+            torch.ones(3).sum()
+        callback.step(StepReport(step, {"time/step": 0.25 * step}, None))
+    assert callback.result is not None
+    assert (callback.result.steps, callback.result.seconds) == ([2], 0.5)
+    assert list(callback.result.phases) == ["of step 2"]
+    trace = gzip.decompress(callback.result.trace.read_bytes()).decode()
+    assert [name for name in ("of step 1", "of step 2", "of step 3") if name in trace] == ["of step 2"]
+
+
+@pytest.mark.slow
 def test_a_profile_changes_no_number_of_the_run(profiled: tuple[StepProfile, Path]) -> None:
     profile, plain = profiled
     traced = profile.trace.parents[1]
@@ -53,6 +71,7 @@ def test_a_profile_changes_no_number_of_the_run(profiled: tuple[StepProfile, Pat
     assert not (plain / "profile").exists()
 
 
+@pytest.mark.slow
 def test_the_trace_has_the_phases_of_the_steps_after_the_first(profiled: tuple[StepProfile, Path]) -> None:
     """Independent of the table: the labels are counted in the file."""
     profile, _ = profiled
@@ -70,6 +89,7 @@ def test_the_trace_has_the_phases_of_the_steps_after_the_first(profiled: tuple[S
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_phases_take_the_time_that_the_record_has(profiled: tuple[StepProfile, Path]) -> None:
     """The record measures with another clock; both see the same sleep of a loaded machine."""
     profile, _ = profiled
