@@ -27,12 +27,14 @@ class SamplingParams:
         temperature: divisor of the logits; reported log-probs are those of the divided logits.
         max_tokens: maximum tokens per completion, its end token included.
         stop_ids: ids of the tokens that end a completion.
+        entropy: report the entropy at each token (`Completion.entropies`), if the engine can.
     """
 
     samples: int
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+    entropy: bool = False
 
 
 class Sampler(Protocol):

@@ -70,6 +70,7 @@ class TransformersSampler:
         total = len(prompts_P) * n
         tokens = torch.full((total, params.max_tokens), self._pad_id, device=device)
         logprobs = torch.zeros(total, params.max_tokens, device=device)
+        entropies = torch.zeros_like(logprobs) if params.entropy else None
         counts = torch.full((total,), params.max_tokens, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         stop_ids = torch.tensor(params.stop_ids, device=device)
@@ -80,6 +81,8 @@ class TransformersSampler:
             uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[active]
             sampled, sampled_logprobs = sample_tokens(logits, uniforms, params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
+            if entropies is not None:
+                entropies[active, step] = token_entropy(logits)
             ends = torch.isin(sampled, stop_ids)
             counts[active[ends]], stopped[active[ends]] = step + 1, True
             if step + 1 == params.max_tokens:
@@ -92,7 +95,7 @@ class TransformersSampler:
                 active, sampled, attended = active[continuing], sampled[continuing], attended[continuing]
             attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
             logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
-        return self._collect(tokens, logprobs, counts, stopped, n)
+        return self._collect(tokens, logprobs, entropies, counts, stopped, n)
 
     def _forward(
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
@@ -109,15 +112,25 @@ class TransformersSampler:
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
+        entropies: torch.Tensor | None,
         counts: torch.Tensor,
         stopped: torch.Tensor,
         n: int,
     ) -> list[list[Completion]]:
         """Return the first `counts` tokens of each row as completions [P][n]."""
-        rows = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist(), strict=True)
+        entropy_rows: list[list[float]] = [[]] * len(tokens) if entropies is None else entropies.tolist()
+        rows = zip(
+            tokens.tolist(), logprobs.tolist(), entropy_rows, counts.tolist(), stopped.tolist(), strict=True
+        )
         flat = [
-            Completion(tuple(ids[:count]), tuple(values[:count]), "stop" if stop else "length", self._version)
-            for ids, values, count, stop in rows
+            Completion(
+                tuple(ids[:count]),
+                tuple(values[:count]),
+                "stop" if stop else "length",
+                self._version,
+                tuple(each[:count]),
+            )
+            for ids, values, each, count, stop in rows
         ]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
@@ -160,3 +173,14 @@ def _left_pad(
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(attended, device=device)
+
+
+def token_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of softmax(logits) in nats per row, [B] float32.
+
+    Args:
+        logits: [B, V] float32.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropy: torch.Tensor = torch.linalg.vecdot(logprobs.exp(), logprobs).neg_()
+    return entropy

@@ -140,7 +140,9 @@ def build_components(config: RunConfig, task: Task) -> Components:
         grader=GraderPool(config.grading),
         sampler=build_sampler(config, policy),
         optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-        params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids),
+        params=SamplingParams(
+            sampling.samples, sampling.temperature, sampling.max_tokens, policy.stop_ids, entropy=True
+        ),
         problems_digest=_problems_digest(train, heldout),
         notes=notes,
     )

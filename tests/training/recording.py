@@ -185,7 +185,8 @@ class RecordingSampler:
     """Samples from a copy of the weights that only `sync` replaces, and records every call.
 
     Args:
-        shift: added to the reported log-prob of each token, by token id: an engine with other kernels.
+        shift: added to the reported log-prob of each token, by token id: an engine with other kernels,
+                which reports no entropy.
         stale: `sync` replaces the weights but not the version that completions report.
     """
 
@@ -218,7 +219,8 @@ class RecordingSampler:
         if self._shift is None:
             return completion
         pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        return replace(completion, logprobs=tuple(logprob + self._shift(token) for token, logprob in pairs))
+        shifted = tuple(logprob + self._shift(token) for token, logprob in pairs)
+        return replace(completion, logprobs=shifted, entropies=())
 
     def sleep(self) -> None:
         self.recording.current.order.append("sleep")

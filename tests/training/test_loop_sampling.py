@@ -64,7 +64,9 @@ def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded: R
 
 def test_training_samples_with_the_training_settings(recorded: Recording) -> None:
     policy = recorded.components.policy
-    expected = SamplingParams(samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids)
+    expected = SamplingParams(
+        samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids, entropy=True
+    )
     calls = [call for step in recorded.steps.values() for call in step.training]
     assert len(calls) == 5
     for call in calls:
