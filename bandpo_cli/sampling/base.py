@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
@@ -44,7 +45,7 @@ class Sampler(Protocol):
     """
 
     shares_weights: bool
-    """True if the engine runs the trainer's own model, so that its log-probs need no correction."""
+    """True if the engine runs the trainer's own model; see `is_exact` for its log-probs."""
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
@@ -75,6 +76,16 @@ class Sampler(Protocol):
 
 class StaleEngineError(RunError):
     """The engine samples from other weights than the policy's, so its completions are not valid for training."""
+
+
+def is_exact(sampler: Sampler, policy: Policy) -> bool:
+    """Return whether the sampler's log-probs are the trainer's, but for the order of float32 additions.
+
+    This needs the trainer's own model in float32. In 16 bits the sampler draws from logits that are rounded to 16 bits,
+    while the trainer computes the logits of packed rows in float32: its tokens are samples of a slightly different
+    distribution.
+    """
+    return sampler.shares_weights and policy.model.dtype == torch.float32
 
 
 def build_sampler(config: RunConfig, policy: Policy) -> Sampler:

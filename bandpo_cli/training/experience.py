@@ -191,7 +191,7 @@ class Experience(UpdateBatch):
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where the sampler's are
             used as these.
         correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
-            sampler runs the trainer's own model, or where no correction is configured.
+            sampler's log-probs are the trainer's (`sampling.base.is_exact`), or where no correction is configured.
         columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
             `upper`, the ratio bounds.
     """

@@ -20,6 +20,7 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, training_grader
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
+from bandpo_cli.sampling.base import is_exact
 from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints
@@ -188,7 +189,7 @@ def _prepare_updates(
         advantages_PG,
         loss,
         config,
-        sampler_shares_weights=components.sampler.shares_weights,
+        sampler_is_exact=is_exact(components.sampler, components.policy),
     )
 
 

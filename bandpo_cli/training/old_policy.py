@@ -25,7 +25,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import rows_from_groups
+from bandpo_cli.models.packing import device_tensor, rows_from_groups
 from bandpo_cli.objective.loss import PolicyLoss
 from bandpo_cli.training.experience import (
     CorrectionRule,
@@ -53,7 +53,7 @@ def prepare_updates(
     advantages_PG: torch.Tensor,
     loss: PolicyLoss,
     config: RunConfig,
-    sampler_shares_weights: bool,
+    sampler_is_exact: bool,
 ) -> list[UpdateBatch]:
     """Return one batch per update of the step, each from P/`optim.updates` consecutive groups.
 
@@ -65,8 +65,8 @@ def prepare_updates(
 
     Other arguments and errors as in `prepare_experience`.
     """
-    exact = sampler_shares_weights and policy.model.dtype == torch.float32 and _have_entropies(groups)
-    step = _Step(policy, reference, loss, config, sampler_shares_weights, exact)
+    exact = sampler_is_exact and _have_entropies(groups)
+    step = _Step(policy, reference, loss, config, sampler_is_exact, exact)
     size = len(groups) // config.optim.updates
     batches = []
     for start in range(0, len(groups), size):
@@ -90,7 +90,7 @@ def prepare_experience(
     advantages_PG: torch.Tensor,
     loss: PolicyLoss,
     config: RunConfig,
-    sampler_shares_weights: bool = True,
+    sampler_is_exact: bool = True,
 ) -> Experience:
     """Compute all values of an update from passes of the trainer, and leave out no group.
 
@@ -102,12 +102,13 @@ def prepare_experience(
         groups: the P graded groups.
         advantages_PG: [P, G] float32.
         loss: the method's loss.
-        sampler_shares_weights: the sampler ran the trainer's own model, so that no correction is needed.
+        sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
+            `sampling.base.is_exact`.
 
     Raises:
         RunError: a completion has no tokens.
     """
-    step = _Step(policy, reference, loss, config, sampler_shares_weights, exact=False)
+    step = _Step(policy, reference, loss, config, sampler_is_exact, exact=False)
     runs = torch.ones(len(groups), dtype=torch.bool)
     batch = step.batch(groups, advantages_PG, OldSource.TRAINER, runs)
     assert isinstance(batch, Experience)
@@ -119,14 +120,14 @@ class _Step:
     """What the updates of a step have in common; attributes as the arguments of `prepare_experience`.
 
     Attributes:
-        exact: the sampler's log-probs are those of the trainer, and it reported entropies.
+        exact: `sampler_is_exact`, and the sampler reported entropies: nothing is computed that it has computed.
     """
 
     policy: Policy
     reference: Policy | None
     loss: PolicyLoss
     config: RunConfig
-    sampler_shares_weights: bool
+    sampler_is_exact: bool
     exact: bool
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class _Step:
     def _rule(self) -> CorrectionRule:
         by_trainer = self.config.objective.old_logprobs == "trainer"
         return CorrectionRule(
-            self.config.objective, by_trainer, corrects=by_trainer and not self.sampler_shares_weights
+            self.config.objective, by_trainer, corrects=by_trainer and not self.sampler_is_exact
         )
 
     def _idle_tokens(self, groups: Sequence[Group]) -> IdleTokens:
@@ -196,7 +197,10 @@ class _Step:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probs and entropies of all tokens of the batches, [N] each."""
         temperature = self.config.sampling.temperature
-        outputs = [token_logprobs(policy.model, each.tokens, temperature, with_entropy) for each in batches]
+        outputs = []
+        for each in batches:
+            outputs.append(token_logprobs(policy.model, each.tokens, temperature, with_entropy))
+            each.tokens.packing.drop_masks()
         entropies = [output.entropy for output in outputs if output.entropy is not None]
         return torch.cat([output.logprobs for output in outputs]), torch.cat(entropies) if entropies else None
 
@@ -222,7 +226,7 @@ def _completions(groups: Sequence[Group]) -> list[Completion]:
 
 
 def _lengths(completions: Sequence[Completion], device: torch.device) -> torch.Tensor:
-    return torch.tensor([len(completion.token_ids) for completion in completions], device=device)
+    return device_tensor([len(completion.token_ids) for completion in completions], device)
 
 
 def _flat(
@@ -230,4 +234,4 @@ def _flat(
 ) -> torch.Tensor:
     """Return a value per token of all completions, [N] float32."""
     flat = [value for completion in completions for value in values(completion)]
-    return torch.tensor(flat, dtype=torch.float32, device=device)
+    return device_tensor(flat, device, torch.float32)

@@ -187,6 +187,7 @@ def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunCon
         inputs = experience.loss_inputs(batch, new.logprobs, weights)
         out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
         new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
+        batch.tokens.packing.drop_masks()
         losses.append(out.loss)
         logprobs.append(new.logprobs.detach())
         ratios.append(out.ratios)

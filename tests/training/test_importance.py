@@ -29,7 +29,7 @@ def experience_of(policy: Policy, groups: list[Group], config: RunConfig, **chan
     rewards = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
     loss = policy_loss(config.bounds, config.objective)
     found = prepare_experience(
-        policy, None, groups, group_advantages(rewards), loss, config, sampler_shares_weights=False
+        policy, None, groups, group_advantages(rewards), loss, config, sampler_is_exact=False
     )
     return replace(found, **changes)
 

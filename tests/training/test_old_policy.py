@@ -14,7 +14,7 @@ from bandpo_cli.models.load import Policy, frozen_copy
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.base import SamplingParams, is_exact
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import old_policy, update
 from bandpo_cli.training.experience import Experience, UpdateBatch
@@ -47,7 +47,7 @@ def batches_of(
 ) -> list[UpdateBatch]:
     groups, advantages = graded(policy, entropy)
     loss = policy_loss(config.bounds, config.objective)
-    return prepare_updates(policy, None, groups, advantages, loss, config, sampler_shares_weights=shares)
+    return prepare_updates(policy, None, groups, advantages, loss, config, sampler_is_exact=shares)
 
 
 def complete_of(policy: Policy, config: RunConfig, shares: bool = True) -> list[Experience]:
@@ -184,7 +184,10 @@ def test_no_more_tokens_go_through_the_model_than_are_needed(
     policy.model.to(getattr(torch, dtype))
     passes = count_passes(monkeypatch)
     loss = policy_loss(config.bounds, config.objective)
-    batches = prepare_updates(policy, None, groups, advantages, loss, config, sampler_shares_weights=shares)
+    sampler = TransformersSampler(policy.model, policy.pad_id)
+    sampler.shares_weights = shares
+    exact = is_exact(sampler, policy)
+    batches = prepare_updates(policy, None, groups, advantages, loss, config, sampler_is_exact=exact)
     before = [tokens for _, tokens in passes]
     update_policy(policy, Optimizer(policy.model, config.optim, 2), batches, config)
     used = [[i for i in pair if spread[i]] or [pair[0]] for pair in ([0, 1], [2, 3])]
@@ -202,9 +205,7 @@ def test_a_reference_model_keeps_all_groups() -> None:
     groups, advantages = graded(policy)
     loss = policy_loss(config.bounds, config.objective)
     reference = replace(policy, model=frozen_copy(policy))
-    batches = prepare_updates(
-        policy, reference, groups, advantages, loss, config, sampler_shares_weights=True
-    )
+    batches = prepare_updates(policy, reference, groups, advantages, loss, config, sampler_is_exact=True)
     assert [each for batch in batches for each in batch.groups] == groups
     assert all(batch.idle is None and batch.ref_logprobs is not None for batch in batches)
 
