@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -71,6 +71,27 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Free the engine's resources."""
+        ...
+
+
+class SampleRequest(NamedTuple):
+    """The prompts of one call of `Sampler.sample`, and its seed."""
+
+    prompts_P: Sequence[TokenIds]
+    seed: int
+
+
+@runtime_checkable
+class StreamingSampler(Protocol):
+    """A sampler that samples several requests at the same time, so that it does not wait for the last of each."""
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[list[Completion]]]:
+        """Yield the completions [P][n] of each request, in the order of the requests.
+
+        The sampler takes requests as it has room for them. Closing the iterator drops the unfinished ones.
+        """
         ...
 
 

@@ -248,6 +248,7 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         settings.batch,
         config.seed,
         version=components.optimizer.update,
+        cancel=components.grader.cancel,
     )
     rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
     for batch in batches:

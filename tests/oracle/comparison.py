@@ -204,6 +204,9 @@ class TextGrader:
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         return [grade_text(text) for text in texts]
 
+    def cancel(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -260,6 +260,9 @@ class RecordingGrader:
         step.grades.append(GradeCall(list(problems), list(texts), grades))
         return grades
 
+    def cancel(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
