@@ -42,10 +42,10 @@ gpu-check:                          ## checks and measurements on one GPU, at mo
 bench: $(VENV)/installed            ## the Band operator against a bisection and against memory bandwidth
 	$(BIN)/python benchmarks/bounds.py
 
-bench-trl: $(VENV)/installed        ## one training step beside TRL's, in an environment of its own
+bench-trl: $(VENV)/installed        ## training steps beside those of TRL, in an environment of its own: make bench-trl TRL_FLAGS="--rounds 5"
 	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --quiet -c constraints.txt -e . "trl>=1.16,<2"
-	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python
+	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python $(TRL_FLAGS)
 
 NEW ?= .
 compare: $(VENV)/installed          ## all outputs of two checkouts, compared exactly: make compare OLD=<revision or folder> [NEW=.]

@@ -57,12 +57,15 @@ class Completion:
         logprobs: log π(token) in nats under the *sampling* distribution (temperature applied), one per token.
         finish_reason: the reason why sampling ended.
         policy_version: the number of optimizer steps of the weights that sampled it.
+        entropies: entropy in nats at temperature 1 of the distribution that each token was sampled from; empty where
+            the engine does not report it.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+    entropies: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.objective.aggregation import token_mean
 from bandpo_cli.objective.loss import LossInputs, PolicyLoss, UpdateTokens, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
-from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout

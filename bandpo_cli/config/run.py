@@ -239,8 +239,9 @@ class EvaluationConfig(Section):
     temperature: NotNegative = 1.0
     """0 is greedy decoding."""
     batch: PositiveInt = 512
-    """Completions sampled before they are graded and stored (those of one problem are never split): what an interrupted
-    evaluation can lose, and the engine's batch. Another size samples other completions."""
+    """Completions that are graded and stored together (those of one problem are never split). An interrupted evaluation
+    loses those that are not stored, up to three batches and what is in vLLM's queue. Another size samples other
+    completions."""
 
     @model_validator(mode="after")
     def _check_k_within_samples(self) -> EvaluationConfig:

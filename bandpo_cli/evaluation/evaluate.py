@@ -1,16 +1,65 @@
-"""Evaluation of a policy: sample and grade completions batch by batch, for training and for `bandpo eval` alike."""
+"""Evaluation of a policy: sample and grade completions batch by batch, for training and for `bandpo eval` alike.
+
+The engine receives all batches, and a thread grades the completions of one while the next ones are sampled. Engine and
+tokenizer are called from the thread of the caller alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
 
 from bandpo_cli.config.run import EvaluationConfig, RewardConfig
+from bandpo_cli.evaluation.background import BackgroundGrading
 from bandpo_cli.evaluation.batches import Batch, chunks, eval_row
-from bandpo_cli.sampling.base import Sampler, SamplingParams
-from bandpo_cli.sampling.rollouts import PromptEncoder, grade_groups, sample_completions
+from bandpo_cli.sampling.base import Sampler, SampleRequest, SamplingParams
+from bandpo_cli.sampling.rollouts import (
+    EncodedPrompt,
+    PromptEncoder,
+    decode_completions,
+    graded_groups,
+    problem_per_completion,
+    stream_completions,
+)
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
-from bandpo_cli.types import Grader, Problem
+from bandpo_cli.types import Completion, Grade, Grader, Problem
+
+MAX_UNGRADED_BATCHES = 2
+"""Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
+the memory, and what an interrupted evaluation loses."""
+
+
+def _cancel_nothing() -> None:
+    """Do nothing; the default of `cancel`."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """A batch whose completions are being graded."""
+
+    planned: _Planned
+    completions_PG: Sequence[Sequence[Completion]]
+    texts: Sequence[str]
+    grades: Future[list[Grade]]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A batch that is to be sampled."""
+
+    key: PartKey
+    label: str
+    problems: Sequence[Problem]
+    prompts: Sequence[EncodedPrompt]
+    seed: int
+
+    @property
+    def request(self) -> SampleRequest:
+        return SampleRequest([prompt.token_ids for prompt in self.prompts], self.seed)
 
 
 def sample_batches(
@@ -23,6 +72,7 @@ def sample_batches(
     seed: int,
     version: int,
     done: Container[PartKey] = (),
+    cancel: Callable[[], None] = _cancel_nothing,
 ) -> Iterator[Batch]:
     """Sample and grade `params.samples` completions per problem and yield them in batches.
 
@@ -30,43 +80,83 @@ def sample_batches(
     scaled or shaped as in training.
 
     Args:
-        grade: grades texts [N], each as an answer to its problem [N].
+        grade: grades texts [N], each as an answer to its problem [N]; called in another thread.
         sets: problems by label of the evaluation set.
         batch_size: approximate number of completions per batch; the completions of a problem are never split.
         seed: the run's seed, from which the seeds of the batches are derived.
         version: version of the policy's weights that the sampler must run.
         done: keys of batches to skip.
+        cancel: makes a running call of `grade` end soon; called if the iteration ends early.
 
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
     """
+    planned: deque[_Planned] = deque()
+
+    def requests() -> Iterator[SampleRequest]:
+        for batch in _plan(encoder, sets, batch_size // params.samples, seed, done):
+            planned.append(batch)
+            yield batch.request
+
+    ungraded: deque[_Sampled] = deque()
+    with (
+        BackgroundGrading(grade, cancel) as grading,
+        closing(stream_completions(sampler, requests(), params, version)) as stream,
+    ):
+        for completions_PG in stream:
+            batch = planned.popleft()
+            texts = decode_completions(encoder.tokenizer, completions_PG)
+            grades = grading.submit(problem_per_completion(batch.problems, completions_PG), texts)
+            ungraded.append(_Sampled(batch, completions_PG, texts, grades))
+            while ungraded and (ungraded[0].grades.done() or len(ungraded) > MAX_UNGRADED_BATCHES):
+                yield _graded(ungraded.popleft(), params.max_tokens)
+        while ungraded:
+            yield _graded(ungraded.popleft(), params.max_tokens)
+
+
+def _plan(
+    encoder: PromptEncoder,
+    sets: Mapping[str, Sequence[Problem]],
+    problems_per_batch: int,
+    seed: int,
+    done: Container[PartKey],
+) -> Iterator[_Planned]:
+    """Yield the batches that are not `done`, in order."""
     for index, (label, problems_P) in enumerate(sets.items()):
-        for start, problems in chunks(problems_P, batch_size // params.samples):
+        for start, problems in chunks(problems_P, problems_per_batch):
             key = PartKey(index, start)
-            if key in done:
-                continue
-            prompts = encoder.encode(problems)
-            completions = sample_completions(
-                sampler, prompts, params, derive_seed(seed, "eval", label, start), version
-            )
-            groups = grade_groups(
-                encoder.tokenizer, grade, problems, prompts, completions, RewardConfig(), params.max_tokens
-            )
-            rows = [
-                eval_row(
-                    label,
-                    rollout.problem,
-                    prompt=rollout.prompt,
-                    text=rollout.text,
-                    grade=rollout.grade,
-                    length=len(rollout.completion.token_ids),
-                    finish_reason=rollout.completion.finish_reason,
-                    logprob_sum=sum(rollout.completion.logprobs),
-                )
-                for group in groups
-                for rollout in group.rollouts_G
-            ]
-            yield Batch(key, label, rows)
+            if key not in done:
+                prompts = encoder.encode(problems)
+                yield _Planned(key, label, problems, prompts, derive_seed(seed, "eval", label, start))
+
+
+def _graded(sampled: _Sampled, max_tokens: int) -> Batch:
+    """Wait for the grades of a batch and return its rows."""
+    batch = sampled.planned
+    groups = graded_groups(
+        batch.problems,
+        batch.prompts,
+        sampled.completions_PG,
+        sampled.texts,
+        sampled.grades.result(),
+        RewardConfig(),
+        max_tokens,
+    )
+    rows = [
+        eval_row(
+            batch.label,
+            rollout.problem,
+            prompt=rollout.prompt,
+            text=rollout.text,
+            grade=rollout.grade,
+            length=len(rollout.completion.token_ids),
+            finish_reason=rollout.completion.finish_reason,
+            logprob_sum=sum(rollout.completion.logprobs),
+        )
+        for group in groups
+        for rollout in group.rollouts_G
+    ]
+    return Batch(batch.key, batch.label, rows)
 
 
 def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:

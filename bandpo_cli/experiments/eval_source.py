@@ -132,6 +132,7 @@ def _open_model(
                 config.seed,
                 version=0,
                 done=done,
+                cancel=pool.cancel,
             )
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}

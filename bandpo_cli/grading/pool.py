@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError, one_line
+from bandpo_cli.errors import ConfigError, RunError, one_line
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import GraderArguments, Job, WorkerPool
 from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
@@ -34,7 +34,8 @@ FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 class GraderPool:
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
-    Workers are spawned for the first answer that needs one. Only one thread at a time may call the pool. It closes
+    Workers are spawned for the first answer that needs one. Only one thread at a time may call the
+    pool, except for `cancel`. It closes
     itself when it is garbage-collected and when the interpreter ends.
     """
 
@@ -46,6 +47,7 @@ class GraderPool:
         self._errors: dict[str, str] = {}
         self._graded: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
+        self._cancelled = threading.Event()
         self.close = weakref.finalize(self, _close, self._worker_pools)
         """Terminate the workers; the pool cannot be used afterwards."""
 
@@ -72,6 +74,14 @@ class GraderPool:
             if self._failed[name]
         ]
 
+    def cancel(self) -> None:
+        """Make a running call of `grade` in another thread raise RunError within about a second, and all later ones."""
+        self._cancelled.set()
+
+    def _check_not_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise RunError("grading was cancelled")
+
     def spawn(self, graders: Iterable[str]) -> None:
         """Spawn a worker for each grader of this package that may need one, without waiting for its import.
 
@@ -94,13 +104,14 @@ class GraderPool:
 
         Raises:
             ConfigError: If the function of a grader cannot be imported.
-            RunError: If the system refuses to start a worker process.
+            RunError: If the system refuses to start a worker process, or `cancel` was called.
         """
         grades: dict[int, Grade] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
         progress = _Progress(len(texts))
         with delay_warnings(progress.describe):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
+                self._check_not_cancelled()
                 progress.update(len(grades), problem.grader, problem.id)
                 first = self._first_stage(problem, text)
                 if isinstance(first, Grade):
@@ -133,6 +144,7 @@ class GraderPool:
         graded_before = progress.graded
 
         def on_wait(graded: int, position: int | None) -> None:
+            self._check_not_cancelled()
             waiting_for = None if position is None else problems[distinct[position]].id
             progress.update(graded_before + graded, name, waiting_for)
 

@@ -35,6 +35,9 @@ SPAWN_AFTER_S = 1.0
 """Seconds of grading after which a pool spawns its second and further workers. To import a grader takes about as long,
 so that one worker alone ends a shorter batch sooner."""
 
+MAX_WAIT_S = 0.5
+"""Longest wait for the workers in seconds; `on_wait` is called between waits, and can end the work."""
+
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
 # The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
@@ -202,7 +205,7 @@ class WorkerPool:
         if len(self._workers) < self._wanted:
             until = min(until, self._more_workers_at)
         left = until - time.monotonic()
-        return dict(poll.poll(max(0, min(left, 60)) * 1000 + 1))
+        return dict(poll.poll(max(0, min(left, MAX_WAIT_S)) * 1000 + 1))
 
     def _deadline(self, worker: _Worker) -> float:
         """Return the time, on the monotonic clock, at which the job in work or the import times out."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,12 +111,23 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
             ids.extend(completion)
             positions.extend(range(length, length + len(completion)))
     return TokenBatch(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
+        input_ids=device_tensor([ids], device),
+        position_ids=device_tensor([positions], device),
         packing=Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device),
-        predictor_index=torch.tensor(predictor_index, device=device),
-        targets=torch.tensor(targets, device=device),
+        predictor_index=device_tensor(predictor_index, device),
+        targets=device_tensor(targets, device),
     )
+
+
+def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return nested lists of numbers as a tensor on `device`.
+
+    The copy to a GPU starts from pinned memory and does not wait for the work queued there.
+    """
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _split_row(row: Row, max_tokens: int) -> list[Row]:
@@ -153,6 +164,17 @@ class Packing:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The rows in padded blocks, those with a mask first."""
+        return tuple(self._block(group) for group in self._groups)
+
+    def drop_masks(self) -> None:
+        """Free masks, which are as large as the square of the rows, and lists; they are made again when needed."""
+        self.__dict__.pop("_groups", None)
+        for block in self.__dict__.get("blocks", ()):
+            block.__dict__.pop("_mask_without_window", None)
+
+    @cached_property
+    def _groups(self) -> list[list[_Sequence]]:
+        """The sequences of each block, before padding."""
         masked: list[_Sequence] = []
         plain: list[_Sequence] = []
         for start, row in self._rows_with_offsets():
@@ -165,31 +187,29 @@ class Packing:
                     _Sequence(tokens, list(range(len(tokens))), [])
                     for tokens in _sequences_of_row(start, row)
                 ]
-        groups = [*_group_by_length(masked), *_group_by_length(plain)]
-        return tuple(self._block(group) for group in groups)
+        return [*_group_by_length(masked), *_group_by_length(plain)]
 
     @cached_property
     def block_scatter_index(self) -> torch.Tensor:
         """[T] int64: index of each packed token in the concatenation of all flattened blocks."""
-        return self._scatter_index(torch.cat([block.gather_index for block in self.blocks]))
+        gathered = (_padded([sequence.tokens for sequence in group]) for group in self._groups)
+        return self._scatter_index([token for rows in gathered for row in rows for token in row])
 
     @cached_property
     def gather_index(self) -> torch.Tensor:
         """[E] int64: packed token at each index of the S concatenated sequences."""
-        return torch.tensor(
-            [token for tokens in self._all_sequences() for token in tokens], device=self.device
-        )
+        return device_tensor([token for tokens in self._all_sequences() for token in tokens], self.device)
 
     @cached_property
     def scatter_index(self) -> torch.Tensor:
         """[T] int64: index of each packed token in the S concatenated sequences, one of several for the prompt's."""
-        return self._scatter_index(self.gather_index)
+        return self._scatter_index([token for tokens in self._all_sequences() for token in tokens])
 
     @cached_property
     def boundaries(self) -> torch.Tensor:
         """[S + 1] int32: index of the first token of each of the S sequences, followed by E."""
         lengths = accumulate((len(tokens) for tokens in self._all_sequences()), initial=0)
-        return torch.tensor(list(lengths), dtype=torch.int32, device=self.device)
+        return device_tensor(list(lengths), self.device, torch.int32)
 
     @cached_property
     def longest(self) -> int:
@@ -204,19 +224,18 @@ class Packing:
             tokens for start, row in self._rows_with_offsets() for tokens in _sequences_of_row(start, row)
         ]
 
-    def _scatter_index(self, gather_index: torch.Tensor) -> torch.Tensor:
+    def _scatter_index(self, gather_index: Sequence[int]) -> torch.Tensor:
         """Return for each packed token the first index at which `gather_index` has it."""
-        index = torch.full((sum(map(sum, self.rows)),), len(gather_index))
-        return index.scatter_reduce(0, gather_index.cpu(), torch.arange(len(gather_index)), "amin").to(
-            self.device
-        )
+        first: dict[int, int] = {}
+        for index, token in enumerate(gather_index):
+            first.setdefault(token, index)
+        return device_tensor([first[token] for token in range(len(first))], self.device)
 
     def _block(self, sequences: Sequence[_Sequence]) -> Block:
         length = len(sequences[0].tokens)
 
         def padded(lists: Sequence[list[int]]) -> torch.Tensor:
-            rows = [values + values[-1:] * (length - len(values)) for values in lists]
-            return torch.tensor(rows, device=self.device)
+            return device_tensor(_padded(lists), self.device)
 
         masked = bool(sequences[0].segments)
         return Block(
@@ -278,6 +297,12 @@ class _Sequence(NamedTuple):
     tokens: list[int]
     positions: list[int]
     segments: list[int]
+
+
+def _padded(lists: Sequence[list[int]]) -> list[list[int]]:
+    """Return the lists with the length of the first one, which is the longest, by repeating their last entries."""
+    length = len(lists[0])
+    return [values + values[-1:] * (length - len(values)) for values in lists]
 
 
 def _sequences_of_row(start: int, row: tuple[int, ...]) -> list[list[int]]:

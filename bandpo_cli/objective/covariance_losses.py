@@ -26,6 +26,8 @@ def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.
 class ClipCovLoss(PolicyLoss):
     """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high)."""
 
+    needs_all_tokens = True
+
     def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
@@ -56,6 +58,8 @@ class ClipCovLoss(PolicyLoss):
 
 class KlCovLoss(PolicyLoss):
     """−r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
+
+    needs_all_tokens = True
 
     def __init__(self, settings: KlCovSettings, objective: ObjectiveConfig) -> None:
         self._share, self._kl_coef = settings.share, settings.kl_coef

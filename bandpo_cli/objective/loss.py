@@ -97,15 +97,22 @@ class PolicyLoss(ABC):
     Attributes:
         interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
             tokens; None for others.
+        needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
+            have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
+            update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
     """
 
     interval: tuple[float, float] | None = None
+    needs_all_tokens: bool = False
 
     @abstractmethod
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None: ...
 
     def prepare(self, tokens: UpdateTokens) -> Columns:
-        """Return the values per token that depend on π_old alone, [N] each; called once per batch, without gradient."""
+        """Return the values per token that depend on π_old alone, [N] each, without gradient.
+
+        Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
+        """
         return {}
 
     @abstractmethod

@@ -25,24 +25,29 @@ def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(old_logprobs.double().exp(), edges)
 
 
-def clip_counts(state: ClipState, old_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+def clip_counts(
+    state: ClipState, old_logprobs: torch.Tensor, idle_logprobs: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Count the clipped tokens of an update; the counts of several updates can be added.
 
     Args:
         state: [N] each.
         old_logprobs: [N], nats.
+        idle_logprobs: [M], nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
 
     Returns:
         int64 scalars, and by bin of π_old int64 [bins] (`PROBABILITY_EDGES`).
     """
     active, size = state.active, len(BIN_NAMES)
     bins = probability_bins(old_logprobs)
+    all_logprobs = old_logprobs if idle_logprobs is None else torch.cat([old_logprobs, idle_logprobs])
     counts = {
-        "tokens": torch.tensor(old_logprobs.numel(), device=old_logprobs.device),
+        "tokens": torch.tensor(all_logprobs.numel(), device=old_logprobs.device),
+        "tokens_with_ratio": torch.tensor(old_logprobs.numel(), device=old_logprobs.device),
         "active": active.sum(),
         "upper": state.at_upper.sum(),
         "lower": state.at_lower.sum(),
-        "tokens_by_bin": torch.bincount(bins, minlength=size),
+        "tokens_by_bin": torch.bincount(probability_bins(all_logprobs), minlength=size),
         "active_by_bin": torch.bincount(bins[active], minlength=size),
     }
     if state.outside is not None:
@@ -53,11 +58,9 @@ def clip_counts(state: ClipState, old_logprobs: torch.Tensor) -> dict[str, torch
 def clip_metrics(counts: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the `clip/` metrics of summed counts; a bin without tokens has no active fraction."""
     tokens = max(int(counts["tokens"]), 1)
-    metrics = {
-        f"clip/{name}_fraction": int(counts[name]) / tokens
-        for name in ("active", "upper", "lower", "outside")
-        if name in counts
-    }
+    metrics = {f"clip/{name}_fraction": int(counts[name]) / tokens for name in ("active", "upper", "lower")}
+    if "outside" in counts:
+        metrics["clip/outside_fraction"] = int(counts["outside"]) / max(int(counts["tokens_with_ratio"]), 1)
     per_bin = zip(BIN_NAMES, counts["active_by_bin"].tolist(), counts["tokens_by_bin"].tolist(), strict=True)
     for name, active, in_bin in per_bin:
         metrics[f"clip/token_share/{name}"] = in_bin / tokens

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -31,12 +31,14 @@ class SamplingParams:
         temperature: divisor of the logits; reported log-probs are those of the divided logits.
         max_tokens: maximum tokens per completion, its end token included.
         stop_ids: ids of the tokens that end a completion.
+        entropy: report the entropy at each token (`Completion.entropies`), if the engine can.
     """
 
     samples: int
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+    entropy: bool = False
 
 
 class Sampler(Protocol):
@@ -93,6 +95,27 @@ def _slow_engine_warning(engine: str) -> str:
     missing = package is not None and not is_installed(package)
     how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
     return f"on a GPU the {engine} engine is expected to sample 10 to 30 times slower than {better}; {how}"
+
+
+class SampleRequest(NamedTuple):
+    """The prompts of one call of `Sampler.sample`, and its seed."""
+
+    prompts_P: Sequence[TokenIds]
+    seed: int
+
+
+@runtime_checkable
+class StreamingSampler(Protocol):
+    """A sampler that samples several requests at the same time, so that it does not wait for the last of each."""
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[list[Completion]]]:
+        """Yield the completions [P][n] of each request, in the order of the requests.
+
+        The sampler takes requests as it has room for them. Closing the iterator drops the unfinished ones.
+        """
+        ...
 
 
 class StaleEngineError(RunError):

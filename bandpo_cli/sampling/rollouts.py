@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +12,15 @@ from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
-from bandpo_cli.sampling.base import Sampler, SamplingParams, StaleEngineError
+from bandpo_cli.sampling.base import (
+    Sampler,
+    SampleRequest,
+    SamplingParams,
+    StaleEngineError,
+    StreamingSampler,
+)
 from bandpo_cli.tasks.questions import TEMPLATES, build_prompt
-from bandpo_cli.types import Completion, Grader, Group, Message, Problem, Rollout
+from bandpo_cli.types import Completion, Grade, Grader, Group, Message, Problem, Rollout
 
 _CHECKED_PROMPTS = 64
 """Prompts that are encoded at a time until one is short enough; usually the first ones are."""
@@ -209,12 +215,35 @@ def sample_completions(
         StaleEngineError: the engine sampled from the weights of another version.
     """
     completions_PG = sampler.sample([prompt.token_ids for prompt in prompts_P], params, seed)
-    versions = {completion.policy_version for group in completions_PG for completion in group}
-    if versions - {version}:
-        raise StaleEngineError(
-            f"the engine sampled from the weights of update {min(versions - {version})}, the policy is at {version}"
-        )
+    _check_version(completions_PG, version)
     return completions_PG
+
+
+def stream_completions(
+    sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams, version: int
+) -> Generator[list[list[Completion]], None, None]:
+    """Yield the completions [P][n] of each request in order; at the same time, if the sampler can.
+
+    Raises:
+        StaleEngineError: the engine sampled from the weights of another version.
+    """
+    stream: Iterator[list[list[Completion]]]
+    if isinstance(sampler, StreamingSampler):
+        stream = sampler.sample_stream(requests, params)
+    else:
+        stream = (sampler.sample(request.prompts_P, params, request.seed) for request in requests)
+    for completions_PG in stream:
+        _check_version(completions_PG, version)
+        yield completions_PG
+
+
+def _check_version(completions_PG: Sequence[Sequence[Completion]], version: int) -> None:
+    """Raise StaleEngineError if a completion is from other weights than those of `version`."""
+    others = {completion.policy_version for group in completions_PG for completion in group} - {version}
+    if others:
+        raise StaleEngineError(
+            f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
+        )
 
 
 def grade_groups(
@@ -237,12 +266,38 @@ def grade_groups(
         reward: range of the reward and penalty for long completions.
         max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
     """
-    flat = [completion for group in completions_PG for completion in group]
-    texts = tokenizer.batch_decode([list(each.token_ids) for each in flat], skip_special_tokens=True)
-    problem_per_completion = [
-        problem for problem, group in zip(problems_P, completions_PG, strict=True) for _ in group
-    ]
-    graded = iter(zip(texts, grade(problem_per_completion, texts), strict=True))
+    texts = decode_completions(tokenizer, completions_PG)
+    grades = grade(problem_per_completion(problems_P, completions_PG), texts)
+    return graded_groups(problems_P, prompts_P, completions_PG, texts, grades, reward, max_tokens)
+
+
+def decode_completions(
+    tokenizer: PreTrainedTokenizerBase, completions_PG: Sequence[Sequence[Completion]]
+) -> list[str]:
+    """Return the text of each completion, [P·G], without special tokens."""
+    ids = [list(completion.token_ids) for group in completions_PG for completion in group]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def problem_per_completion(
+    problems_P: Sequence[Problem], completions_PG: Sequence[Sequence[Completion]]
+) -> list[Problem]:
+    """Return the problem of each completion, [P·G]."""
+    return [problem for problem, group in zip(problems_P, completions_PG, strict=True) for _ in group]
+
+
+def graded_groups(
+    problems_P: Sequence[Problem],
+    prompts_P: Sequence[EncodedPrompt],
+    completions_PG: Sequence[Sequence[Completion]],
+    texts: Sequence[str],
+    grades: Sequence[Grade],
+    reward: RewardConfig,
+    max_tokens: int,
+) -> list[Group]:
+    """Return one group per problem with shaped rewards, from texts and grades [P·G]; arguments as in `grade_groups`."""
+    graded = iter(zip(texts, grades, strict=True))
     groups = []
     for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):
         rollouts = []

@@ -6,15 +6,21 @@ from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.base import Sampler, SamplingParams, TokenIds
 from bandpo_cli.types import Completion
 
+KEPT_UNTIL = 0.9
+"""Ended completions are removed from the batch when at most this share of it is running."""
+MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
+"""Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
+
 
 class TransformersSampler:
-    """Prefills each prompt once, repeats its cache n times, and removes completions from the batch as they end."""
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
 
     shares_weights = True
 
@@ -65,7 +71,7 @@ class TransformersSampler:
         device, n = self._model.device, params.samples
         ids, attended = _left_pad(prompts_P, self._pad_id, device)
         lengths = attended.sum(dim=1)
-        cache = DynamicCache(config=self._model.config)
+        cache = growing_cache(self._model, ids.shape[1] + params.max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
         cache.batch_repeat_interleave(n)
         logits, attended = logits.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
@@ -74,29 +80,36 @@ class TransformersSampler:
         total = len(prompts_P) * n
         tokens = torch.full((total, params.max_tokens), self._pad_id, device=device)
         logprobs = torch.zeros(total, params.max_tokens, device=device)
+        entropies = torch.zeros_like(logprobs) if params.entropy else None
         counts = torch.full((total,), params.max_tokens, device=device)
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         stop_ids = torch.tensor(params.stop_ids, device=device)
         active = torch.arange(total, device=device)
+        running = torch.ones_like(stopped)
         for step in range(params.max_tokens):
             # One random number per sequence, also for ended ones: the tokens of a sequence do not depend on when
             # other sequences end.
             uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[active]
             sampled, sampled_logprobs = sample_tokens(logits, uniforms, params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
-            ends = torch.isin(sampled, stop_ids)
+            if entropies is not None:
+                entropies[active, step] = token_entropy(logits)
+            ends = torch.isin(sampled, stop_ids) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
-            if step + 1 == params.max_tokens:
+            running &= ~ends
+            left = int(running.sum())
+            if step + 1 == params.max_tokens or not left:
                 break
-            if ends.any():
-                continuing = (~ends).nonzero().squeeze(1)
-                if not len(continuing):
-                    break
+            # A removal copies the cache. Ended completions stay until they are a part of the batch that is worth it;
+            # their further tokens are beyond their counts.
+            if left <= KEPT_UNTIL * len(active):
+                continuing = running.nonzero().squeeze(1)
                 cache.batch_select_indices(continuing)
                 active, sampled, attended = active[continuing], sampled[continuing], attended[continuing]
+                running = running[continuing]
             attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
             logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
-        return self._collect(tokens, logprobs, counts, stopped, n)
+        return self._collect(tokens, logprobs, entropies, counts, stopped, n)
 
     def _forward(
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
@@ -113,15 +126,25 @@ class TransformersSampler:
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
+        entropies: torch.Tensor | None,
         counts: torch.Tensor,
         stopped: torch.Tensor,
         n: int,
     ) -> list[list[Completion]]:
         """Return the first `counts` tokens of each row as completions [P][n]."""
-        rows = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), stopped.tolist(), strict=True)
+        entropy_rows: list[list[float]] = [[]] * len(tokens) if entropies is None else entropies.tolist()
+        rows = zip(
+            tokens.tolist(), logprobs.tolist(), entropy_rows, counts.tolist(), stopped.tolist(), strict=True
+        )
         flat = [
-            Completion(tuple(ids[:count]), tuple(values[:count]), "stop" if stop else "length", self._version)
-            for ids, values, count, stop in rows
+            Completion(
+                tuple(ids[:count]),
+                tuple(values[:count]),
+                "stop" if stop else "length",
+                self._version,
+                tuple(each[:count]),
+            )
+            for ids, values, each, count, stop in rows
         ]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
@@ -129,6 +152,62 @@ class TransformersSampler:
 def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
     """Return the sampler that runs the trainer's own model."""
     return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Cache layer with room for further tokens: a new token is written in place, and does not copy all others."""
+
+    _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __init__(self, most_tokens: int) -> None:
+        """Create an empty layer; it never has room for more than `most_tokens`."""
+        super().__init__()
+        self._most = most_tokens
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values [B, heads, n, width]; return all [B, heads, L, width]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        before = self.get_seq_length()
+        length = before + key_states.shape[-2]
+        if self._buffers is None or self._buffers[0].shape[-2] < length:
+            room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
+            self._buffers = _with_room(self.keys, room), _with_room(self.values, room)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, before:length] = states
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        super().batch_repeat_interleave(repeats)
+        self._buffers = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of the indices."""
+        super().batch_select_indices(indices)
+        self._buffers = None
+
+
+def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
+    """Return a cache for up to `most_tokens` per sequence; layers that keep all tokens grow in place."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [
+        GrowingLayer(most_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
+
+
+def _with_room(states: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a copy of [B, heads, L, width] with room for `length` tokens."""
+    batch, heads, present, width = states.shape
+    buffer = states.new_empty(batch, heads, length, width)
+    buffer[:, :, :present] = states
+    return buffer
 
 
 def sample_tokens(
@@ -164,3 +243,14 @@ def _left_pad(
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(attended, device=device)
+
+
+def token_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of softmax(logits) in nats per row, [B] float32.
+
+    Args:
+        logits: [B, V] float32.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    entropy: torch.Tensor = torch.linalg.vecdot(logprobs.exp(), logprobs).neg_()
+    return entropy

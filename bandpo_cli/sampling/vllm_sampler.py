@@ -12,7 +12,8 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.models.load import Policy
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck
+from bandpo_cli.sampling.vllm_stream import stream_outputs
 from bandpo_cli.sampling.vllm_worker import (
     Weights,
     compared_shapes,
@@ -91,14 +93,37 @@ class VllmSampler:
         """
         assert not self._asleep, "sync wakes the engine before it samples"
         self._check_request(prompts_P, params)
-        # vLLM samples completion i of a request with the request's seed + i, so seeds of requests are n apart.
-        first_seed = random.Random(seed).getrandbits(62)
-        seeds = [first_seed + index * params.samples for index in range(len(prompts_P))]
-        outputs = self._generate(prompts_P, [_request(params, seed) for seed in seeds])
+        outputs = self._generate(prompts_P, _requests(params, seed, len(prompts_P)))
         groups = [[self._completion(output) for output in request.outputs] for request in outputs]
         if groups:
             self._check.observe(prompts_P[0], groups[0][0])
         return groups
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[list[Completion]]]:
+        """Yield the completions [P][n] of each request; see `StreamingSampler`. Errors as in `sample`."""
+        assert not self._asleep, "sync wakes the engine before it samples"
+
+        def batches() -> Iterator[tuple[list[Any], list[vllm.SamplingParams]]]:
+            for prompts_P, seed in requests:
+                self._check_request(prompts_P, params)
+                yield _token_prompts(prompts_P), _requests(params, seed, len(prompts_P))
+
+        with closing(stream_outputs(self._llm, batches(), self._engine_call)) as stream:
+            for outputs in stream:
+                yield [[self._completion(output) for output in request.outputs] for request in outputs]
+
+    @contextmanager
+    def _engine_call(self) -> Iterator[None]:
+        """Set the engine's number of threads, and raise RunError where vLLM fails."""
+        try:
+            with engine_threads(self._threads):
+                yield
+        except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise RunError(f"vLLM failed while sampling: {_error_text(error)}") from error
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
@@ -177,15 +202,8 @@ class VllmSampler:
 
     def _generate(self, prompts: Sequence[TokenIds], requests: list[vllm.SamplingParams]) -> list[Any]:
         """Return vLLM's `RequestOutput` per prompt."""
-        try:
-            with engine_threads(self._threads):
-                outputs: list[Any] = self._llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], requests, use_tqdm=False
-                )
-        except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise RunError(f"vLLM failed while sampling: {_error_text(error)}") from error
+        with self._engine_call():
+            outputs: list[Any] = self._llm.generate(_token_prompts(prompts), requests, use_tqdm=False)
         return outputs
 
     def _completion(self, output: Any) -> Completion:
@@ -304,6 +322,20 @@ def _request(params: SamplingParams, seed: int) -> vllm.SamplingParams:
         flat_logprobs=True,
         detokenize=False,
     )
+
+
+def _requests(params: SamplingParams, seed: int, prompts: int) -> list[vllm.SamplingParams]:
+    """Return vLLM's parameters of the prompts of one call.
+
+    vLLM samples completion i of a request with the request's seed + i, so seeds of requests are n apart.
+    """
+    first_seed = random.Random(seed).getrandbits(62)
+    return [_request(params, first_seed + index * params.samples) for index in range(prompts)]
+
+
+def _token_prompts(prompts_P: Sequence[TokenIds]) -> list[Any]:
+    """Return prompts in vLLM's form."""
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts_P]
 
 
 def _error_text(error: BaseException) -> str:

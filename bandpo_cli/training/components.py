@@ -130,7 +130,9 @@ def build_components(config: RunConfig, task: Task) -> Components:
             grader=GraderPool(config.grading),
             sampler=sampler,
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-            params=SamplingParams(sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids),
+            params=SamplingParams(
+                sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids, entropy=True
+            ),
             problems_digest=_problems_digest(train, heldout),
             notes=notes,
         )

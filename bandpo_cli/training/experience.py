@@ -2,101 +2,27 @@
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
+
+`UpdateBatch` holds what does not depend on the trainer's log-probs under π_old, `Experience` everything.
+`training.old_policy` chooses which of the two an update starts from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 
-from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, rows_from_groups
+from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
 from bandpo_cli.types import Group
 
-
-@dataclass(frozen=True)
-class Experience:
-    """The N tokens of an update's S completions, flat and in the order of `rows`.
-
-    Attributes:
-        groups: the P groups that the completions belong to.
-        rows: the model's input: prompts and completions as rows of tokens.
-        lengths: [S] int64, tokens per completion.
-        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's.
-        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them.
-        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
-        entropy: [N] float32, entropy of π_old at T=1 at each token's position.
-        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
-            sampler's log-probs are the trainer's (`sampling.base.is_exact`), or where no correction is configured.
-        loss: the policy loss of the method.
-        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
-            `upper`, the ratio bounds.
-        advantages: [N] float32, the advantage of the token's completion.
-        ref_logprobs: [N] float32, log-probs under the reference model; None without one.
-    """
-
-    groups: Sequence[Group]
-    rows: list[Row]
-    lengths: torch.Tensor
-    old_logprobs: torch.Tensor
-    trainer_logprobs: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    entropy: torch.Tensor
-    correction: torch.Tensor | None
-    loss: PolicyLoss
-    columns: Columns
-    advantages: torch.Tensor
-    ref_logprobs: torch.Tensor | None
-
-    @property
-    def trained_advantages(self) -> torch.Tensor:
-        """The advantages, and 0 for tokens whose importance weight is 0: these have no part in the loss, [N]."""
-        if self.correction is None:
-            return self.advantages
-        return torch.where(self.correction == 0, 0.0, self.advantages)
-
-    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
-        """Return the inputs of the loss for a micro-batch of n tokens.
-
-        Args:
-            logprobs: [n], log-probs under the policy being updated, with gradient.
-            weights: [N], the aggregation weight of every token of the update.
-        """
-        span = batch.span
-        return LossInputs(
-            logprobs=logprobs,
-            old_logprobs=self.old_logprobs[span],
-            advantages=self.advantages[span],
-            weights=weights[span] if self.correction is None else weights[span] * self.correction[span],
-            lengths=self.lengths[batch.sequences],
-            columns={name: column[span] for name, column in self.columns.items()},
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[span],
-        )
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The forward passes of an update, at the weights before it; all tensors are detached.
-
-    Attributes:
-        loss: the update's loss.
-        logprobs: [N], log π(token), nats.
-        ratios: [N], π/π_old.
-        gradient_weights: [N], as in `LossOutputs`.
-    """
-
-    loss: float
-    logprobs: torch.Tensor
-    ratios: torch.Tensor
-    gradient_weights: torch.Tensor
+ALL = slice(None)
 
 
 class MicroBatch(NamedTuple):
@@ -124,69 +50,217 @@ def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Itera
         token, sequence = last_token, last_sequence
 
 
-@torch.no_grad()
-def prepare_experience(
-    policy: Policy,
-    reference: Policy | None,
-    groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    loss: PolicyLoss,
-    config: RunConfig,
-    sampler_is_exact: bool = True,
-) -> Experience:
-    """Compute old log-probs, entropy, the method's columns and reference log-probs of an update's groups.
+@dataclass(frozen=True)
+class CorrectionRule:
+    """How π_old and the importance weights of an update follow from the trainer's and the sampler's log-probs.
 
-    The values are not checked for NaN and infinity; `update_policy` does that.
-
-    Args:
-        policy: π_old, the policy before the step's first update.
-        reference: the reference model, or None without a KL penalty.
-        groups: the P graded groups.
-        advantages_PG: [P, G] float32.
-        loss: the method's loss.
-        sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
-            `sampling.base.is_exact`.
-
-    Raises:
-        RunError: a completion has no tokens.
+    Attributes:
+        by_trainer: the ratio is taken to the trainer's log-probs, else to the sampler's.
+        corrects: tokens are weighted by `objective.importance`.
     """
-    completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
-    if not all(completion.token_ids for completion in completions):
-        raise RunError("the sampler returned a completion without a token, not even an end token")
-    objective, temperature, device = config.objective, config.sampling.temperature, policy.device
-    max_tokens = config.optim.micro_batch_tokens
-    rows = rows_from_groups(groups)
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device=device)
-    outputs = [
-        token_logprobs(policy.model, batch.tokens, temperature, with_entropy=True)
-        for batch in micro_batches(policy, rows, max_tokens)
-    ]
-    trainer_logprobs = torch.cat([output.logprobs for output in outputs])
-    ref_logprobs = None
-    if reference is not None:
-        batches = micro_batches(reference, rows, max_tokens)
-        ref_logprobs = torch.cat(
-            [token_logprobs(reference.model, batch.tokens, temperature).logprobs for batch in batches]
+
+    objective: ObjectiveConfig
+    by_trainer: bool
+    corrects: bool
+
+    def old_logprobs(self, trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
+        """Return log π_old of each token, the denominator of the ratio, [n]."""
+        return trainer_logprobs if self.by_trainer else sampler_logprobs
+
+    def weights(
+        self, trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the importance weight of each token, [n]; None without a correction.
+
+        Args:
+            lengths: [s] int64, tokens per completion.
+        """
+        if not self.corrects:
+            return None
+        return importance_weights(trainer_logprobs, sampler_logprobs, lengths, self.objective)
+
+
+@dataclass(frozen=True)
+class IdleTokens:
+    """The M tokens of groups whose advantages are all 0, which an update does not run through the model.
+
+    They count in the normalisation of the loss and in the metrics that need no ratio.
+
+    Attributes:
+        lengths: [s] int64, tokens per completion.
+        old_logprobs, sampler_logprobs: [M] float32.
+        trainer_logprobs, entropy, correction: [M] float32, or None as in `Experience`.
+    """
+
+    lengths: torch.Tensor
+    old_logprobs: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    trainer_logprobs: torch.Tensor | None
+    entropy: torch.Tensor | None
+    correction: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class UpdateBatch:
+    """The N tokens of an update's S completions, without what follows from the trainer's log-probs under π_old.
+
+    An update that starts from it must be the first one after sampling: its own forward pass gives these log-probs.
+
+    Attributes:
+        groups: the P groups that the completions belong to.
+        batches: the model's input: prompts and completions in micro-batches.
+        lengths: [S] int64, tokens per completion.
+        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
+        entropy: [N] float32, entropy of π_old at T=1 at each token's position; None while it is not known.
+        loss: the policy loss of the method.
+        rule: how π_old and the importance weights follow from the log-probs.
+        advantages: [N] float32, the advantage of the token's completion.
+        ref_logprobs: [N] float32, log-probs under the reference model; None without one.
+        idle: the tokens of the update's other groups; None where all of them are in `groups`.
+    """
+
+    groups: Sequence[Group]
+    batches: Sequence[MicroBatch]
+    lengths: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    loss: PolicyLoss
+    rule: CorrectionRule
+    advantages: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    idle: IdleTokens | None
+
+    @property
+    def all_lengths(self) -> torch.Tensor:
+        """Tokens per completion of all groups of the update, int64; the first S are those of `lengths`."""
+        return self.lengths if self.idle is None else torch.cat([self.lengths, self.idle.lengths])
+
+    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
+        """Return the inputs of the loss for a micro-batch of n tokens.
+
+        Args:
+            logprobs: [n], log-probs under the policy being updated, with gradient.
+            weights: [N], the aggregation weight of every token of the update.
+        """
+        return self._old(logprobs.detach(), batch.span, batch.sequences).inputs(
+            logprobs,
+            weights[batch.span],
+            None if self.ref_logprobs is None else self.ref_logprobs[batch.span],
         )
-    reported = [logprob for completion in completions for logprob in completion.logprobs]
-    sampler_logprobs = torch.tensor(reported, device=device)
-    by_trainer = objective.old_logprobs == "trainer"
-    old_logprobs = trainer_logprobs if by_trainer else sampler_logprobs
-    correction = None
-    if by_trainer and not sampler_is_exact:
-        correction = importance_weights(trainer_logprobs, sampler_logprobs, lengths, objective)
-    advantages = advantages_PG.flatten().to(device).repeat_interleave(lengths)
-    return Experience(
-        groups=groups,
-        rows=rows,
-        lengths=lengths,
-        old_logprobs=old_logprobs,
-        trainer_logprobs=trainer_logprobs,
-        sampler_logprobs=sampler_logprobs,
-        entropy=torch.cat([output.entropy for output in outputs if output.entropy is not None]),
-        correction=correction,
-        loss=loss,
-        columns=loss.prepare(UpdateTokens(old_logprobs, advantages, lengths)),
-        advantages=advantages,
-        ref_logprobs=ref_logprobs,
-    )
+
+    def with_old_policy(
+        self, logprobs: torch.Tensor | None = None, entropy: torch.Tensor | None = None
+    ) -> Experience:
+        """Return the complete experience.
+
+        Args:
+            logprobs: [N] float32, the trainer's log-probs under π_old; None to use the sampler's as these.
+            entropy: [N] float32; None where `self.entropy` has it.
+        """
+        old = self._old(self.sampler_logprobs if logprobs is None else logprobs, ALL, ALL)
+        known = {field.name: getattr(self, field.name) for field in fields(UpdateBatch)}
+        known["entropy"] = self.entropy if entropy is None else entropy
+        return Experience(
+            **known,
+            old_logprobs=old.old_logprobs,
+            trainer_logprobs=logprobs,
+            correction=old.correction,
+            columns=old.columns,
+        )
+
+    def _old(self, logprobs: torch.Tensor, span: slice, sequences: slice) -> _OldValues:
+        """Return the values of complete completions that follow from the trainer's log-probs under π_old, [n]."""
+        sampler_logprobs, lengths = self.sampler_logprobs[span], self.lengths[sequences]
+        advantages = self.advantages[span]
+        old_logprobs = self.rule.old_logprobs(logprobs, sampler_logprobs)
+        return _OldValues(
+            old_logprobs=old_logprobs,
+            correction=self.rule.weights(logprobs, sampler_logprobs, lengths),
+            columns=self.loss.prepare(UpdateTokens(old_logprobs, advantages, lengths)),
+            advantages=advantages,
+            lengths=lengths,
+        )
+
+
+@dataclass(frozen=True)
+class Experience(UpdateBatch):
+    """The N tokens of an update's S completions, flat and in the order of `batches`.
+
+    Attributes:
+        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's.
+        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where the sampler's are
+            used as these.
+        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
+            sampler's log-probs are the trainer's (`sampling.base.is_exact`), or where no correction is configured.
+        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
+            `upper`, the ratio bounds.
+    """
+
+    old_logprobs: torch.Tensor
+    trainer_logprobs: torch.Tensor | None
+    correction: torch.Tensor | None
+    columns: Columns
+
+    @property
+    def trained_advantages(self) -> torch.Tensor:
+        """The advantages, and 0 for tokens whose importance weight is 0: these have no part in the loss, [N]."""
+        if self.correction is None:
+            return self.advantages
+        return torch.where(self.correction == 0, 0.0, self.advantages)
+
+    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
+        """Return the inputs of the loss for a micro-batch; see `UpdateBatch.loss_inputs`."""
+        span = batch.span
+        values = _OldValues(
+            old_logprobs=self.old_logprobs[span],
+            correction=None if self.correction is None else self.correction[span],
+            columns={name: column[span] for name, column in self.columns.items()},
+            advantages=self.advantages[span],
+            lengths=self.lengths[batch.sequences],
+        )
+        reference = None if self.ref_logprobs is None else self.ref_logprobs[span]
+        return values.inputs(logprobs, weights[span], reference)
+
+
+@dataclass(frozen=True)
+class _OldValues:
+    """Values of n tokens under π_old, [n] each."""
+
+    old_logprobs: torch.Tensor
+    correction: torch.Tensor | None
+    columns: Columns
+    advantages: torch.Tensor
+    lengths: torch.Tensor
+
+    def inputs(
+        self, logprobs: torch.Tensor, weights: torch.Tensor, ref_logprobs: torch.Tensor | None
+    ) -> LossInputs:
+        """Return the inputs of the loss; `weights` [n] are the aggregation weights."""
+        return LossInputs(
+            logprobs=logprobs,
+            old_logprobs=self.old_logprobs,
+            advantages=self.advantages,
+            weights=weights if self.correction is None else weights * self.correction,
+            lengths=self.lengths,
+            columns=self.columns,
+            ref_logprobs=ref_logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward passes of an update, at the weights before it; all tensors are detached.
+
+    Attributes:
+        loss: the update's loss, a scalar on the device.
+        logprobs: [N], log π(token), nats.
+        ratios: [N], π/π_old.
+        gradient_weights: [N], as in `LossOutputs`.
+        entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
+    """
+
+    loss: torch.Tensor
+    logprobs: torch.Tensor
+    ratios: torch.Tensor
+    gradient_weights: torch.Tensor
+    entropy: torch.Tensor | None = None

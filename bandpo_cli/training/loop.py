@@ -30,7 +30,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
-from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.experience import UpdateBatch
 from bandpo_cli.training.metrics import (
     StepTimer,
     clip_map_columns,
@@ -38,6 +38,7 @@ from bandpo_cli.training.metrics import (
     schedule_metrics,
     token_metrics,
 )
+from bandpo_cli.training.old_policy import prepare_updates
 from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
@@ -132,7 +133,7 @@ def _train_steps(
             components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
         with timer.phase("record"):
             # → metrics
-            trained = updates.trained or experiences
+            trained: Sequence[UpdateBatch] = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
             record |= work.metrics(timer, rollouts.sampled, trained)
@@ -201,24 +202,20 @@ def _prepare_updates(
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
     loss: PolicyLoss,
-) -> list[Experience]:
+) -> list[UpdateBatch]:
     """Return one experience per update of the step, each from P/`optim.updates` groups.
 
     All of them are computed before the first update, because π_old is the policy before the step.
     """
-    size = len(groups) // config.optim.updates
-    return [
-        prepare_experience(
-            components.policy,
-            components.reference,
-            groups[start : start + size],
-            advantages_PG[start : start + size],
-            loss,
-            config,
-            sampler_is_exact=is_exact(components.sampler, components.policy),
-        )
-        for start in range(0, len(groups), size)
-    ]
+    return prepare_updates(
+        components.policy,
+        components.reference,
+        groups,
+        advantages_PG,
+        loss,
+        config,
+        sampler_is_exact=is_exact(components.sampler, components.policy),
+    )
 
 
 def _finish_step(
@@ -258,10 +255,11 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         components.encoder,
         components.grader.grade,
         components.heldout,
-        replace(components.params, samples=settings.samples, temperature=settings.temperature),
+        replace(components.params, samples=settings.samples, temperature=settings.temperature, entropy=False),
         settings.batch,
         config.seed,
         version=components.optimizer.update,
+        cancel=components.grader.cancel,
     )
     rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
     for batch in batches:

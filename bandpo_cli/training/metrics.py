@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread
-from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.experience import Experience, IdleTokens, UpdateBatch
 from bandpo_cli.training.update import UpdateMetrics
 from bandpo_cli.types import Grade, Group, Rollout
 
@@ -84,15 +84,26 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 
-def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return the metrics of π_old on the tokens that are trained on: entropy, log-prob gap, importance weights."""
-    gap = torch.cat([(each.sampler_logprobs - each.trainer_logprobs).abs() for each in experiences])
-    metrics = {
-        "train/entropy": torch.cat([experience.entropy for experience in experiences]).mean().item(),
-        "sampler/logprob_gap_mean": gap.mean().item(),
-        "sampler/logprob_gap_max": gap.max().item(),
-    }
-    corrections = [each.correction for each in experiences if each.correction is not None]
+def token_metrics(experiences: Sequence[UpdateBatch]) -> dict[str, float]:
+    """Return the metrics of π_old on the tokens of the step: entropy, log-prob gap, importance weights.
+
+    Each is the metric of the tokens whose values are known. If no entropy is, it is NaN; the others are absent.
+    """
+    parts: list[UpdateBatch | IdleTokens] = [*experiences]
+    parts += [each.idle for each in experiences if each.idle is not None]
+    entropies = [each.entropy for each in parts if each.entropy is not None]
+    metrics = {"train/entropy": torch.cat(entropies).mean().item() if entropies else math.nan}
+    complete = [each for each in parts if isinstance(each, Experience | IdleTokens)]
+    gaps = [
+        (each.sampler_logprobs - each.trainer_logprobs).abs()
+        for each in complete
+        if each.trainer_logprobs is not None
+    ]
+    if gaps:
+        gap = torch.cat(gaps)
+        metrics["sampler/logprob_gap_mean"] = gap.mean().item()
+        metrics["sampler/logprob_gap_max"] = gap.max().item()
+    corrections = [each.correction for each in complete if each.correction is not None]
     if corrections:
         weights = torch.cat(corrections)
         metrics["sampler/importance_mean"] = weights.mean().item()
@@ -108,7 +119,7 @@ def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
 
 
 def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
-    """Return the columns of the clip map, [n] each: the tokens of a step's applied updates, each at its own update.
+    """Return the columns of the clip map, [n] each: the tokens with a ratio, each at its own update.
 
     A method without ratio bounds has the bounds 0 and infinity, a token that the importance correction masks has the
     advantage 0. If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.

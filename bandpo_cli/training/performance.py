@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bandpo_cli.models.packing import Packing
-from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.experience import UpdateBatch
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.types import Group
 
@@ -92,7 +92,7 @@ class PackedWork:
         self.padding += positions - sum(block.tokens for block in blocks)
 
     def metrics(
-        self, timer: StepTimer, sampled: Sequence[Group], trained: Sequence[Experience]
+        self, timer: StepTimer, sampled: Sequence[Group], trained: Sequence[UpdateBatch]
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
 
@@ -102,12 +102,12 @@ class PackedWork:
         Args:
             timer: the times of the step's phases.
             sampled: all groups that were sampled.
-            trained: the experiences of the applied updates.
+            trained: the batches of the applied updates; their groups without spread count, too.
         """
         sampled_tokens = sum(
             len(rollout.completion.token_ids) for group in sampled for rollout in group.rollouts_G
         )
-        trained_tokens = sum(each.old_logprobs.numel() for each in trained)
+        trained_tokens = sum(int(each.all_lengths.sum()) for each in trained)
         sampling, training = timer.seconds("sample"), timer.seconds("logprobs", "update")
         metrics = {
             "perf/sampled_tokens_per_s": sampled_tokens / sampling,

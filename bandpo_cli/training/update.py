@@ -24,7 +24,7 @@ from bandpo_cli.objective.aggregation import AGGREGATIONS
 from bandpo_cli.objective.loss import k3, policy_objective
 from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics, gradient_metrics
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES, BadCompletion, count_bad_batches, write_bad_batch
-from bandpo_cli.training.experience import Experience, Forward, micro_batches
+from bandpo_cli.training.experience import Experience, Forward, UpdateBatch
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 
 
@@ -34,12 +34,13 @@ class BadUpdate:
 
     Attributes:
         number: number of the update within its step, from 1.
+        experience: what was known before the update.
         forward: None where the experience itself has non-finite values, so that no loss was computed.
         error: names the non-finite quantity.
     """
 
     number: int
-    experience: Experience
+    experience: UpdateBatch
     forward: Forward | None
     error: NonFiniteError
 
@@ -60,11 +61,11 @@ class UpdateMetrics:
     Attributes:
         trained: the experiences of the applied updates, in the order of the other lists.
         counts: sums of `clip_counts` over the updates.
-        ratios: [N] per update, π/π_old.
+        ratios: [N] per update, π/π_old; idle tokens have none.
         gradient_weights: [N] per update, as in `LossOutputs`.
         old_new: [N] per update, k3 estimate of KL(π_old‖π) in nats.
         ref: [N] per update, k3 estimate of KL(π‖π_reference) in nats; empty without a reference model.
-        losses: loss per update.
+        losses: loss per update, scalars on the device.
         grad_norms: gradient norm before clipping, per update.
         lr: learning rate of the last update, applied or skipped.
         skipped: number of skipped updates.
@@ -76,7 +77,7 @@ class UpdateMetrics:
     gradient_weights: list[torch.Tensor] = field(default_factory=list)
     old_new: list[torch.Tensor] = field(default_factory=list)
     ref: list[torch.Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
     skipped: int = 0
@@ -86,7 +87,8 @@ class UpdateMetrics:
         state = experience.loss.clip_state(
             experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
         )
-        for name, count in clip_counts(state, experience.old_logprobs).items():
+        idle_logprobs = None if experience.idle is None else experience.idle.old_logprobs
+        for name, count in clip_counts(state, experience.old_logprobs, idle_logprobs).items():
             self.counts[name] = self.counts[name] + count if name in self.counts else count
         self.trained.append(experience)
         self.ratios.append(forward.ratios)
@@ -113,7 +115,7 @@ class UpdateMetrics:
             "ratio/mean": ratios.mean().item(),
             "ratio/max": ratios.max().item(),
             "kl/old_new": torch.cat(self.old_new).mean().item(),
-            "optim/loss": sum(self.losses) / len(self.losses),
+            "optim/loss": torch.stack(self.losses).double().mean().item(),
             "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
         }
         if self.ref:
@@ -124,7 +126,7 @@ class UpdateMetrics:
 def update_policy(
     policy: Policy,
     optimizer: Optimizer,
-    experiences: Sequence[Experience],
+    experiences: Sequence[UpdateBatch],
     config: RunConfig,
     on_bad_update: BadUpdateCallback = raise_bad_update,
 ) -> UpdateMetrics:
@@ -134,6 +136,8 @@ def update_policy(
 
     Args:
         policy: the policy; its weights are changed in place.
+        experiences: the first one may be an `UpdateBatch` if the policy is still π_old: the ratios of that update are
+            exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
             update is skipped: weights and moments stay, and the learning-rate schedule advances.
 
@@ -149,7 +153,8 @@ def update_policy(
             check_finite_experience(experience)
             forward = _accumulate_gradient(policy, experience, config)
             check_finite_forward(forward)
-            metrics.add(experience, forward, optimizer.step())
+            norm = optimizer.step()
+            metrics.add(_completed(experience, forward), forward, norm)
         except NonFiniteError as error:
             on_bad_update(BadUpdate(number, experience, forward, error))
             optimizer.skip()
@@ -157,28 +162,48 @@ def update_policy(
     return metrics
 
 
-def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
+def _completed(experience: UpdateBatch, forward: Forward) -> Experience:
+    """Return the experience; the forward pass of a step's first update has the values of π_old that it lacks."""
+    if isinstance(experience, Experience):
+        return experience
+    return experience.with_old_policy(forward.logprobs, forward.entropy)
+
+
+def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunConfig) -> Forward:
     """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size is its loss.
     """
     aggregate = AGGREGATIONS[config.objective.aggregation]
-    weights = aggregate(experience.lengths, config.sampling.max_tokens).repeat_interleave(experience.lengths)
-    losses: list[float] = []
+    lengths = experience.lengths
+    weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
+    weights = weights.repeat_interleave(lengths)
+    losses: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     ratios: list[torch.Tensor] = []
     gradient_weights: list[torch.Tensor] = []
-    for batch in micro_batches(policy, experience.rows, config.optim.micro_batch_tokens):
-        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature)
+    entropies: list[torch.Tensor] = []
+    with_entropy = experience.entropy is None
+    for batch in experience.batches:
+        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
         inputs = experience.loss_inputs(batch, new.logprobs, weights)
         out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
         with record_function(f"{PROFILER_PREFIX}backward"):
             new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
-        losses.append(out.loss.item())
+        batch.tokens.packing.drop_masks()
+        losses.append(out.loss)
         logprobs.append(new.logprobs.detach())
         ratios.append(out.ratios)
         gradient_weights.append(out.gradient_weights)
-    return Forward(sum(losses), torch.cat(logprobs), torch.cat(ratios), torch.cat(gradient_weights))
+        if new.entropy is not None:
+            entropies.append(new.entropy)
+    return Forward(
+        loss=torch.stack(losses).sum(),
+        logprobs=torch.cat(logprobs),
+        ratios=torch.cat(ratios),
+        gradient_weights=torch.cat(gradient_weights),
+        entropy=torch.cat(entropies) if entropies else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -221,11 +246,12 @@ class BadUpdateHandler:
         raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}; {advice}") from None
 
 
-def check_finite_experience(experience: Experience) -> None:
+def check_finite_experience(experience: UpdateBatch) -> None:
     """Raise NonFiniteError if the log-probs or advantages of an experience are not finite."""
+    complete = experience if isinstance(experience, Experience) else None
     _check_tokens(
         {
-            "the policy's log-probs": experience.trainer_logprobs,
+            "the policy's log-probs": None if complete is None else complete.trainer_logprobs,
             "the sampler's log-probs": experience.sampler_logprobs,
             "the reference model's log-probs": experience.ref_logprobs,
             "the advantages": experience.advantages,
@@ -236,8 +262,9 @@ def check_finite_experience(experience: Experience) -> None:
 def check_finite_forward(forward: Forward) -> None:
     """Raise NonFiniteError if the loss or the log-probs of the policy being updated are not finite."""
     _check_tokens({"the policy's log-probs under update": forward.logprobs})
-    if not math.isfinite(forward.loss):
-        raise NonFiniteError(f"the loss is {forward.loss}")
+    loss = forward.loss.item()
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the loss is {loss}")
 
 
 def check_finite_weights(model: nn.Module) -> None:
@@ -252,8 +279,12 @@ def check_finite_weights(model: nn.Module) -> None:
 
 def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
     """Raise NonFiniteError for the first tensor with non-finite values; None is skipped."""
-    for name, values in named.items():
-        if values is not None and (bad := int((~torch.isfinite(values)).sum())):
+    found = {name: (~torch.isfinite(values)).sum() for name, values in named.items() if values is not None}
+    counts = torch.stack([*found.values()]).tolist()  # one transfer from the device for all of them
+    for name, bad in zip(found, counts, strict=True):
+        if bad:
+            values = named[name]
+            assert values is not None
             raise NonFiniteError(f"{name} are not finite at {bad:,} of {values.numel():,} tokens")
 
 
@@ -291,17 +322,18 @@ def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
 def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
     """Return the token values per completion, by column; None for each completion where a value was not computed."""
     experience, forward = bad.experience, bad.forward
+    old = experience if isinstance(experience, Experience) else None
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
-        "old_logprobs": experience.old_logprobs,
+        "old_logprobs": None if old is None else old.old_logprobs,
         "new_logprobs": None if forward is None else forward.logprobs,
-        "trainer_logprobs": experience.trainer_logprobs,
+        "trainer_logprobs": None if old is None else old.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
         "ref_logprobs": experience.ref_logprobs,
         "ratios": None if forward is None else forward.ratios,
-        "lower": experience.columns.get("lower"),
-        "upper": experience.columns.get("upper"),
-        "importance": experience.correction,
+        "lower": None if old is None else old.columns.get("lower"),
+        "upper": None if old is None else old.columns.get("upper"),
+        "importance": None if old is None else old.correction,
         "advantages": experience.advantages,
     }
     return {

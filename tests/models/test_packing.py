@@ -142,3 +142,31 @@ def test_collated_batch_has_no_padding() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
     assert batch.predictor_index.tolist() == [2, 3, 2, 6, 7, 8]
     assert batch.targets.tolist() == [4, 5, 6, 8, 9, 10]
+
+
+def test_dropped_masks_are_made_again() -> None:
+    layout = Packing(((3, 2, 4), (2, 1, 1)), CPU)
+    before = [block.mask(None) for block in layout.blocks]
+    assert all(mask is not None for mask in before)
+    layout.drop_masks()
+    assert not any("_mask_without_window" in vars(block) for block in layout.blocks)
+    after = [block.mask(None) for block in layout.blocks]
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_copies_to_a_gpu_start_from_pinned_memory_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory and a GPU are stand-ins: both need CUDA."""
+    calls: list[str] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append("pin")
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        calls.append(f"to {device.type}, non_blocking={non_blocking}")
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert packing.device_tensor([[1, 2]], torch.device("cuda")).tolist() == [[1, 2]]
+    assert calls == ["pin", "to cuda, non_blocking=True"]

@@ -105,12 +105,17 @@ def grade_text(text: str) -> Grade:
 
 
 class GivenSampler:
-    """Samples one token at a time, reports log-probs with noise, and keeps what it returned in `given`."""
+    """Samples one token at a time, reports log-probs with noise, and keeps what it returned in `given`.
+
+    Args:
+        noise: standard deviation in nats; 0 for log-probs without noise and with entropies.
+    """
 
     def __init__(
         self, model: PreTrainedModel, temperature: float, noise: float, shares_weights: bool, seed: int
     ) -> None:
         self.shares_weights = shares_weights
+        self._entropies: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self.given: list[list[GivenGroup]] = []
         self._model, self._temperature, self._noise = model, temperature, noise
         self._random, self._version = random.Random(seed), 0
@@ -124,7 +129,11 @@ class GivenSampler:
         return [
             [
                 Completion(
-                    r.token_ids, r.sampler_logprobs, "length" if r.truncated else "stop", self._version
+                    r.token_ids,
+                    r.sampler_logprobs,
+                    "length" if r.truncated else "stop",
+                    self._version,
+                    self._entropies.get((r.prompt_ids, r.token_ids), ()),
                 )
                 for r in group
             ]
@@ -135,6 +144,7 @@ class GivenSampler:
     def _group(self, prompt: tuple[int, ...], place: int) -> GivenGroup:
         rows = [list(prompt) for _ in range(SAMPLES)]
         logprobs: list[list[float]] = [[] for _ in rows]
+        entropies: list[list[float]] = [[] for _ in rows]
         for _ in range(MAX_TOKENS):
             logits = self._model(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1].double()
             for row, found, policy in zip(
@@ -144,11 +154,21 @@ class GivenSampler:
                 shares = [0.7 * math.exp(each) + 0.3 / len(policy) for each in policy]
                 shares[END] += 0.15
                 row += self._random.choices(range(len(policy)), shares)
-                found.append(min(policy[row[-1]] + self._random.gauss(0, self._noise), -1e-3))
+                noise = self._random.gauss(0, self._noise)
+                found.append(min(policy[row[-1]] + noise, -1e-3) if self._noise else policy[row[-1]])
+            for found, each in zip(
+                entropies, torch.distributions.Categorical(logits=logits).entropy(), strict=True
+            ):
+                found.append(each.item())
         rollouts = [
             self._rollout(prompt, row[len(prompt) :], found)
             for row, found in zip(rows, logprobs, strict=True)
         ]
+        if not self._noise:
+            self._entropies |= {
+                (each.prompt_ids, each.token_ids): tuple(found[: len(each.token_ids)])
+                for each, found in zip(rollouts, entropies, strict=True)
+            }
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
@@ -185,6 +205,9 @@ class TextGrader:
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         return [grade_text(text) for text in texts]
+
+    def cancel(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -235,6 +258,7 @@ def compare(
     *layers: dict[str, Any],
     steps: int = 1,
     exact_sampler: bool = True,
+    noiseless: bool = False,
     given_gradients: bool = False,
     seed: int = 0,
 ) -> Case:
@@ -243,6 +267,7 @@ def compare(
     Args:
         exact_sampler: the sampler reports that it runs the trainer's own model; else its log-probs have noise
             of 0.3 nats.
+        noiseless: its log-probs are the trainer's and it reports entropies, which the package then uses.
         given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
         seed: of the completions.
     """
@@ -252,7 +277,7 @@ def compare(
         model_folder, dtype=getattr(torch, config.model.dtype)
     ).eval()
     built = build_components(config, GivenTask())
-    noise = 0.05 if exact_sampler else 0.3
+    noise = 0.0 if noiseless else 0.05 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed)
     components = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
     gradients = record_gradients(components)
@@ -309,7 +334,7 @@ TABLE_COLUMNS = ("old_logprob", "ratio", "lower", "upper")
 def _column_difference(path: Path, result: StepResult) -> float:
     """Return the largest relative difference between the token table and the tokens of the reference."""
     table = pd.read_parquet(path)
-    tokens = [token for update in result.updates for token in update.tokens]
+    tokens = [token for update in result.updates for token in update.tokens if token.has_ratio]
     assert len(table) == len(tokens)
     expected = {name: [getattr(token, name) for token in tokens] for name in TABLE_COLUMNS}
     expected["advantage"] = [token.advantage if token.importance else 0.0 for token in tokens]

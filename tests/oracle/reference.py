@@ -55,6 +55,8 @@ class Token:
     importance: float
     new_logprob: float = math.nan
     ratio: float = math.nan
+    has_ratio: bool = True
+    """The package runs the token through the model in the update."""
 
 
 @dataclass
@@ -120,6 +122,7 @@ class ReferenceTrainer:
         updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
+            self._mark_tokens_without_ratio(part, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
@@ -264,6 +267,22 @@ class ReferenceTrainer:
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
 
+    def _mark_tokens_without_ratio(self, groups: Sequence[GivenGroup], update: Update) -> None:
+        """Mark the tokens of groups with equal rewards, except the first group where all groups are such."""
+        uniform = [self._uniform(group) for group in groups]
+        if self.settings["objective"]["reference_kl"] > 0:
+            return
+        if all(uniform):
+            uniform[0] = False
+        flags = [
+            not is_uniform
+            for group, is_uniform in zip(groups, uniform, strict=True)
+            for rollout in group
+            for _ in rollout.token_ids
+        ]
+        for token, flag in zip(update.tokens, flags, strict=True):
+            token.has_ratio = flag
+
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
         """Return the loss of a token, by cases of the sign of its advantage instead of min and clamp."""
         objective = self.settings["objective"]
@@ -353,7 +372,8 @@ class ReferenceTrainer:
         weighted = [t for t in tokens if t.importance != 0]
         at_upper = [t for t in weighted if t.advantage > 0 and t.ratio > t.upper]
         at_lower = [t for t in weighted if t.advantage < 0 and t.ratio < t.lower]
-        outside = [t for t in tokens if not t.lower <= t.ratio <= t.upper]
+        with_ratio = [t for t in tokens if t.has_ratio]
+        outside = [t for t in with_ratio if not t.lower <= t.ratio <= t.upper]
         record = {
             "train/entropy": mean([t.entropy for t in tokens]),
             "sampler/logprob_gap_mean": mean(gaps),
@@ -361,13 +381,13 @@ class ReferenceTrainer:
             "optim/skipped_updates": 0.0,
             "optim/loss": mean([update.loss for update in updates]),
             "optim/grad_norm": mean([update.grad_norm for update in updates]),
-            "ratio/mean": mean([t.ratio for t in tokens]),
-            "ratio/max": max(t.ratio for t in tokens),
-            "kl/old_new": mean([_k3(t.new_logprob - t.old_logprob) for t in tokens]),
+            "ratio/mean": mean([t.ratio for t in with_ratio]),
+            "ratio/max": max(t.ratio for t in with_ratio),
+            "kl/old_new": mean([_k3(t.new_logprob - t.old_logprob) for t in with_ratio]),
             "clip/active_fraction": share([*at_upper, *at_lower], tokens),
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
-            "clip/outside_fraction": share(outside, tokens),
+            "clip/outside_fraction": share(outside, with_ratio),
         }
         if self._corrects():
             record["sampler/importance_mean"] = mean([t.importance for t in tokens])

@@ -31,6 +31,7 @@ class Variant(NamedTuple):
     layers: dict[str, Any]
     exercised: Callable[[Case], bool]
     exact_sampler: bool = True
+    noiseless: bool = False
     seed: int = 0
 
 
@@ -112,6 +113,11 @@ def shapes_rewards(case: Case) -> bool:
     return len(rewards) >= 6 and min(rewards) < -1
 
 
+def has_tokens_without_ratio(case: Case) -> bool:
+    flags = {token.has_ratio for token in tokens_of(case)}
+    return clips_both_ways(case) and flags == {False, True}
+
+
 def refills(case: Case) -> bool:
     return max(r["train/groups_drawn"] for r in case.records) > 4
 
@@ -190,6 +196,25 @@ VARIANTS = [
         clips_both_ways,
         False,
     ),
+    # a sampler whose log-probs and entropies are used as the trainer's
+    Variant(
+        "log-probs of the sampler",
+        {**TIGHT_KL, "sampling": {"prompts": 8}},
+        has_tokens_without_ratio,
+        noiseless=True,
+    ),
+    Variant(
+        "log-probs of the sampler at temperature 0.7",
+        {**CLIP, "sampling": {"temperature": 0.7}, "optim": {"updates": 2, "micro_batch_tokens": 30}},
+        learns,
+        noiseless=True,
+    ),
+    Variant(
+        "log-probs of the sampler with reference KL",
+        {**TIGHT_KL, "objective": {"reference_kl": 0.1}},
+        learns,
+        noiseless=True,
+    ),
     # rewards and groups
     Variant("rewards of -1 and 1", {**TIGHT_KL, "reward": {"wrong": -1.0}}, clips_both_ways),
     Variant(
@@ -235,6 +260,7 @@ def test_two_steps_equal_the_reference(tmp_path: Path, random_qwen2: Path, varia
         variant.layers,
         steps=2,
         exact_sampler=variant.exact_sampler,
+        noiseless=variant.noiseless,
         seed=variant.seed,
     )
     note(variant.name, case.differences)

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.sampling import transformers_sampler
 from bandpo_cli.sampling.base import SamplingParams, build_sampler
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler, sample_tokens
+from bandpo_cli.sampling.transformers_sampler import (
+    GrowingLayer,
+    TransformersSampler,
+    growing_cache,
+    sample_tokens,
+)
 from tests.conftest import random_model
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10)]
@@ -107,3 +114,54 @@ def test_tokens_of_a_completion_do_not_depend_on_when_others_end() -> None:
         for completion, more in zip(group, longer, strict=True):
             assert len(more.token_ids) == PARAMS.max_tokens
             assert completion.token_ids == more.token_ids[: len(completion.token_ids)]
+
+
+@pytest.mark.parametrize("kept_until", [0.0, 0.5, 1.0])
+def test_ended_completions_in_the_batch_do_not_change_the_others(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, kept_until: float
+) -> None:
+    """They are kept to the end, until half of the batch has ended, or removed at once."""
+    params = replace(PARAMS, samples=16, entropy=True)
+    expected = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
+    assert {each.finish_reason for group in expected for each in group} == {"stop", "length"}
+    monkeypatch.setattr(transformers_sampler, "KEPT_UNTIL", kept_until)
+    found = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
+    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.entropies == pytest.approx(other.entropies, abs=1e-5)
+
+
+def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a repetition, growth beyond the spare room, and a selection."""
+    monkeypatch.setattr(transformers_sampler, "MIN_SPARE_TOKENS", 2)
+    generator = torch.Generator().manual_seed(0)
+    layers = [GrowingLayer(16), DynamicLayer()]
+
+    def update(batch: int, tokens: int) -> None:
+        keys, values = torch.randn(2, batch, 2, tokens, 3, generator=generator)
+        (one, other), (expected, other_expected) = (layer.update(keys, values) for layer in layers)
+        assert torch.equal(one, expected)
+        assert torch.equal(other, other_expected)
+        assert layers[0].get_seq_length() == layers[1].get_seq_length()
+
+    update(2, 5)
+    for layer in layers:
+        layer.batch_repeat_interleave(3)
+    for _ in range(7):
+        update(6, 1)
+    for layer in layers:
+        layer.batch_select_indices(torch.tensor([0, 4, 5]))
+    for _ in range(4):
+        update(3, 1)
+
+
+def test_a_further_token_is_written_in_place() -> None:
+    layer = GrowingLayer(100)
+    layer.update(*torch.zeros(2, 1, 1, 5, 2))
+    layer.update(*torch.ones(2, 1, 1, 1, 2))
+    place = layer.keys.data_ptr()
+    layer.update(*torch.ones(2, 1, 1, 1, 2))
+    assert layer.keys.data_ptr() == place
+    cache = growing_cache(random_model(), 100)
+    assert [type(each) for each in cache.layers] == [GrowingLayer] * 2

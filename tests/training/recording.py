@@ -187,7 +187,8 @@ class RecordingSampler:
     """Samples from a copy of the weights that only `sync` replaces, and records every call.
 
     Args:
-        shift: added to the reported log-prob of each token, by token id: an engine with other kernels.
+        shift: added to the reported log-prob of each token, by token id: an engine with other kernels,
+                which reports no entropy.
         stale: `sync` replaces the weights but not the version that completions report.
     """
 
@@ -220,7 +221,8 @@ class RecordingSampler:
         if self._shift is None:
             return completion
         pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        return replace(completion, logprobs=tuple(logprob + self._shift(token) for token, logprob in pairs))
+        shifted = tuple(logprob + self._shift(token) for token, logprob in pairs)
+        return replace(completion, logprobs=shifted, entropies=())
 
     def sleep(self) -> None:
         self.recording.current.order.append("sleep")
@@ -259,6 +261,9 @@ class RecordingGrader:
         step.order.append("grade")
         step.grades.append(GradeCall(list(problems), list(texts), grades))
         return grades
+
+    def cancel(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -15,7 +15,8 @@ from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.types import Grade, Group, Problem, Rollout
 from tests.conftest import random_model
 
@@ -27,9 +28,15 @@ def policy_of(seed: int = 0) -> Policy:
     return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)  # type: ignore[arg-type]
 
 
-def graded_groups(policy: Policy) -> list[Group]:
-    """Return sampled groups in which shorter completions have higher rewards, so that the gradient is not zero."""
-    params = SamplingParams(samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids)
+def graded_groups(policy: Policy, entropy: bool = False) -> list[Group]:
+    """Return sampled groups in which shorter completions have higher rewards, so that the gradient is not zero.
+
+    Args:
+        entropy: the sampler reports the entropy at each token.
+    """
+    params = SamplingParams(
+        samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids, entropy=entropy
+    )
     groups = []
     sampled = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
     for prompt, completions in zip(PROMPTS, sampled, strict=True):

@@ -13,8 +13,9 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
-from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.metrics import clip_map_columns, token_metrics
+from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import UpdateMetrics, update_policy
 from bandpo_cli.types import Group

@@ -137,7 +137,7 @@ def dynamic(
 
 
 def check_learned(recording: Recording, groups: list[list[Sampled]]) -> None:
-    """Require that the updates of step 1 trained on exactly these groups in this order."""
+    """Require that the updates of step 1 ran exactly these groups through the model, in this order."""
     table = tokens(recording, 1)
     close(table["advantage"], token_advantages(groups, recording.config), 1e-5)
     close(table["old_logprob"], plain_logprobs(recording.components, recording.initial, groups, 0.7), 1e-4)
@@ -160,10 +160,10 @@ def test_dynamic_sampling_stops_at_the_batch_that_completes_the_step(
 def test_dynamic_sampling_fills_up_with_the_first_groups_without_spread(
     tmp_path: Path, small_model: Path
 ) -> None:
-    """Two updates of two groups: each has one of the two groups with spread."""
+    """Two updates of two groups: each has one of the two groups with spread, and runs that one alone."""
     recording, groups = dynamic(tmp_path, small_model, batches=3, spread={1, 6})
     assert len(groups) == 12
-    check_learned(recording, [groups[index] for index in (1, 0, 6, 2)])
+    check_learned(recording, [groups[index] for index in (1, 6)])
     assert all(update.largest_gradient > 0 for update in recording.steps[1].updates)
 
 

@@ -255,7 +255,7 @@ def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path: Pa
     folder = RunFolder.create(tmp_path, "a")
     spoil_a_weight(components.policy)
     with pytest.raises(
-        NonFiniteError, match=r"^step 2, update 2 of 2: the policy's log-probs are not finite"
+        NonFiniteError, match=r"^step 2, update 2 of 2: the sampler's log-probs are not finite"
     ):
         for _ in train(config, components, folder):
             pass

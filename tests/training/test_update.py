@@ -12,7 +12,8 @@ from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.training.experience import Experience, prepare_experience
+from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Group

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
@@ -137,3 +137,34 @@ def test_sleep_on_a_cpu_changes_nothing(running: Running) -> None:
 
 def test_no_prompts_give_no_completions(running: Running) -> None:
     assert running.sampler.sample([], PARAMS, 0) == []
+
+
+def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
+    """The batches differ in size. Seeds are those of the calls; log-probs differ by the order of additions."""
+    requests = [
+        SampleRequest(PROMPTS[start : start + size], start)
+        for start, size in ((0, 2), (2, 1), (3, 1), (1, 3))
+    ]
+    expected = [running.sampler.sample(request.prompts_P, PARAMS, request.seed) for request in requests]
+    found = list(running.sampler.sample_stream(requests, PARAMS))
+    flat, flat_expected = (
+        [completion for groups in each for group in groups for completion in group]
+        for each in (found, expected)
+    )
+    assert [[len(group) for group in groups] for groups in found] == [
+        [PARAMS.samples] * len(request.prompts_P) for request in requests
+    ]
+    same = [one.token_ids == other.token_ids for one, other in zip(flat, flat_expected, strict=True)]
+    assert sum(same) >= 0.95 * len(same)
+    for one, other in zip(flat, flat_expected, strict=True):
+        if one.token_ids == other.token_ids:
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_a_stream_that_is_closed_leaves_nothing_in_the_queue(running: Running) -> None:
+    requests = [SampleRequest(PROMPTS[:1], 1), SampleRequest(PROMPTS, 2)]
+    stream = running.sampler.sample_stream(requests, PARAMS)
+    next(iter(stream))
+    stream.close()  # type: ignore[attr-defined]
+    assert not running.sampler._llm.llm_engine.has_unfinished_requests()
+    assert len(running.sampler.sample(PROMPTS, PARAMS, seed=1)) == len(PROMPTS)
