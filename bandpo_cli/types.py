@@ -218,7 +218,7 @@ class Callback(Protocol[Info, Report, Result]):
         """Receive the name of the work that begins: `load`, `sample`, `grade`, `update`, `eval`, `close`, ..."""
 
     def step(self, report: Report) -> None:
-        """Receive one step, after its results are on disk; a checkpoint of it may be in the writing."""
+        """Receive one step, after its results are on disk; a thread may still be writing its checkpoint."""
 
     def end(self, result: Result) -> None:
         """Receive the result, after it is on disk."""

@@ -26,6 +26,10 @@ PACKAGES = (
     "reasoning-gym",
 )
 
+_AVAILABLE = re.compile(r"^MemAvailable:[ \t]*(\d+) kB$", re.MULTILINE)
+_GROUP = re.compile(r"^0::/?(.*)$", re.MULTILINE)
+_FILE_CACHE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
+
 
 def describe_environment(
     command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
@@ -75,7 +79,7 @@ def usable_cores() -> int:
 
 
 def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes of memory that this process can allocate without swapping, None where Linux does not tell.
+    """Return the bytes of memory that this process can allocate without swapping, None where it is unknown.
 
     The smallest of what the machine has available and what is left of the limits of the process's control groups
     (containers and cluster jobs have such limits).
@@ -83,17 +87,17 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
     Args:
         proc, groups: where the system's files are, other folders in tests.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(proc / "meminfo"), re.MULTILINE)
+    found = _AVAILABLE.search(_text(proc / "meminfo"))
     if found is None:
         return None
     available = [int(found[1]) * 1024]
-    group = re.search(r"^0::/?(.*)$", _text(proc / "self" / "cgroup"), re.MULTILINE)
+    group = _GROUP.search(_text(proc / "self" / "cgroup"))
     folder = groups / (group[1] if group else "")
     for each in (folder, *folder.parents):
         if each.is_relative_to(groups) and (limit := _text(each / "memory.max").strip()).isdecimal():
             used = int(_text(each / "memory.current").strip() or 0)
             # The file cache counts as used, and the system drops it when memory is needed.
-            cache = re.search(r"^inactive_file (\d+)$", _text(each / "memory.stat"), re.MULTILINE)
+            cache = _FILE_CACHE.search(_text(each / "memory.stat"))
             available.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
     return min(available)
 

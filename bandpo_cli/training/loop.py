@@ -76,8 +76,8 @@ def train(
 ) -> Generator[StepReport, None, None]:
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
-    Step 0 is the evaluation before training. The checkpoint of a step, except the last, may still be in the writing
-    when the step is yielded; closing the generator waits for it.
+    Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
+    yielded, except that of the last; closing the generator waits for it.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.

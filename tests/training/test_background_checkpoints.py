@@ -132,10 +132,10 @@ def _close(gate: Gate) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_waits_for_the_checkpoint_in_the_writing(
+def test_a_stop_waits_for_the_checkpoint_in_progress(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stop comes with the checkpoint of step 2 in the writing; that of step 3 follows, and both are complete."""
+    """The stop comes with the checkpoint of step 2 in progress; that of step 3 follows, and both are complete."""
     gate, stop, phases = Gate(monkeypatch), threading.Event(), []
 
     class Phases(CallbackBase):
@@ -161,7 +161,7 @@ def test_a_stop_waits_for_the_checkpoint_in_the_writing(
 def test_the_second_signal_ends_the_run_without_the_checkpoint(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may come within a callback or, here, there: the thread is told, and the gate is never opened."""
+    """It comes within a callback. The thread gives up the checkpoint, and the gate is never opened."""
     gate = Gate(monkeypatch)
 
     def interrupt() -> None:
@@ -208,7 +208,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_run_in_one_line(
 def test_the_summary_is_written_after_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after an error of a callback, with a checkpoint in the writing."""
+    """Also after an error of a callback, with a checkpoint in progress."""
     gate, seen = Gate(monkeypatch), []
     write = RunFolder.write_summary
 

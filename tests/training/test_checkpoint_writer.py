@@ -204,7 +204,7 @@ def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(
     assert setting.names() == ["step-000002"]
 
 
-def test_the_next_checkpoint_waits_for_the_one_in_the_writing(setting: Setting, gate: Gate) -> None:
+def test_the_next_checkpoint_waits_for_the_one_in_progress(setting: Setting, gate: Gate) -> None:
     """The first is complete, with its own state, before the second copy is taken."""
     with setting.writer() as writer:
         setting.save(writer, 1)
@@ -237,7 +237,7 @@ def test_the_last_step_and_a_run_without_background_use_no_thread(setting: Setti
 def test_without_memory_for_a_copy_training_waits(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, available: str
 ) -> None:
-    """The system tells how little is available, or the allocation fails."""
+    """The system reports how little is available, or the allocation fails."""
     state = TrainedState.of(*setting.trained)
     found = 2 * state.nbytes - 1 if available == "little" else None
     monkeypatch.setattr(checkpoint_writer, "available_memory", lambda: found)
