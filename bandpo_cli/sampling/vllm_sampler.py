@@ -257,9 +257,17 @@ def _start(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> tupl
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(
-            f"sampling.engine = 'vllm': the engine did not start: {_error_text(error)}"
-        ) from error
+        text = _error_text(error)
+        hint = _memory_hint(config) if "memory" in text.lower() else ""
+        raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}{hint}") from error
+
+
+def _memory_hint(config: SamplingConfig) -> str:
+    """Return the settings behind the names that vLLM uses in its errors about memory."""
+    return (
+        f" (gpu_memory_utilization is sampling.vllm.memory_fraction = {config.vllm.memory_fraction:g}, "
+        "max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
+    )
 
 
 def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> dict[str, Any]:

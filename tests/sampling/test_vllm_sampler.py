@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.sampling import vllm_sampler
 from bandpo_cli.sampling.base import StaleEngineError, build_sampler, describe_sampler
@@ -167,6 +168,24 @@ def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(
     monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
     with pytest.raises(torch.OutOfMemoryError):
         engine("cuda")
+
+
+@pytest.mark.parametrize(
+    ("text", "names_settings"),
+    [
+        ("Free memory on device cuda:0 is less than desired GPU memory utilization (0.5, 39.6 GiB)", True),
+        ("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", True),
+        ("the architecture is not supported", False),
+    ],
+)
+def test_a_refusal_about_memory_names_the_settings_of_this_package(
+    monkeypatch: pytest.MonkeyPatch, text: str, names_settings: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(ValueError(text))))
+    monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
+    with pytest.raises(UserError, match=re.escape(text)) as raised:
+        engine("cuda", memory_fraction=0.3)
+    assert ("sampling.vllm.memory_fraction = 0.3" in str(raised.value)) == names_settings
 
 
 def test_other_errors_of_a_sync_mean_a_stale_engine(
