@@ -44,7 +44,7 @@ PHASES = [
     ("loading", components, "load_policy", out_of_memory),
     ("optimizer", Optimizer, "__init__", out_of_memory),
     ("sampling", TransformersSampler, "sample", out_of_memory),
-    ("scoring", loop, "prepare_experience", out_of_memory),
+    ("scoring", loop, "prepare_updates", out_of_memory),
     ("update", loop, "update_policy", out_of_memory),
     ("wake-up", TransformersSampler, "sync", out_of_memory),
     ("wake-up, wrapped", TransformersSampler, "sync", wrapped_out_of_memory),

@@ -268,7 +268,7 @@ def test_the_transformers_engine_on_a_gpu_is_warned_about(
     caplog.set_level(logging.WARNING, "bandpo_cli")
     for module in ("config.sampling", "sampling.base"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
-    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0)
+    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0, tokenizer=None)
     build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy)
     if advice is None:
         assert not caplog.records

@@ -24,19 +24,19 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
     optimizer = prepared.components.optimizer
     experiences: list[weakref.ref[Any]] = []
     at_sync: list[tuple[bool, bool]] = []
-    prepare, sync = loop.prepare_experience, prepared.components.sampler.sync
+    prepare, sync = loop.prepare_updates, prepared.components.sampler.sync
 
     def remember(*arguments: Any, **settings: Any) -> Any:
-        experience = prepare(*arguments, **settings)
-        experiences.append(weakref.ref(experience))
-        return experience
+        batches = prepare(*arguments, **settings)
+        experiences.extend(weakref.ref(batch) for batch in batches)
+        return batches
 
     def observe(*arguments: Any) -> None:
         gradients = [each.grad is not None for pair in optimizer._pairs for each in pair]
         at_sync.append((any(gradients), any(each() is not None for each in experiences)))
         sync(*arguments)
 
-    monkeypatch.setattr(loop, "prepare_experience", remember)
+    monkeypatch.setattr(loop, "prepare_updates", remember)
     monkeypatch.setattr(prepared.components.sampler, "sync", observe)
     gc.disable()  # nothing may depend on the time of a collection
     try:
