@@ -5,7 +5,8 @@ depends on the rows: it gathers their queries, keys and values, calls the model'
 scatters the results back.
 
 Importing this module wraps `sdpa`, `eager` and `flash_attention_2` in transformers' registry of attention functions.
-A wrapped function behaves differently only if the model is called with `packing=`.
+A wrapped function behaves differently only if the model is called with `packing=`; `sdpa` also saves the copies of keys
+and values when one token per sequence is sampled with grouped heads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -117,8 +119,47 @@ def _eager_attend_in_blocks(
     return _attend_in_blocks(masked, packing, module, states, **kwargs)
 
 
+_SDPA: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _sdpa_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None = None,
+    cache: object = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call `sdpa` of transformers, without its copies of keys and values where there is one query per head.
+
+    With a mask, transformers repeats keys and values for all query heads of a group: for every sampled token it copies
+    the complete cache. With one query per head, the heads of a group can be the queries of one head instead.
+
+    Args:
+        query: [B, heads, L, width].
+        key: [B, groups, K, width], as `value`.
+        attention_mask: broadcastable to [B, heads, L, K], or None.
+
+    Returns:
+        (output [B, L, heads, width], None).
+    """
+    groups = key.shape[1]
+    is_one_query = query.shape[2] == 1 and (attention_mask is None or attention_mask.shape[1] == 1)
+    if not is_one_query or groups == query.shape[1] or position_bias is not None or cache is not None:
+        return _SDPA(
+            module, query, key, value, attention_mask, position_bias=position_bias, cache=cache, **kwargs
+        )
+    output = scaled_dot_product_attention(
+        query.reshape(len(query), groups, -1, query.shape[3]), key, value, attn_mask=attention_mask,
+        dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
+    )  # fmt: skip
+    return output.flatten(1, 2)[:, None], None
+
+
 _IMPLEMENTATIONS = {
-    "sdpa": (ALL_ATTENTION_FUNCTIONS["sdpa"], _attend_in_blocks),
+    "sdpa": (_sdpa_attention, _attend_in_blocks),
     "eager": (_eager_attention, _eager_attend_in_blocks),
     "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _attend_varlen),
 }
