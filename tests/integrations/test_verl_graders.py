@@ -109,7 +109,7 @@ def test_verdicts_on_references_in_many_phrasings(grader: str) -> None:
     count, correct, different = compare(grader, phrased_answers(references))
     assert different == []
     assert count > 5_000
-    assert correct > 100
+    assert correct >= 100
 
 
 @pytest.mark.parametrize("grader", VERL)
