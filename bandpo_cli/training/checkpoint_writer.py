@@ -132,7 +132,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run; a context manager, within which the run is trained.
 
     `prepare` comes before the step's line, `commit` after it. At the end of the block the writer waits for the thread,
-    also after an exception; only a second signal (`SignalExit`) gives the checkpoint up. An error in the thread is
+    also after an exception; only a second signal (`SignalExit`) abandons the checkpoint. An error in the thread is
     raised by the next call of any other method, or at the end of the block; where another exception ends the block, the
     error is logged.
     """
