@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import TokenBatch
+from bandpo_cli.models.sharding import run_forward
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
@@ -56,6 +57,12 @@ def token_logprobs(
         temperature: the sampling temperature; the log-probs are those of the distribution that the sampler used.
         with_entropy: also return the entropy at temperature 1, detached.
     """
+    return run_forward(_token_logprobs, model, batch, temperature, with_entropy)
+
+
+def _token_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, temperature: float, with_entropy: bool
+) -> TokenLogprobs:
     with _checkpointing(model):
         hidden = model.base_model(
             input_ids=batch.input_ids,

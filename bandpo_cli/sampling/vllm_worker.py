@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from bandpo_cli.models.weights import checkpoint_weights
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -167,9 +170,9 @@ class PolicyWorker:
         return self.policy_version, fingerprints
 
 
-def policy_weights(model: nn.Module) -> Weights:
+def policy_weights(model: PreTrainedModel) -> Weights:
     """Return the weights under their names in a checkpoint; tied weights appear once."""
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    return [*checkpoint_weights(model)]
 
 
 def compared_shapes(weights: Weights, tensor_parallel: int) -> dict[str, tuple[int, ...]]:

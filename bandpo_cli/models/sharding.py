@@ -1,0 +1,129 @@
+"""Sharded models: FSDP2 `fully_shard` over the ranks of a run, one group per decoder layer and one for the rest.
+
+A sharded model has DTensor parameters. A policy is stored in float32 (these are the master weights) and computes in its
+own dtype, with gradients reduced in float32. Every forward pass of it gathers the parameters layer by layer, so all
+ranks must run the same number of passes; within `unsharded` they need not. Gradients are sums over the ranks.
+
+All functions also accept a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bandpo_cli.ranks import Ranks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_RUN = "run_as_forward"
+
+
+def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
+    """Distribute the model's parameters over the ranks, in place, and move it to `device` layer by layer.
+
+    Parameters that require a gradient become float32, the others keep their dtype.
+    """
+    dtype = model.dtype
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.float()
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    # FSDP would divide by the number of ranks, for losses that are means over the data of one rank.
+    for module in _groups(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.forward_dtype = dtype
+    setattr(model, _RUN, MethodType(_call, model))
+    register_fsdp_forward_method(model, _RUN)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the model's parameters are distributed over ranks."""
+    return isinstance(model, FSDPModule)
+
+
+def forward_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of forward and backward passes; parameters that are trained may be stored in float32."""
+    return cast(torch.dtype, getattr(model, "forward_dtype", model.dtype))
+
+
+def run_forward(
+    function: Callable[Concatenate[PreTrainedModel, P], T],
+    model: PreTrainedModel,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Return `function(model, ...)`, which runs modules of the model other than the model itself.
+
+    FSDP gathers the parameters outside of the layers, such as those of the embedding, before the model's own forward
+    method; here it does so before `function`.
+    """
+    if not is_sharded(model):
+        return function(model, *args, **kwargs)
+    return cast(T, getattr(model, _RUN)(function, *args, **kwargs))
+
+
+def _call(model: PreTrainedModel, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(model, *args, **kwargs)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters complete on every rank within the block, where passes need no other rank.
+
+    All ranks must enter the block together.
+    """
+    groups = _groups(model)
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+            # The parameters outside of the layers stay complete between the forward and the backward pass.
+            group.set_reshard_after_forward(cast(nn.Module, group) is not model, recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the complete parameters that a pass without gradient has left: the next pass gathers them again."""
+    for group in _groups(model):
+        group.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter complete, on every rank; all ranks must call this together."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this rank holds, which shares its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _groups(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

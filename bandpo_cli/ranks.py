@@ -1,0 +1,135 @@
+"""Ranks: the processes of a run, started by torchrun, and what they exchange.
+
+Every rank executes the same code on its share of the data. All decisions are made from values that are equal on all
+ranks, so that the ranks call the same collectives in the same order. Without torchrun there is one rank, and no
+function here communicates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(hours=6)
+"""Longest wait of a collective: one rank may sample far longer than the others, or write a large checkpoint. A rank
+that ends is noticed by its parent process, not by this limit."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run.
+
+    Attributes:
+        rank: its number, from 0.
+        size: number of processes.
+        local_rank: its number on this machine, which is the number of its GPU.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes the run folder, MLflow and the terminal."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this rank's part of `items`: consecutive ones, in order, their numbers differing by at most 1."""
+        return items[self.share_start(len(items)) : self.share_start(len(items), self.rank + 1)]
+
+    def share_start(self, count: int, rank: int | None = None) -> int:
+        """Return the index of the first of `count` items that `share` gives to `rank` (default: this rank)."""
+        return count * (self.rank if rank is None else rank) // self.size
+
+    def share_by_cost(self, costs: Sequence[int]) -> slice:
+        """Return this rank's part of items with these costs: consecutive ones, with about the same sum on each rank."""
+        total = sum(costs)
+        # An item belongs to the rank that its middle falls into.
+        ends = accumulate(costs)
+        owners = [
+            min(self.size - 1, (2 * end - cost) * self.size // (2 * total)) if total else 0
+            for end, cost in zip(ends, costs, strict=True)
+        ]
+        start = sum(owner < self.rank for owner in owners)
+        return slice(start, start + owners.count(self.rank))
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order, on every rank. They are pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather_all(self, items: Sequence[T]) -> list[T]:
+        """Return the items of all ranks as one list, in the order of the ranks."""
+        return [item for part in self.gather(items) for item in part]
+
+    def concatenate(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, [n] each with n of its own, as one, [N], in the order of the ranks."""
+        if self.size == 1:
+            return values
+        lengths = self.gather(len(values))
+        longest = max(lengths)
+        padded = values.new_zeros(longest)
+        padded[: len(values)] = values
+        received = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(received, padded)
+        return torch.cat([each[:length] for each, length in zip(received, lengths, strict=True)])
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(self.gather(flag))
+
+    def max(self, value: float) -> float:
+        """Return the greatest value of all ranks; NaN if any is."""
+        return float(torch.tensor(self.gather(value), dtype=torch.float64).max())
+
+    def wait(self) -> None:
+        """Wait until every rank has called this."""
+        if self.size > 1:
+            self.gather(None)
+
+
+SINGLE = Ranks()
+"""The one rank of a run without torchrun."""
+
+
+def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """Return the rank that torchrun has set in the environment; `SINGLE` without torchrun."""
+    size = int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
+    if size == 1:
+        return SINGLE
+    rank = int(environ["RANK"])
+    return Ranks(rank, size, int(environ.get("LOCAL_RANK", rank)))
+
+
+@contextmanager
+def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
+    """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU.
+
+    Args:
+        device_type: `cpu` or `cuda`, where the policy is.
+    """
+    if ranks.size == 1:
+        yield
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
