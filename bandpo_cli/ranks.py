@@ -8,15 +8,17 @@ function here communicates.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from bandpo_cli.errors import RunError, UserError, first_line
 
 T = TypeVar("T")
 
@@ -96,6 +98,32 @@ class Ranks:
         """Return the greatest value of all ranks; NaN if any is."""
         return float(torch.tensor(self.gather(value), dtype=torch.float64).max())
 
+    def agree(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results, in the order of the ranks, on every rank.
+
+        All ranks must call this together. The results are pickled.
+
+        Raises:
+            Exception: what `action` raised on the first rank on which it failed; every rank raises it.
+        """
+        if self.size == 1:
+            return [action()]
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+            failure = error
+        outcomes = self.gather((result, failure and _sendable(failure)))
+        for rank, (_, received) in enumerate(outcomes):
+            if received is not None:
+                raise failure if rank == self.rank and failure is not None else received
+        return [cast(T, each) for each, _ in outcomes]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and return its result on every rank; raise its error on every rank."""
+        return cast(T, self.agree(lambda: action() if self.is_main else None)[0])
+
     def wait(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:
@@ -104,6 +132,15 @@ class Ranks:
 
 SINGLE = Ranks()
 """The one rank of a run without torchrun."""
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error of the same kind that every rank can read: constructors of other packages may take anything."""
+    if isinstance(error, UserError | RunError):
+        return type(error)(str(error))
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    return RuntimeError(f"{type(error).__name__}: {first_line(error)}")
 
 
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:

@@ -35,7 +35,9 @@ from bandpo_cli.models.checks import (
     loading_errors,
 )
 from bandpo_cli.models.device import dtype_here
+from bandpo_cli.models.sharding import forward_dtype, is_sharded
 from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.ranks import SINGLE, Ranks
 
 
 def embedded_model_path() -> Path:
@@ -53,6 +55,8 @@ class Policy:
         stop_ids: ids of the tokens that end a completion.
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
+        ranks: the processes that train the policy together. With more than one the model is sharded over them
+            (`models.sharding`).
     """
 
     model: PreTrainedModel
@@ -60,6 +64,7 @@ class Policy:
     stop_ids: tuple[int, ...]
     pad_id: int
     commit: str | None = None
+    ranks: Ranks = SINGLE
 
     @property
     def device(self) -> torch.device:
@@ -204,6 +209,11 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor
         weights: a copy of the model's state dict to write in its place; tied weights share their memory.
     """
     policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+    if is_sharded(
+        policy.model
+    ):  # transformers states the dtype of the parameters, and the weights are rounded
+        policy.model.config.dtype = forward_dtype(policy.model)
+        policy.model.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 

@@ -1,13 +1,18 @@
-"""Weights of a policy under their names in a checkpoint, one complete tensor at a time."""
+"""Weights of a policy under their names in a checkpoint: one complete tensor at a time, and to and from a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, reshard
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, reshard
+from bandpo_cli.models.shards import read_shards, saved_shapes
+from bandpo_cli.ranks import Ranks
 
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -21,3 +26,65 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     for name, parameter in model.named_parameters():
         # Rounded before it is gathered: half as many bytes to send.
         yield name, full_tensor(parameter.detach().to(dtype))
+
+
+def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+    """Return the weights of a checkpoint, which rank 0 writes.
+
+    Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
+    rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
+    together.
+    """
+    if not is_sharded(model):
+        return cast(Mapping[str, torch.Tensor], model.state_dict())
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint_weights(model):
+        if ranks.is_main:
+            weights[name] = tensor.cpu()
+    if ranks.is_main:
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = {name: each for name, each in model.state_dict().items() if name not in parameters}
+        weights |= {name: each.cpu().clone() for name, each in buffers.items()}
+    return weights
+
+
+def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
+    """Load the weights of a model folder into the existing tensors; all ranks must call this together.
+
+    Of a sharded model each rank reads its shards. Where the folder has other names or forms than the parameters, which
+    transformers converts for some architectures, each rank loads the complete model into host memory instead.
+
+    Raises:
+        OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
+    """
+    if not is_sharded(model):
+        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+        model.load_state_dict(saved.state_dict())
+        return
+    reshard(model)
+    aliases = (
+        dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    )
+    targets = {name: each.detach() for name, each in model.state_dict().items() if name not in aliases}
+    shapes = ranks.agree(lambda: saved_shapes(folder))[0]
+    if all(shapes.get(name) == each.shape for name, each in targets.items()):
+        read_shards(folder, targets, ranks)
+        return
+    ranks.agree(lambda: _copy_complete(model, folder, targets))
+
+
+def _copy_complete(model: PreTrainedModel, folder: Path, targets: Mapping[str, torch.Tensor]) -> None:
+    """Load the complete model of a folder into host memory and copy it into the targets, sharded as they are."""
+    complete = type(model).from_pretrained(folder, dtype=forward_dtype(model), use_safetensors=True)
+    with torch.no_grad():
+        for name, tensor in complete.state_dict().items():
+            if name in targets:
+                targets[name].copy_(_like(targets[name], tensor))
+
+
+def _like(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complete tensor on the device of `target` and sharded as it is, without communication."""
+    tensor = tensor.to(target.device)
+    if not isinstance(target, DTensor):
+        return tensor
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)

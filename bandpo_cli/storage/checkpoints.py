@@ -189,12 +189,14 @@ def remove_checkpoints_after(run: RunFolder, step: int) -> None:
             shutil.rmtree(path)
 
 
-def staging_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
-    """Return the path of the hidden folder in which the checkpoint `folder` is written or removed.
+def hidden_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
+    """Return the path of the hidden folder in which the checkpoint `folder` is written or removed."""
+    return folder.with_name(f".{folder.name}.{action}")
 
-    A hidden folder of that name that a crash left is removed.
-    """
-    hidden = folder.with_name(f".{folder.name}.{action}")
+
+def staging_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
+    """Return `hidden_folder`; one that a crash left is removed."""
+    hidden = hidden_folder(folder, action)
     if hidden.exists():
         shutil.rmtree(hidden)
     return hidden

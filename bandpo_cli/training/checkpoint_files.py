@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +23,15 @@ from safetensors.torch import load_file
 
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.load import Policy, save_policy
+from bandpo_cli.models.shards import ShardError, read_shards, saved_shapes, write_shards
+from bandpo_cli.models.weights import load_weights, weights_to_save
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import (
     STATE,
     TRAINER,
     Progress,
     delete_checkpoint,
+    hidden_folder,
     read_trainer_state,
     staging_folder,
     write_trainer_state,
@@ -35,6 +41,8 @@ from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import check_finite_weights
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
+SHARDS = f"{TRAINER}/optimizer"
+"""Folder of the optimizer state that several ranks have written, in place of the file."""
 
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
@@ -56,7 +64,8 @@ class TrainedState:
     """The tensors of a checkpoint: those in use, or a copy of them.
 
     Attributes:
-        weights: state dict of the model; tied weights share their memory.
+        weights: state dict of the model; tied weights share their memory. With several ranks, those that a checkpoint
+            contains, on rank 0 only.
         optimizer: what `Optimizer.state` returns.
     """
 
@@ -65,14 +74,17 @@ class TrainedState:
 
     @classmethod
     def of(cls, policy: Policy, optimizer: Optimizer) -> TrainedState:
-        """Return the tensors in use, without a copy."""
-        return cls(policy.model.state_dict(), optimizer.state())
+        """Return the tensors in use, without a copy; of a sharded policy, `weights` is a copy on rank 0.
+
+        All ranks must call this together.
+        """
+        return cls(weights_to_save(policy.model, policy.ranks), optimizer.state())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; tensors that share their memory count once."""
-        distinct = {each.data_ptr(): each for each in (*self.weights.values(), *self.optimizer.values())}
-        return sum(each.nbytes for each in distinct.values())
+        """Bytes of all tensors, of sharded ones those of all ranks; weights that share their memory count once."""
+        distinct = {each.data_ptr(): each for each in self.weights.values()}
+        return sum(each.nbytes for each in (*distinct.values(), *self.optimizer.values()))
 
 
 def _never_abandon() -> None:
@@ -89,12 +101,14 @@ def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, fo
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
     """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
 
+    All ranks must call this together; an error on one of them is raised on all.
+
     Raises:
         NonFiniteError: weights are not finite.
         RunError: the disk has less free space than the checkpoint needs.
     """
-    check_finite_weights(policy.model)
-    _check_disk_space(state, folder)
+    policy.ranks.agree(lambda: check_finite_weights(policy.model))
+    policy.ranks.on_main(lambda: _check_disk_space(state, folder))
 
 
 def write_checkpoint(
@@ -106,6 +120,9 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
+    With several ranks, which must call this together, rank 0 writes the model and each rank its shards of the optimizer
+    state; rank 0 renames the folder when all files are on the disk. An error on one rank is raised on all.
+
     Args:
         policy: the model's configuration and the tokenizer; the weights are those of `state`.
         check: called before each file and within large ones; raises AbandonedError to give up the checkpoint.
@@ -114,12 +131,54 @@ def write_checkpoint(
         RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
             hidden folder is removed, as after any other exception.
     """
-    hidden = staging_folder(folder, "writing")
+    ranks = policy.ranks
+    hidden = hidden_folder(folder, "writing")
     try:
+        ranks.on_main(partial(_write_model, policy, state, folder, check))
+        if ranks.size == 1:
+            with _write_errors(folder):
+                write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+        else:
+            _write_sharded_optimizer(state, folder, ranks)
+        ranks.on_main(partial(_complete, policy, progress, folder, check))
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
+def _write_model(policy: Policy, state: TrainedState, folder: Path, check: Callable[[], None]) -> None:
+    """Write the model folder of the checkpoint `folder` into its hidden folder, which is created."""
+    with _write_errors(folder):
+        hidden = staging_folder(folder, "writing")
         (hidden / TRAINER).mkdir(parents=True)
         save_policy(policy, hidden, state.weights)
         check()
-        write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+
+
+def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> None:
+    """Write the optimizer state of all ranks into the hidden folder of the checkpoint `folder`.
+
+    Raises:
+        RunError: a file cannot be written, or the ranks do not write to the same folder.
+    """
+    shards = hidden_folder(folder, "writing") / SHARDS
+    with _write_errors(folder):
+        write_shards(shards, state.optimizer, ranks)
+    # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
+    found = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
+    if any(each != found[0] for each in found):
+        rank = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise RunError(
+            f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; the run "
+            "folder must be on a file system that all machines share"
+        )
+
+
+def _complete(policy: Policy, progress: Progress, folder: Path, check: Callable[[], None]) -> None:
+    """Flush the files of the hidden folder, list them in `trainer/state.json` and rename the folder."""
+    with _write_errors(folder):
+        hidden = hidden_folder(folder, "writing")
         for path in hidden.rglob("*"):
             check()
             if path.is_dir():
@@ -134,10 +193,14 @@ def write_checkpoint(
             delete_checkpoint(folder)
         os.rename(hidden, folder)
         sync_folder(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(hidden, ignore_errors=True)
-        if not isinstance(error, OSError | SafetensorError):
-            raise
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Raise RunError in one line in place of an error of the file system."""
+    try:
+        yield
+    except (OSError, SafetensorError, ShardError) as error:
         raise RunError(f"{folder}: the checkpoint cannot be written: {_reason(error)}") from error
 
 
@@ -182,17 +245,20 @@ def write_tensors(
 def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progress:
     """Load weights and optimizer state from a checkpoint of the same model and return its progress.
 
+    The checkpoint may have been written by another number of ranks. All ranks must call this together; an error on one
+    of them is raised on all.
+
     Raises:
         UserError: the checkpoint is damaged or belongs to another model.
     """
-    progress = read_trainer_state(folder)
+    ranks = policy.ranks
+    progress = ranks.agree(lambda: read_trainer_state(folder))[0]
     try:
-        saved = type(policy.model).from_pretrained(folder, dtype=policy.model.dtype, use_safetensors=True)
         # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
-        policy.model.load_state_dict(saved.state_dict())
-        state = load_file(folder / OPTIMIZER)
+        load_weights(policy.model, folder, ranks)
+        state = _saved_optimizer(optimizer, folder, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ShardError) as error:
         if is_out_of_memory(error):
             raise
         raise UserError(
@@ -200,6 +266,18 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
             "previous one"
         ) from None
     return progress
+
+
+def _saved_optimizer(optimizer: Optimizer, folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+    """Return the optimizer state of a checkpoint that one or more ranks have written; each rank reads its shards."""
+    one_file = (folder / OPTIMIZER).exists()
+    if ranks.size == 1 and one_file:
+        return load_file(folder / OPTIMIZER)
+    saved = folder / (TRAINER if one_file else SHARDS)
+    state = ranks.agree(lambda: saved_shapes(saved))[0]
+    targets = optimizer.empty_state(state)
+    read_shards(saved, targets, ranks)
+    return targets
 
 
 def _check_disk_space(state: TrainedState, folder: Path) -> None:

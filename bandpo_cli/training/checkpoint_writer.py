@@ -139,7 +139,8 @@ class CheckpointWriter:
 
     def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
         self._config, self._components, self._folder = config, components, folder
-        self._in_background = is_written_in_background(config)
+        self._ranks = components.policy.ranks
+        self._in_background = is_written_in_background(config) and self._ranks.size == 1
         self._copy = StateCopy()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pending: _Pending | None = None
@@ -189,7 +190,7 @@ class CheckpointWriter:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            prune_checkpoints(self._folder, self._config.checkpoint)
+            self._prune()
             return
         self._thread = threading.Thread(target=self._write, args=(pending,), name="checkpoint")
         try:
@@ -214,11 +215,15 @@ class CheckpointWriter:
     def save_on_stop(self, step: int) -> None:
         """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
         self.wait()
-        if step > 0 and step not in complete_checkpoints(self._folder).complete:
+        if step > 0 and self._ranks.on_main(lambda: step not in complete_checkpoints(self._folder).complete):
             state = TrainedState.of(self._components.policy, self._components.optimizer)
             check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
             self._write_directly(state, step)
-            prune_checkpoints(self._folder, self._config.checkpoint)
+            self._prune()
+
+    def _prune(self) -> None:
+        """Remove the checkpoints that the settings do not keep."""
+        self._ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
 
     def _copied(self, state: TrainedState) -> TrainedState | None:
         """Return a copy of `state`. Without enough memory warn, return None and take no further copies."""
@@ -241,7 +246,7 @@ class CheckpointWriter:
 
     def _write_directly(self, state: TrainedState, step: int) -> None:
         """Write the checkpoint of `step`; the lines before it are flushed first, which a resume needs."""
-        self._folder.sync_metrics()
+        self._ranks.on_main(self._folder.sync_metrics)
         write_checkpoint(
             self._components.policy, state, self._components.progress(step), self._folder.checkpoint_dir(step)
         )

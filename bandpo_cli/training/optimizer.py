@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 from torch.profiler import record_function
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.models.sharding import forward_dtype, is_sharded
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Device types for which torch's AdamW has a fused kernel."""
@@ -72,6 +75,11 @@ class Optimizer:
         self._names = list(trained)
         self._pairs = [(each, _master(each)) for each in trained.values()]
         self._parameters = [master for _, master in self._pairs]
+        self._with_master = {
+            name
+            for name, (each, master) in zip(self._names, self._pairs, strict=True)
+            if master.dtype != _checkpoint_dtype(model, each)
+        }
         narrow = [(each, master) for each, master in self._pairs if each is not master]
         self._narrow: list[torch.Tensor] = [each for each, _ in narrow]
         self._masters: list[torch.Tensor] = [master for _, master in narrow]
@@ -95,16 +103,41 @@ class Optimizer:
         return self._config.lr * lr_factor(self.update, self._total, self._config)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer state of a checkpoint: AdamW's moments and the masters of narrower parameters.
+        """Return the optimizer state of a checkpoint: AdamW's moments and the masters of narrower weights.
 
-        The keys are `<parameter>.<moment>` and `<parameter>.master`; a parameter that never had a gradient has no
-        moments. The tensors are not copied.
+        The keys are `<parameter>.<moment>` and `<parameter>.master`, for any number of ranks; a parameter that never
+        had a gradient has no moments. The tensors are not copied. Those of a sharded model are DTensors, except the
+        scalars.
         """
         state: dict[str, torch.Tensor] = {}
-        for name, (parameter, master) in zip(self._names, self._pairs, strict=True):
+        for name, master in zip(self._names, self._parameters, strict=True):
             state |= {f"{name}.{moment}": each for moment, each in self._adamw.state[master].items()}
-            if parameter is not master:
+            if name in self._with_master:
                 state[f"{name}.master"] = master.detach()
+        return state
+
+    def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+        """Return tensors to read a saved state into, for `load_state`: masters themselves, and new moments.
+
+        Args:
+            shapes: the shapes of the saved state by its keys; moments other than scalars are sharded as their
+                parameter.
+
+        Raises:
+            ValueError: the state belongs to a model with other parameters or types.
+        """
+        masters = dict(zip(self._names, self._parameters, strict=True))
+        self._check_keys(shapes)
+        state: dict[str, torch.Tensor] = {}
+        for key, shape in shapes.items():
+            name, _, kind = key.rpartition(".")
+            master = masters[name].detach()
+            if kind == "master":
+                state[key] = master
+            elif shape:
+                state[key] = torch.empty_like(master)
+            else:
+                state[key] = torch.zeros((), device=master.device if self._fused else "cpu")
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
@@ -114,22 +147,9 @@ class Optimizer:
             ValueError: the state belongs to a model with other parameters or types.
         """
         masters = dict(zip(self._names, self._parameters, strict=True))
-        with_master = {
-            name for name, (each, master) in zip(self._names, self._pairs, strict=True) if each is not master
-        }
-        entries: list[
-            tuple[str, str, torch.Tensor]
-        ] = []  # parameter, "master" or the name of a moment, tensor
+        self._check_keys(state)
         for key, tensor in state.items():
             name, _, kind = key.rpartition(".")
-            entries.append((name, kind, tensor))
-        mismatched = {name for name, _, _ in entries} - set(masters)
-        mismatched |= with_master ^ {name for name, kind, _ in entries if kind == "master"}
-        if mismatched:
-            raise ValueError(
-                f"the optimizer state belongs to other parameters or types ({min(mismatched)} among them)"
-            )
-        for name, kind, tensor in entries:
             master = masters[name]
             if kind == "master":
                 with torch.no_grad():
@@ -139,6 +159,16 @@ class Optimizer:
                 stays = tensor.ndim == 0 and not self._fused
                 self._adamw.state[master][kind] = tensor if stays else tensor.to(master.device)
         self.update, self.skipped_in_a_row = update, skipped_in_a_row
+
+    def _check_keys(self, keys: Iterable[str]) -> None:
+        """Raise ValueError if the keys of a saved state belong to a model with other parameters or types."""
+        found = [key.rpartition(".") for key in keys]
+        mismatched = {name for name, _, _ in found} - set(self._names)
+        mismatched |= self._with_master ^ {name for name, _, kind in found if kind == "master"}
+        if mismatched:
+            raise ValueError(
+                f"the optimizer state belongs to other parameters or types ({min(mismatched)} among them)"
+            )
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
@@ -169,6 +199,11 @@ class Optimizer:
         """Skip an update: weights, masters and moments stay, the learning-rate schedule advances."""
         self.update += 1
         self.skipped_in_a_row += 1
+
+
+def _checkpoint_dtype(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of a parameter among the weights of a checkpoint; those of a sharded model are rounded."""
+    return forward_dtype(cast(PreTrainedModel, model)) if is_sharded(model) else parameter.dtype
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

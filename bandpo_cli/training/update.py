@@ -20,6 +20,7 @@ from bandpo_cli.config.run import ModelConfig, OptimConfig, RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.objective.aggregation import AGGREGATIONS
 from bandpo_cli.objective.loss import k3, policy_objective
 from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics, gradient_metrics
@@ -268,10 +269,14 @@ def check_finite_forward(forward: Forward) -> None:
 
 
 def check_finite_weights(model: nn.Module) -> None:
-    """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights."""
+    """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights.
+
+    Of a sharded model, the shards of this rank are checked.
+    """
     for name, parameter in model.named_parameters():
         # A sum is finite only if each of its terms is, and takes a tenth of the time of looking at each.
-        if not torch.isfinite(parameter.detach().sum()) and not torch.isfinite(parameter).all():
+        values = local_tensor(parameter)
+        if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
             raise NonFiniteError(
                 f"the weights are not finite (the first such tensor is {name}); no checkpoint was written"
             )
