@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, reshard
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded
 from bandpo_cli.models.shards import read_shards, saved_shapes
 from bandpo_cli.ranks import Ranks
 
@@ -22,7 +22,6 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
-    reshard(model)
     for name, parameter in model.named_parameters():
         # Rounded before it is gathered: half as many bytes to send.
         yield name, full_tensor(parameter.detach().to(dtype))
@@ -61,7 +60,6 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
         model.load_state_dict(saved.state_dict())
         return
-    reshard(model)
     aliases = (
         dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     )
