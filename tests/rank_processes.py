@@ -12,13 +12,23 @@ from torch import multiprocessing
 
 from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
 
+PRELOADED = (
+    "bandpo_cli.training.components",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+
 
 def run_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(ranks, *args)` in `size` new processes, connected on the CPU; raise the first error of one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(_run, (size, port, function, args), nprocs=size)
+    # A server process imports torch and the package once, and the ranks are forks of it.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
+    multiprocessing.start_processes(
+        _run, (size, port, function, args), nprocs=size, start_method="forkserver"
+    )
 
 
 def _run(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -59,7 +60,14 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
         OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
     """
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: each.size for name, each in saved.items() if hasattr(each, "size")}
+    shapes: dict[str, torch.Size] = {}
+    for name, each in saved.items():
+        assert isinstance(each, TensorStorageMetadata)
+        # DCP leaves parts of a target unchanged that no file has.
+        if sum(chunk.sizes.numel() for chunk in each.chunks) != each.size.numel():
+            raise ValueError(f"{folder}: parts of {name} are missing")
+        shapes[name] = each.size
+    return shapes
 
 
 def read_shards(folder: Path, targets: Mapping[str, torch.Tensor], ranks: Ranks) -> None:

@@ -1,0 +1,394 @@
+"""Checkpoints of several ranks: exact for any number of them, complete or invisible, one error for all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing import ProcessExitedException
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig, OptimConfig
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.models import shards
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.storage.checkpoints import Progress, complete_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training import checkpoint_files
+from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
+from tests.conftest import SHAPE, random_model
+from tests.rank_processes import run_ranks
+from tests.training.trained import STEP, Trained
+
+CASES = [("qwen2", torch.float32), ("qwen2", torch.bfloat16), ("narrow", torch.bfloat16)]
+"""Models and the dtype of their forward passes. `narrow` has matrices of 2 rows, fewer than 4 ranks have shards for."""
+
+
+@cache
+def embedded() -> Policy:
+    return load_policy(ModelConfig())
+
+
+def trained(kind: str, dtype: torch.dtype, ranks: Ranks = SINGLE, seed: int = 0) -> Trained:
+    """Return a random policy with its optimizer, sharded if there are several ranks."""
+    if kind == "narrow":
+        torch.manual_seed(seed)
+        shape = {**SHAPE, "hidden_size": 8, "num_key_value_heads": 1, "head_dim": 2}
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    else:
+        model = random_model(kind, seed)
+    model.to(dtype)
+    if ranks.size > 1:
+        shard(model, ranks, torch.device("cpu"))
+    policy = replace(embedded(), model=model, ranks=ranks)
+    # Without clipping AdamW computes each element by itself, so that shards and complete tensors have the same results.
+    return Trained(policy, Optimizer(model, OptimConfig(lr=1e-2, warmup_steps=0, max_grad_norm=None), 100))
+
+
+def update(one: Trained, seed: int) -> None:
+    """Apply an update with gradients that depend on the seed and not on the number of ranks."""
+    torch.manual_seed(seed)
+    one.optimizer.zero_grad()
+    for parameter in one.policy.model.parameters():
+        gradient = torch.randn(parameter.shape).bfloat16().to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(
+                gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        else:
+            (parameter * gradient).sum().backward()  # the masters get it from the hook
+    one.optimizer.step()
+
+
+def complete_state(one: Trained) -> dict[str, torch.Tensor]:
+    """Return weights in the dtype of a checkpoint, moments and masters, complete on every rank."""
+    state = {name: full_tensor(each).clone() for name, each in one.optimizer.state().items()}
+    for name, parameter in one.policy.model.named_parameters():
+        dtype = torch.bfloat16 if f"{name}.master" in state else torch.float32
+        state[name] = full_tensor(parameter).to(dtype)
+    return state
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or not torch.equal(one[name], other[name])
+    ]
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> None:
+    """Resume every case from the checkpoint of `source`, update, save as `result`; runs in each of the ranks."""
+    for kind, dtype in CASES:
+        name = f"{kind}-{dtype}"
+        one = trained(kind, dtype, ranks, seed=5)
+        progress = load_checkpoint(*one, root / source / name / "step-000010")
+        assert progress == STEP
+        assert (one.optimizer.update, one.optimizer.skipped_in_a_row) == (3, 1)
+        expected = load_file(root / source / name / "state.safetensors")
+        assert not differences(complete_state(one), expected), name
+        update(one, ranks.size)
+        save_checkpoint(*one, replace(STEP, updates=3), root / result / name / "step-000010")
+        state = complete_state(one)
+        if ranks.is_main:
+            save_file(state, root / result / name / "state.safetensors")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """1 → 2 → 4 → 1, bit for bit; the last state is that of one process that did all updates."""
+    for kind, dtype in CASES:
+        folder = tmp_path / "one" / f"{kind}-{dtype}"
+        one = trained(kind, dtype)
+        update(one, 1)
+        save_checkpoint(*one, STEP, folder / "step-000010")
+        save_file(complete_state(one), folder / "state.safetensors")
+    run_ranks(2, continue_on_ranks, tmp_path, "one", "two")
+    run_ranks(4, continue_on_ranks, tmp_path, "two", "four")
+    for kind, dtype in CASES:
+        uninterrupted = trained(kind, dtype)
+        for seed in (1, 2, 4):
+            update(uninterrupted, seed)
+        for name in ("two", "four"):
+            folder = tmp_path / name / f"{kind}-{dtype}"
+            one = trained(kind, dtype, seed=7)
+            load_checkpoint(*one, folder / "step-000010")
+            assert not differences(complete_state(one), load_file(folder / "state.safetensors"))
+            check_files(folder / "step-000010", dtype)
+        torch.testing.assert_close(complete_state(one), complete_state(uninterrupted), rtol=1e-6, atol=1e-7)
+
+
+def check_files(folder: Path, dtype: torch.dtype) -> None:
+    """Check that there is no pickle, that state.json lists every file, and that transformers finds the dtype."""
+    files = files_of(folder)
+    assert {Path(name).suffix for name in files} == {".safetensors", ".json"}
+    files.pop("trainer/state.json")
+    assert json.loads((folder / "trainer" / "state.json").read_text())["files"] == files
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    assert not config["architectures"][0].startswith("FSDP")
+    assert {each.dtype for each in load_file(folder / "model.safetensors").values()} == {dtype}
+
+
+class Scenario:
+    """What each of two ranks does with a run that has the checkpoint of step 5."""
+
+    def __init__(self, ranks: Ranks, root: Path) -> None:
+        self.ranks, self.root = ranks, root
+        self.run = RunFolder(root / "run")
+        self.one = trained("qwen2", torch.float32, ranks)
+        self.outcomes: dict[str, list[str]] = {}
+        update(self.one, 1)
+        save_checkpoint(*self.one, replace(STEP, step=5), self.run.checkpoint_dir(5))
+
+    def fails(
+        self, name: str, patch: Callable[[pytest.MonkeyPatch], None], folder: Path | None = None
+    ) -> None:
+        """Save step 10 with the patch and note the error of each rank and the folders that are left."""
+        error = "none"
+        with pytest.MonkeyPatch.context() as context:
+            patch(context)
+            try:
+                save_checkpoint(*self.one, STEP, folder or self.run.checkpoint_dir(10))
+            except (RunError, NonFiniteError) as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        left = ", ".join(sorted(path.name for path in self.run.checkpoint_dir(5).parent.iterdir()))
+        self.outcomes[name] = [*self.ranks.gather(error), left]
+
+    def only_on(self, rank: int, owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+        def patch(context: pytest.MonkeyPatch) -> None:
+            if self.ranks.rank == rank:
+                context.setattr(owner, name, value)
+
+        return patch
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_on_ranks(ranks: Ranks, root: Path) -> None:
+    """Save checkpoints that fail in several ways; at last both ranks are killed while they write."""
+    scenario = Scenario(ranks, root)
+    run, one = scenario.run, scenario.one
+    scenario.fails("shards", scenario.only_on(1, os, "fsync", no_space))
+    scenario.fails("model", scenario.only_on(0, checkpoint_files, "save_policy", no_space))
+    usage = shutil.disk_usage(root)._replace(free=10_000)
+    scenario.fails("full", scenario.only_on(0, shutil, "disk_usage", lambda _: usage))
+    other = root / "other" / "step-000010" if ranks.rank == 1 else None
+    scenario.fails("not shared", lambda _: None, other)
+    parameter = one.policy.model.get_parameter("model.norm.weight")
+    values = local_tensor(parameter).clone()
+    if ranks.rank == 1:
+        local_tensor(parameter)[-1] = torch.nan
+    scenario.fails("not finite", lambda _: None)
+    local_tensor(parameter).copy_(values)
+    writes_in_order(ranks, one, run, scenario.outcomes)
+    if ranks.is_main:
+        (root / "outcomes.json").write_text(json.dumps(scenario.outcomes))
+    ranks.wait()
+    scenario.fails("killed", lambda context: context.setattr(os, "fsync", die))
+
+
+class State:
+    """A small policy in place of a run's components."""
+
+    def __init__(self, one: Trained) -> None:
+        self.policy, self.optimizer = one
+
+    def progress(self, step: int) -> Progress:
+        return replace(STEP, step=step, skipped_in_a_row=0)
+
+
+def writes_in_order(ranks: Ranks, one: Trained, run: RunFolder, outcomes: dict[str, list[str]]) -> None:
+    """Write steps 6 and 7 with the writer of a run, and stop after 7 and after 8."""
+    config = resolve([{"steps": 100, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}])
+
+    def note(name: str) -> None:
+        outcomes[name] = ranks.gather(",".join(map(str, complete_checkpoints(run).complete)))
+
+    with CheckpointWriter(config, State(one), run) as writer:  # type: ignore[arg-type]
+        for step in (6, 7):
+            writer.prepare(step)
+            if ranks.is_main:
+                run.append_metrics({"step": step})
+            writer.commit()
+        writer.wait()
+        note("written")
+        ranks.wait()
+        changed = run.checkpoint_dir(7).stat().st_mtime_ns
+        writer.save_on_stop(7)
+        assert run.checkpoint_dir(7).stat().st_mtime_ns == changed, "a stop does not write it again"
+        writer.save_on_stop(8)
+        note("stopped")
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """Return the folder and the outcomes of `fail_on_ranks` with two ranks."""
+    root = tmp_path_factory.mktemp("failed")
+    RunFolder.create(root, "run")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_ranks(2, fail_on_ranks, root)
+    return root, json.loads((root / "outcomes.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("shards", "RunError: * the checkpoint cannot be written: No space left on device (rank 1)"),
+        ("model", "RunError: * the checkpoint cannot be written: No space left on device"),
+        ("full", "RunError: not enough disk space for the checkpoint step-000010: it takes *"),
+        ("not shared", "RunError: * the run folder must be on a file system that all machines share"),
+        ("not finite", "NonFiniteError: *model.norm.weight); no checkpoint was written"),
+    ],
+)
+def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(
+    failed: tuple[Path, dict[str, list[str]]], case: str, error: str
+) -> None:
+    first, second, left = failed[1][case]
+    start, _, end = error.partition("*")
+    assert first.startswith(start.strip())
+    assert first.endswith(end)
+    if case != "not shared":  # there the paths differ
+        assert second == first
+    assert left == "step-000005"
+
+
+@pytest.mark.slow
+def test_the_writer_of_several_ranks_prunes_and_saves_a_stop_once(
+    failed: tuple[Path, dict[str, list[str]]],
+) -> None:
+    assert failed[1]["written"] == ["7", "7"]
+    assert failed[1]["stopped"] == ["8", "8"]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
+    failed: tuple[Path, dict[str, list[str]]],
+) -> None:
+    """The next start removes the hidden folder, and one process resumes from the checkpoint of two ranks."""
+    run = RunFolder(failed[0] / "run")
+    assert (run.path / "checkpoints" / ".step-000010.writing").is_dir()
+    assert list(complete_checkpoints(run).complete) == [8]
+    remove_checkpoints_after(run, 8)
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000008"]
+    load_checkpoint(*trained("qwen2", torch.float32), run.checkpoint_dir(8))
+
+
+def split_by_hand(folder: Path, parts: int) -> None:
+    """Replace the optimizer state of one rank by files of shards, with the header that DCP's reader looks for."""
+    whole = load_file(folder / "trainer" / "optimizer.safetensors")
+    target = folder / "trainer" / "optimizer"
+    target.mkdir()
+    (folder / "trainer" / "optimizer.safetensors").unlink()
+    for part in range(parts):
+        tensors, offsets = {}, {}
+        for name, tensor in whole.items():
+            rows = -(-len(tensor) // parts) if tensor.ndim else 0
+            if tensor.ndim:
+                tensors[name] = tensor[part * rows : (part + 1) * rows].clone()
+                offsets[name] = {"saved_offsets": [min(part * rows, len(tensor))] + [0] * (tensor.ndim - 1)}
+            elif part == 0:
+                tensors[name], offsets[name] = tensor, {"saved_offsets": []}
+        header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file(tensors, target / f"shard-{part + 1}.safetensors", metadata=header)
+    state = folder / "trainer" / "state.json"
+    content = json.loads(state.read_text())
+    files = files_of(folder)
+    files.pop("trainer/state.json")
+    state.write_text(json.dumps({**content, "files": files}))
+
+
+def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have half of each tensor: 40, 40, 40, 200 and 4 bytes; a tensor is not split."""
+    monkeypatch.setattr(shards, "FILE_BYTES", 100)
+    tensors = {name: torch.zeros(size) for name, size in zip("abcde", (20, 20, 20, 100, 2), strict=True)}
+    numbers = shards._file_numbers(tensors, Ranks(1, 2))
+    assert numbers == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_process_reads_the_shards_of_four(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The shards are written by hand, some of them empty: matrices of 2 rows."""
+    one, other = trained("narrow", dtype), trained("narrow", dtype, seed=3)
+    update(one, 1)
+    save_checkpoint(*one, STEP, tmp_path / "step-000010")
+    split_by_hand(tmp_path / "step-000010", 4)
+    load_checkpoint(*other, tmp_path / "step-000010")
+    assert not differences(complete_state(one), complete_state(other))
+
+
+def _remove_a_shard(folder: Path) -> None:
+    (folder / "shard-2.safetensors").rename(folder / "shard-2")
+
+
+def _damage_a_header(folder: Path) -> None:
+    path = folder / "shard-2.safetensors"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def _damage_the_offsets(folder: Path) -> None:
+    path = folder / "shard-2.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"saved_offsets", b"saved_offsetz"))
+
+
+@pytest.mark.parametrize("damage", [_remove_a_shard, _damage_a_header, _damage_the_offsets])
+def test_damaged_shards_are_one_error_line(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    one = trained("narrow", torch.float32)
+    update(one, 1)
+    folder = tmp_path / "step-000010"
+    save_checkpoint(*one, STEP, folder)
+    split_by_hand(folder, 4)
+    damage(folder / "trainer" / "optimizer")
+    state = folder / "trainer" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "files": {}}))  # the damage keeps the sizes
+    with pytest.raises(UserError, match="to resume from the previous one") as error:
+        load_checkpoint(*one, folder)
+    assert "\n" not in str(error.value)
+
+
+def test_the_shards_of_another_model_are_refused(tmp_path: Path) -> None:
+    """Masters belong to a bfloat16 model."""
+    one, other = trained("narrow", torch.bfloat16), trained("narrow", torch.float32)
+    update(one, 1)
+    save_checkpoint(*one, STEP, tmp_path / "step-000010")
+    split_by_hand(tmp_path / "step-000010", 2)
+    with pytest.raises(UserError, match="belongs to other parameters or types"):
+        load_checkpoint(*other, tmp_path / "step-000010")
+
+
+def test_the_needed_disk_space_counts_tied_weights_once() -> None:
+    one = trained("qwen2", torch.float32)
+    update(one, 1)
+    scalars = 4 * len([*one.policy.model.parameters()])
+    assert TrainedState.of(*one).nbytes == 12 * one.policy.parameter_count + scalars
