@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.multiprocessing import ProcessExitedException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bandpo_cli.config.layers import resolve
@@ -33,7 +32,7 @@ from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, 
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
-from tests.rank_processes import run_ranks
+from tests.training.several_ranks import run_ranks
 from tests.training.trained import STEP, Trained
 
 CASES = [("qwen2", torch.float32), ("qwen2", torch.bfloat16), ("narrow", torch.bfloat16)]
@@ -127,8 +126,8 @@ def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
         update(one, 1)
         save_checkpoint(*one, STEP, folder / "step-000010")
         save_file(complete_state(one), folder / "state.safetensors")
-    run_ranks(2, continue_on_ranks, tmp_path, "one", "two")
-    run_ranks(4, continue_on_ranks, tmp_path, "two", "four")
+    run_ranks(2, tmp_path / "results-2", continue_on_ranks, tmp_path, "one", "two")
+    run_ranks(4, tmp_path / "results-4", continue_on_ranks, tmp_path, "two", "four")
     for kind, dtype in CASES:
         uninterrupted = trained(kind, dtype)
         for seed in (1, 2, 4):
@@ -256,12 +255,11 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """Return the folder and the outcomes of `fail_on_ranks` with two ranks."""
     root = tmp_path_factory.mktemp("failed")
     RunFolder.create(root, "run")
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        run_ranks(2, fail_on_ranks, root)
+    with pytest.raises(FileNotFoundError, match="result-0"):  # the ranks were killed
+        run_ranks(2, root / "results", fail_on_ranks, root)
     return root, json.loads((root / "outcomes.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "error"),
     [
@@ -284,7 +282,6 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(
     assert left == "step-000005"
 
 
-@pytest.mark.slow
 def test_the_writer_of_several_ranks_prunes_and_saves_a_stop_once(
     failed: tuple[Path, dict[str, list[str]]],
 ) -> None:
@@ -292,7 +289,6 @@ def test_the_writer_of_several_ranks_prunes_and_saves_a_stop_once(
     assert failed[1]["stopped"] == ["8", "8"]
 
 
-@pytest.mark.slow
 def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
     failed: tuple[Path, dict[str, list[str]]],
 ) -> None:
