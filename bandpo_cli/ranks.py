@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,6 +20,7 @@ from bandpo_cli.errors import RunError, UserError, first_line
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -36,11 +37,13 @@ class Ranks:
         rank: its number, from 0.
         size: number of processes.
         local_rank: its number on this machine, which is the number of its GPU.
+        group: the process group in which values are exchanged; None for torch's default group.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -74,7 +77,7 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_all(self, items: Sequence[T]) -> list[T]:
@@ -108,6 +111,17 @@ class Ranks:
         """Return the greatest value of all ranks; NaN if any is."""
         values = self.gather(value)
         return math.nan if any(map(math.isnan, values)) else max(values)
+
+    def for_thread(self) -> Ranks:
+        """Return these ranks for a thread: two threads must not exchange values in one group.
+
+        All ranks must call this together.
+        """
+        if self.size == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results, in the order of the ranks, on every rank.

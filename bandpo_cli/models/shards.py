@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -32,16 +31,13 @@ class ShardError(Exception):
     """Shards could not be written or read on a rank; raised on every rank, with the rank's error as the cause."""
 
 
-def write_shards(
-    folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks, group: ProcessGroup | None = None
-) -> None:
+def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
     """Write the shards of all ranks into `folder` and flush them to the disk; all ranks must call this together.
 
     Args:
         folder: an empty folder that all ranks share.
         tensors: DTensors, of which each rank writes its shard, and tensors that are equal on all ranks, which one rank
             writes. The names are the same on every rank.
-        group: the processes, for collectives from another thread than the main one; the default group if None.
 
     Raises:
         ShardError: a rank failed to write.
@@ -50,7 +46,7 @@ def write_shards(
         str(folder), fqn_to_index_mapping=_file_numbers(tensors, ranks), save_distributed=True
     )
     with _shard_errors(ranks):
-        save(dict(tensors), storage_writer=writer, process_group=group)
+        save(dict(tensors), storage_writer=writer, process_group=ranks.group)
 
 
 def saved_shapes(folder: Path) -> dict[str, torch.Size]:

@@ -55,8 +55,11 @@ _DTYPES = list(_DTYPE_NAMES)
 """The order of tensors in a safetensors file: wide types first, then by name."""
 
 
-class AbandonedError(Exception):
+class AbandonedError(RunError):
     """The run gave up a checkpoint while it was being written."""
+
+    def __init__(self, line: str = "the checkpoint was given up") -> None:
+        super().__init__(line)
 
 
 @dataclass(frozen=True)

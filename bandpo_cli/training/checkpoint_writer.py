@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import socket
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import (
     Progress,
     complete_checkpoints,
@@ -37,6 +37,7 @@ from bandpo_cli.training.checkpoint_files import (
     write_checkpoint,
 )
 from bandpo_cli.training.components import Components
+from bandpo_cli.training.state_copy import StateCopy
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
@@ -53,81 +54,6 @@ class _Pending:
     progress: Progress
 
 
-class StateCopy:
-    """Copy of a training state in host memory, pinned where the state is on a GPU.
-
-    Its tensors are allocated once and overwritten by each copy.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def missing_bytes(self, state: TrainedState) -> int:
-        """Return the bytes that `allocate` would take."""
-        missing = [tensor for key, tensor in _tensors_of(state) if key not in self._tensors]
-        return sum(_allocated_bytes(tensor) for tensor in missing)
-
-    def allocate(self, state: TrainedState) -> None:
-        """Allocate what a copy of `state` lacks.
-
-        Raises:
-            RuntimeError, MemoryError: there is not enough memory.
-        """
-        for key, tensor in _tensors_of(state):
-            self._target(key, tensor)
-
-    def take(self, state: TrainedState) -> TrainedState:
-        """Copy `state` and return the copy, which the next call overwrites."""
-        copied = TrainedState(
-            self._copied("weights", state.weights), self._copied("optimizer", state.optimizer)
-        )
-        for device in {each.device for each in (*state.weights.values(), *state.optimizer.values())}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
-        return copied
-
-    def _copied(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies by name; tensors that share their memory share that of the copy."""
-        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-        for name, tensor in _distinct(tensors).items():
-            copies[_place(tensor)] = target = self._target(f"{kind}/{name}", tensor)
-            target.copy_(tensor.detach(), non_blocking=True)
-        return {name: copies[_place(tensor)] for name, tensor in tensors.items()}
-
-    def _target(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that receives the copy: that of the last copy if it has the same form, else a new one."""
-        found = self._tensors.get(key)
-        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-            found = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-            self._tensors[key] = found
-        return found
-
-
-def _tensors_of(state: TrainedState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors to copy with their keys in `StateCopy`."""
-    for kind, tensors in (("weights", state.weights), ("optimizer", state.optimizer)):
-        for name, tensor in _distinct(tensors).items():
-            yield f"{kind}/{name}", tensor
-
-
-def _allocated_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a copy; torch allocates pinned memory in powers of two."""
-    return 1 << (tensor.nbytes - 1).bit_length() if tensor.device.type == "cuda" else tensor.nbytes
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    """Return what tied weights have in common."""
-    return tensor.data_ptr(), tensor.shape
-
-
-def _distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without those that share the memory of an earlier one."""
-    found: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in tensors.items():
-        found.setdefault(_place(tensor), name)
-    return {name: tensors[name] for name in found.values()}
-
-
 class CheckpointWriter:
     """Writes the checkpoints of a run; a context manager, within which the run is trained.
 
@@ -140,11 +66,13 @@ class CheckpointWriter:
     def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
         self._config, self._components, self._folder = config, components, folder
         self._ranks = components.policy.ranks
-        self._in_background = is_written_in_background(config) and self._ranks.size == 1
+        self._in_background = is_written_in_background(config)
+        self._thread_ranks = self._ranks.for_thread() if self._in_background else self._ranks
         self._copy = StateCopy()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._pending: _Pending | None = None
         self._thread: threading.Thread | None = None
+        self._is_writing = False
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
 
@@ -190,19 +118,22 @@ class CheckpointWriter:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            self._prune()
+            self._prune(self._ranks)
             return
+        self._is_writing = True
         self._thread = threading.Thread(target=self._write, args=(pending,), name="checkpoint")
         try:
             self._thread.start()
         except RuntimeError:  # the limit on threads is reached
             self._thread = None
             self._write(pending)
-            self._raise_error()
 
     def check(self) -> None:
-        """Raise the error of a write that has failed; do not wait for one in progress."""
-        if self._thread is not None and not self._thread.is_alive():
+        """Raise the error of a write that has failed; do not wait for one in progress.
+
+        All ranks must call this together: where the thread of one rank has ended, those of the others are about to.
+        """
+        if self._is_writing and self._ranks.any(self._thread is None or not self._thread.is_alive()):
             self.wait()
 
     def wait(self) -> None:
@@ -210,6 +141,7 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._is_writing = False
         self._raise_error()
 
     def save_on_stop(self, step: int) -> None:
@@ -219,21 +151,22 @@ class CheckpointWriter:
             state = TrainedState.of(self._components.policy, self._components.optimizer)
             check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
             self._write_directly(state, step)
-            self._prune()
+            self._prune(self._ranks)
 
-    def _prune(self) -> None:
+    def _prune(self, ranks: Ranks) -> None:
         """Remove the checkpoints that the settings do not keep."""
-        self._ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
+        ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
 
     def _copied(self, state: TrainedState) -> TrainedState | None:
         """Return a copy of `state`. Without enough memory warn, return None and take no further copies."""
-        needed, available = self._copy.missing_bytes(state), available_memory()
-        if available is None or needed <= MAX_SHARE * available:
+        needed, available = self._missing_bytes(state), available_memory()
+        if not self._ranks.any(available is not None and needed > MAX_SHARE * available):
+            allocated = True
             try:
                 self._copy.allocate(state)
             except (RuntimeError, MemoryError):  # torch's allocators raise RuntimeError
-                pass
-            else:
+                allocated = False
+            if not self._ranks.any(not allocated):
                 return self._copy.take(state)
         self._in_background, self._copy = False, StateCopy()
         free = "" if available is None else f", and {available / 2**20:,.0f} MiB are available"
@@ -243,6 +176,12 @@ class CheckpointWriter:
             free,
         )
         return None
+
+    def _missing_bytes(self, state: TrainedState) -> int:
+        """Return the bytes that the copies of all ranks on this machine would take."""
+        here = socket.gethostname()
+        missing = self._ranks.gather((here, self._copy.missing_bytes(state)))
+        return sum(size for host, size in missing if host == here)
 
     def _write_directly(self, state: TrainedState, step: int) -> None:
         """Write the checkpoint of `step`; the lines before it are flushed first, which a resume needs."""
@@ -254,20 +193,20 @@ class CheckpointWriter:
     def _write(self, pending: _Pending) -> None:
         """Write a pending checkpoint and keep its error; runs in the thread."""
         try:
-            self._folder.sync_metrics()
+            self._thread_ranks.on_main(self._folder.sync_metrics)
             folder = self._folder.checkpoint_dir(pending.progress.step)
             write_checkpoint(pending.policy, pending.state, pending.progress, folder, self._check_abandoned)
-            prune_checkpoints(self._folder, self._config.checkpoint)
+            self._prune(self._thread_ranks)
         except AbandonedError:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
             self._error = error
 
     def _policy_of_thread(self) -> Policy:
-        """Return the policy with a tokenizer of its own: one tokenizer refuses calls from two threads."""
+        """Return the policy for the thread, with a tokenizer of its own: it refuses calls from two threads."""
         if self._tokenizer is None:
             self._tokenizer = copy.deepcopy(self._components.policy.tokenizer)
-        return replace(self._components.policy, tokenizer=self._tokenizer)
+        return replace(self._components.policy, tokenizer=self._tokenizer, ranks=self._thread_ranks)
 
     def _abandon(self) -> None:
         """Give up the pending checkpoint and wait until the thread has removed its files."""
