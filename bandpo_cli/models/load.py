@@ -73,6 +73,11 @@ class Policy:
         return device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of forward and backward passes."""
+        return forward_dtype(self.model)
+
+    @property
     def parameter_count(self) -> int:
         """Number of parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
