@@ -211,6 +211,8 @@ def fail_on_ranks(ranks: Ranks, root: Path) -> None:
     scenario.fails("not finite", lambda _: None)
     local_tensor(parameter).copy_(values)
     writes_in_order(ranks, one, run, scenario.outcomes)
+    writes_a_copy(scenario)
+    threads_fail(scenario)
     if ranks.is_main:
         (root / "outcomes.json").write_text(json.dumps(scenario.outcomes))
     ranks.wait()
@@ -248,6 +250,57 @@ def writes_in_order(ranks: Ranks, one: Trained, run: RunFolder, outcomes: dict[s
         assert run.checkpoint_dir(7).stat().st_mtime_ns == changed, "a stop does not write it again"
         writer.save_on_stop(8)
         note("stopped")
+
+
+def writes_a_copy(scenario: Scenario) -> None:
+    """Save step 9 directly, and by threads that start after all tensors have changed."""
+    one, run, direct = scenario.one, scenario.run, scenario.root / "direct" / "step-000009"
+    state = State(one)
+    save_checkpoint(*one, state.progress(9), direct)
+    with CheckpointWriter(resolve([{"steps": 100}]), state, run) as writer:  # type: ignore[arg-type]
+        writer.prepare(9)
+        kept = {name: local_tensor(each).clone() for name, each in one.optimizer.state().items()}
+        weights = [local_tensor(each).clone() for each in one.policy.model.parameters()]
+        for each in (*one.optimizer.state().values(), *one.policy.model.parameters()):
+            local_tensor(each).zero_()
+        writer.commit()
+        writer.wait()
+    for name, each in one.optimizer.state().items():
+        local_tensor(each).copy_(kept[name])
+    for parameter, values in zip(one.policy.model.parameters(), weights, strict=True):
+        local_tensor(parameter).copy_(values)
+    scenario.outcomes["copy"] = [
+        str(contents(run.checkpoint_dir(9)) == contents(direct)),
+        str(len(contents(direct))),
+    ]
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Return the content of each file; of safetensors the tensors, whose header has entries in any order."""
+    return {
+        name: repr({key: each.tolist() for key, each in load_file(folder / name).items()})
+        if name.endswith(".safetensors")
+        else (folder / name).read_bytes()
+        for name in files_of(folder)
+    }
+
+
+def threads_fail(scenario: Scenario) -> None:
+    """Save step 10 by threads, of which that of rank 1 finds a full disk; note the errors at the next step."""
+    run, error = scenario.run, "none"
+    config = resolve([{"steps": 100, "checkpoint": {"keep_last": 1, "keep_best": 0}}])
+    with CheckpointWriter(config, State(scenario.one), run) as writer:  # type: ignore[arg-type]
+        writer.prepare(10)
+        with pytest.MonkeyPatch.context() as context:
+            scenario.only_on(1, os, "fsync", no_space)(context)
+            writer.commit()
+            assert writer._thread is not None
+            writer._thread.join()
+        try:
+            writer.check()
+        except RunError as raised:
+            error = str(raised)
+    scenario.outcomes["threads"] = scenario.ranks.gather(error)
 
 
 @pytest.fixture(scope="module")
@@ -289,13 +342,28 @@ def test_the_writer_of_several_ranks_prunes_and_saves_a_stop_once(
     assert failed[1]["stopped"] == ["8", "8"]
 
 
+def test_threads_write_the_state_of_their_step_whatever_changes_meanwhile(
+    failed: tuple[Path, dict[str, list[str]]],
+) -> None:
+    """All tensors and files are those of a write without threads."""
+    assert failed[1]["copy"] == ["True", "8"]
+
+
+def test_an_error_of_a_thread_is_raised_on_all_ranks_at_the_next_step(
+    failed: tuple[Path, dict[str, list[str]]],
+) -> None:
+    first, second = failed[1]["threads"]
+    assert first == second
+    assert first.endswith("step-000010: the checkpoint cannot be written: No space left on device (rank 1)")
+
+
 def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
     failed: tuple[Path, dict[str, list[str]]],
 ) -> None:
     """The next start removes the hidden folder, and one process resumes from the checkpoint of two ranks."""
     run = RunFolder(failed[0] / "run")
     assert (run.path / "checkpoints" / ".step-000010.writing").is_dir()
-    assert list(complete_checkpoints(run).complete) == [8]
+    assert list(complete_checkpoints(run).complete) == [8, 9]
     remove_checkpoints_after(run, 8)
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000008"]
     load_checkpoint(*trained("qwen2", torch.float32), run.checkpoint_dir(8))
