@@ -52,10 +52,7 @@ class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
 def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
     """Evaluate the embedded model; return the record and scores of the result, and the events of this rank."""
     events = Recorder()
-    connected = mock.patch(
-        "bandpo_cli.experiments.evaluate.connected_ranks", lambda model: nullcontext(ranks)
-    )
-    with connected:
+    with mock.patch("bandpo_cli.experiments.evaluate.connected_ranks", return_value=nullcontext(ranks)):
         if resume:
             result = resume_evaluation(name, folder, callbacks=[events])
         else:
@@ -124,7 +121,7 @@ def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"question": "1 + 1", "answer": "2", "completions": ["2", "3"]}))
     request = plan_evaluation(samples=path, grader="number", runs_dir=tmp_path)
-    with ExitStack() as stack, pytest.raises(UserError, match="answers.jsonl: .* graded by one process"):
+    with ExitStack() as stack, pytest.raises(UserError, match=r"answers.jsonl: .* graded by one process"):
         open_completion_source(request, Ranks(0, 2, 0), lambda phase: None, stack)
 
 
