@@ -76,17 +76,21 @@ class Ranks:
         """Return the items of all ranks as one list, in the order of the ranks."""
         return [item for part in self.gather(items) for item in part]
 
-    def concatenate(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, [n] each with n of its own, as one, [N], in the order of the ranks."""
+    def concatenate(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return each column with the values of all ranks, [N], in their order.
+
+        Args:
+            columns: tensors of one dtype and of length n each, where n may differ between ranks.
+        """
         if self.size == 1:
-            return values
-        lengths = self.gather(len(values))
-        longest = max(lengths)
-        padded = values.new_zeros(longest)
-        padded[: len(values)] = values
+            return [*columns]
+        lengths = self.gather(len(columns[0]))
+        padded = columns[0].new_zeros(len(columns), max(lengths))
+        padded[:, : len(columns[0])] = torch.stack([*columns])
         received = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(received, padded)
-        return torch.cat([each[:length] for each, length in zip(received, lengths, strict=True)])
+        parts = (each[:, :length] for each, length in zip(received, lengths, strict=True))
+        return [*torch.cat([*parts], dim=1)]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, UNGRADED_VERDICTS, Grade, Grader, Problem
 
 
@@ -23,7 +24,9 @@ class ErrorReportingGrader(Protocol):
         """Return the grades [N] of texts [N], each as an answer to its problem [N]."""
 
 
-def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardComponent] | None) -> Grader:
+def training_grader(
+    pool: ErrorReportingGrader, components: Sequence[RewardComponent] | None, ranks: Ranks = SINGLE
+) -> Grader:
     """Return the grader of the completions of training.
 
     Without components it is that of the pool. With components, each of them grades every completion. The reward is the
@@ -33,9 +36,10 @@ def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardCompo
     Args:
         pool: grades completions, each with the grader of its problem.
         components: `task.rewards`.
+        ranks: the processes that grade a part of the completions each; all of them must call the grader together.
 
     Raises:
-        GraderFailedError: when it is called: every verdict of a component is `grader-error`.
+        GraderFailedError: when it is called: every verdict of a component, on all ranks, is `grader-error`.
     """
 
     def grade_component(
@@ -45,7 +49,9 @@ def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardCompo
         named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
         grades = pool.grade(named, texts)
         check_not_all_failed(
-            [each.verdict for each in grades], [each.grader for each in named], lambda: pool.errors
+            ranks.gather_all([each.verdict for each in grades]),
+            ranks.gather_all([each.grader for each in named]),
+            lambda: first_errors(pool, ranks),
         )
         return grades
 
@@ -56,6 +62,13 @@ def training_grader(pool: ErrorReportingGrader, components: Sequence[RewardCompo
         return [weighted_grade(components, grades) for grades in zip(*grades_by_component, strict=True)]
 
     return grade
+
+
+def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:
+    """Return the first error of each grader that failed on any rank, by name; all ranks must call this together."""
+    return {
+        name: error for errors in reversed(ranks.gather(dict(pool.errors))) for name, error in errors.items()
+    }
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,9 @@ from bandpo_cli.models.checks import (
     loading_errors,
 )
 from bandpo_cli.models.device import dtype_here
+from bandpo_cli.models.sharding import is_sharded, shard
 from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.ranks import SINGLE, Ranks
 
 
 def embedded_model_path() -> Path:
@@ -53,6 +55,8 @@ class Policy:
         stop_ids: ids of the tokens that end a completion.
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
+        ranks: the processes that train the policy together. With more than one the model is sharded over them
+            (`models.sharding`).
     """
 
     model: PreTrainedModel
@@ -60,6 +64,7 @@ class Policy:
     stop_ids: tuple[int, ...]
     pad_id: int
     commit: str | None = None
+    ranks: Ranks = SINGLE
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +101,7 @@ def _commit(config: ModelConfig) -> str | None:
     return cached_commit(config.path, "model", config.revision) if _is_on_hub(config) else None
 
 
-def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
+def load_policy(config: ModelConfig, for_training: bool = True, ranks: Ranks = SINGLE) -> Policy:
     """Load model and tokenizer onto the configured device.
 
     The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights.
@@ -105,25 +110,36 @@ def load_policy(config: ModelConfig, for_training: bool = True) -> Policy:
         config: path, dtype, device and attention of the model.
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing if it is configured.
+        ranks: the processes over which the model is sharded; all of them must call this together.
 
     Raises:
         UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
             trained with these settings.
     """
-    attention, device = _attention(config), _device(config.device)
+    attention, device = _attention(config), _device(config.device, ranks)
     model_config = read_config(config)
     commit = _commit(config)
     if commit is not None:  # a repository that changes in between gives no mixture of two commits
         config = config.model_copy(update={"revision": commit})
     model, tokenizer = _load(config, model_config, attention)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
-    model.to(device).eval()
+    model.eval()
     if for_training:
         check_output_layer(model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
+    _place(model, device, ranks)
+    if for_training:
         check_packed_forward(model)
-    return Policy(model=model, tokenizer=tokenizer, stop_ids=stop_ids, pad_id=pad_id, commit=commit)
+    return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
+
+
+def _place(model: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
+    """Move the model to the device; with several ranks, layer by layer, and only the shards of this rank."""
+    if ranks.size == 1:
+        model.to(device)
+    else:
+        shard(model, ranks, device)
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
@@ -192,9 +208,23 @@ def _silenced_logger(name: str) -> Iterator[None]:
         logger.disabled = False
 
 
-def frozen_copy(policy: Policy) -> PreTrainedModel:
-    """Return a copy of the policy's current model without gradients: the reference of the KL penalty."""
-    return copy.deepcopy(policy.model).requires_grad_(False)
+def load_reference(policy: Policy, config: ModelConfig) -> Policy:
+    """Return the initial policy without gradients: the reference of the KL penalty.
+
+    Args:
+        policy: the policy, before its first update.
+        config: the settings that it was loaded with.
+
+    Raises:
+        UserError: the model cannot be loaded again.
+    """
+    if not is_sharded(policy.model):
+        return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
+    if policy.commit is not None:
+        config = config.model_copy(update={"revision": policy.commit})
+    model, _ = _load(config, read_config(config), _attention(config))
+    _place(model.eval().requires_grad_(False), policy.device, policy.ranks)
+    return replace(policy, model=model)
 
 
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -207,10 +237,15 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor
     policy.tokenizer.save_pretrained(folder)
 
 
-def _device(name: str) -> torch.device:
-    """Return the device that `model.device` names. Raise UserError if this machine does not have it."""
+def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
+    """Return the device that `model.device` names. Raise UserError if this machine does not have it.
+
+    With several ranks, `auto` and `cuda` are the GPU of this rank.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and ranks.size > 1:
+        name = f"cuda:{ranks.local_rank}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

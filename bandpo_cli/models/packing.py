@@ -119,6 +119,17 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
     )
 
 
+def empty_batch(pad_id: int, device: torch.device) -> TokenBatch:
+    """Return a batch of one prompt token without a completion: a pass over it predicts nothing."""
+    return TokenBatch(
+        input_ids=device_tensor([[pad_id]], device),
+        position_ids=device_tensor([[0]], device),
+        packing=Packing(((1, 0),), device),
+        predictor_index=device_tensor([], device, torch.int64),
+        targets=device_tensor([], device, torch.int64),
+    )
+
+
 def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return nested lists of numbers as a tensor on `device`.
 

@@ -48,7 +48,8 @@ def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Also the parameters outside of the layers are freed after a forward pass, so that no pass uses old ones.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # FSDP would divide by the number of ranks, for losses that are means over the data of one rank.
     for module in _groups(model):
         module.set_gradient_divide_factor(1.0)
@@ -103,14 +104,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     finally:
         for group in groups:
             group.reshard()
-            # The parameters outside of the layers stay complete between the forward and the backward pass.
-            group.set_reshard_after_forward(cast(nn.Module, group) is not model, recurse=False)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the complete parameters that a pass without gradient has left: the next pass gathers them again."""
-    for group in _groups(model):
-        group.reshard()
+            group.set_reshard_after_forward(True, recurse=False)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

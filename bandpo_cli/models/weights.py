@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, reshard
+from bandpo_cli.models.sharding import forward_dtype, full_tensor
 
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,7 +17,6 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
-    reshard(model)
     for name, parameter in model.named_parameters():
         # Rounded before it is gathered: half as many bytes to send.
         yield name, full_tensor(parameter.detach().to(dtype))

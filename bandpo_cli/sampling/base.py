@@ -55,7 +55,11 @@ class Sampler(Protocol):
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        """Return completions [P][n]; they are the same for the same weights, arguments and machine."""
+        """Return completions [P][n]; they are the same for the same weights, arguments and machine.
+
+        The random numbers of prompt i depend on `seed + i` alone, so that prompts can be distributed over several
+        calls and processes: the call for the prompts from i on has the seed `seed + i`.
+        """
         ...
 
     def sleep(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import unsharded
 from bandpo_cli.sampling.base import Sampler, SamplingParams, TokenIds
 from bandpo_cli.types import Completion
 
@@ -17,6 +19,8 @@ KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
 MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
 """Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
+DRAWN_STEPS = 64
+"""Tokens of a completion for which random numbers are drawn at a time."""
 
 
 class TransformersSampler:
@@ -52,20 +56,19 @@ class TransformersSampler:
     def close(self) -> None:
         """Do nothing: the sampler holds no resources besides the trainer's model."""
 
-    @torch.inference_mode()
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         """Return completions [P][n]; see `Sampler`."""
-        generator = torch.Generator(device="cpu").manual_seed(seed)
         batch_size = max(1, self._max_sequences // params.samples)
         groups: list[list[Completion]] = []
-        for start in range(0, len(prompts_P), batch_size):
-            groups += self._sample_batch(prompts_P[start : start + batch_size], params, generator)
+        with unsharded(self._model), torch.inference_mode():
+            for start in range(0, len(prompts_P), batch_size):
+                groups += self._sample_batch(prompts_P[start : start + batch_size], params, seed + start)
         return groups
 
     def _sample_batch(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, generator: torch.Generator
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
         device, n = self._model.device, params.samples
@@ -86,10 +89,9 @@ class TransformersSampler:
         stop_ids = torch.tensor(params.stop_ids, device=device)
         active = torch.arange(total, device=device)
         running = torch.ones_like(stopped)
+        random = RandomNumbers(seed, len(prompts_P), n, params.max_tokens)
         for step in range(params.max_tokens):
-            # One random number per sequence, also for ended ones: the tokens of a sequence do not depend on when
-            # other sequences end.
-            uniforms = torch.rand(total, generator=generator, dtype=torch.float64).to(device)[active]
+            uniforms = random.next().to(device)[active]
             sampled, sampled_logprobs = sample_tokens(logits, uniforms, params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:
@@ -208,6 +210,29 @@ def _with_room(states: torch.Tensor, length: int) -> torch.Tensor:
     buffer = states.new_empty(batch, heads, length, width)
     buffer[:, :, :present] = states
     return buffer
+
+
+class RandomNumbers:
+    """Random numbers for the tokens of n completions of each of P prompts.
+
+    Those of prompt i depend on `seed + i` alone, and every completion has one per token, also after its end: a
+    completion depends neither on the other prompts of a batch nor on when other completions end.
+    """
+
+    def __init__(self, seed: int, prompts: int, samples: int, max_tokens: int) -> None:
+        """Create a generator per prompt."""
+        self._generators = [np.random.Generator(np.random.Philox(key=seed + i)) for i in range(prompts)]
+        self._samples, self._left = samples, max_tokens
+        self._drawn: list[torch.Tensor] = []
+
+    def next(self) -> torch.Tensor:
+        """Return the numbers of the next token of each completion, [P·n] float64 in [0, 1)."""
+        if not self._drawn:
+            shape = min(DRAWN_STEPS, self._left), self._samples
+            self._left -= shape[0]
+            drawn = np.stack([generator.random(shape) for generator in self._generators], axis=1)
+            self._drawn = [*torch.from_numpy(drawn).flatten(1)][::-1]
+        return self._drawn.pop()
 
 
 def sample_tokens(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import torch
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.models.load import Policy, frozen_copy, load_policy
+from bandpo_cli.models.load import Policy, load_policy, load_reference
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler, describe_sampler
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
@@ -61,6 +62,11 @@ class Components:
     problems_digest: str
     notes: list[str]
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train the policy together, and this one among them."""
+        return self.policy.ranks
+
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
         return Progress(
@@ -102,21 +108,24 @@ class Components:
             stack.callback(self.sampler.close)
 
 
-def build_components(config: RunConfig, task: Task) -> Components:
+def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Components:
     """Load the model and build all components from the config.
+
+    Args:
+        ranks: the processes of the run, which are connected and call this together.
 
     Raises:
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model)
+    policy = load_policy(config.model, ranks=ranks)
     check_context_length(policy, config)
     encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
     heldout = drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
-    # Copy the reference before the optimizer and the sampler allocate memory.
-    reference = replace(policy, model=frozen_copy(policy)) if config.objective.reference_kl > 0 else None
+    # The reference before the optimizer and the sampler allocate memory.
+    reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
     sampler = build_sampler(config, policy)

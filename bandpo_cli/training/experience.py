@@ -1,5 +1,7 @@
 """Experience: the tokens that one update trains on, with all values that are computed before the step's first update.
 
+With several ranks, every rank holds the values of all N tokens, but its micro-batches are only its part of them.
+
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
 
@@ -17,7 +19,7 @@ import torch
 
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate
+from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, empty_batch, rows_from_groups
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
 from bandpo_cli.types import Group
@@ -39,9 +41,30 @@ class MicroBatch(NamedTuple):
     sequences: slice
 
 
-def micro_batches(policy: Policy, rows: Sequence[Row], max_tokens: int) -> Iterator[MicroBatch]:
-    """Yield the rows in batches of at most `max_tokens` tokens."""
-    token = sequence = 0
+def rank_batches(policy: Policy, groups: Sequence[Group], max_tokens: int) -> list[MicroBatch]:
+    """Return this rank's part of an update in micro-batches of at most `max_tokens` tokens.
+
+    The ranks have about equal numbers of tokens, of consecutive groups, and equal numbers of micro-batches: some may be
+    empty, because every pass through a sharded model needs all ranks.
+    """
+    counts = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
+    prompts = [len(group.rollouts_G[0].prompt_ids) for group in groups]
+    part = policy.ranks.share_by_cost([p + sum(each) for p, each in zip(prompts, counts, strict=True)])
+    token, sequence = sum(map(sum, counts[: part.start])), sum(map(len, counts[: part.start]))
+    batches = [*micro_batches(policy, rows_from_groups(groups[part]), max_tokens, token, sequence)]
+    most = int(policy.ranks.max(len(batches)))
+    nothing = MicroBatch(empty_batch(policy.pad_id, policy.device), slice(0, 0), slice(0, 0))
+    return batches + [nothing] * (most - len(batches))
+
+
+def micro_batches(
+    policy: Policy, rows: Sequence[Row], max_tokens: int, token: int = 0, sequence: int = 0
+) -> Iterator[MicroBatch]:
+    """Yield the rows in batches of at most `max_tokens` tokens.
+
+    Args:
+        token, sequence: numbers of the first token and the first completion of the rows within the update.
+    """
     for batch_of_rows in batch_rows(rows, max_tokens):
         tokens = collate(batch_of_rows, policy.device)
         last_token = token + len(tokens.targets)

@@ -4,6 +4,10 @@ problems → rollouts → graded groups → advantages → token batches → old
 metrics → weight sync → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
 the steps without the loop depending on them.
 
+With several ranks, each of them runs this loop. It samples and grades its share of the problems and runs its share of
+the tokens through the model; everything in between is computed from the groups of all ranks, on every rank, and rank 0
+writes the run folder.
+
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
@@ -17,7 +21,7 @@ import torch
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import check_not_all_failed, training_grader
+from bandpo_cli.grading.rewards import check_not_all_failed, first_errors, training_grader
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
@@ -79,10 +83,13 @@ def train(
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
     yielded, except that of the last; closing the generator waits for it.
 
+    With several ranks, all of them must iterate together; the reports are the same on each.
+
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
         first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
-        stop: called between steps; where it returns True, the state is saved as a checkpoint and the loop ends.
+        stop: called between steps; where it returns True on any rank, the state is saved as a checkpoint and the loop
+            ends.
 
     Raises:
         NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
@@ -92,7 +99,7 @@ def train(
     """
     with (
         CheckpointWriter(config, components, folder) as writer,
-        packed_work(components.policy.model) as work,
+        packed_work(components.policy.model, components.ranks) as work,
     ):
         yield from _train_steps(config, components, folder, writer, watch, first, stop, work)
 
@@ -112,7 +119,7 @@ def _train_steps(
         yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
         writer.check()
-        if stop():
+        if components.ranks.any(stop()):
             watch("checkpoint")
             writer.save_on_stop(step - 1)
             return
@@ -128,7 +135,8 @@ def _train_steps(
             experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG, loss)
         with timer.phase("update"):
             # → loss → optimizer step, once per experience
-            handler = BadUpdateHandler(config, components.optimizer, folder.path, step)
+            is_main = components.ranks.is_main
+            handler = BadUpdateHandler(config, components.optimizer, folder.path, step, writes=is_main)
             updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
             components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
         with timer.phase("record"):
@@ -137,9 +145,10 @@ def _train_steps(
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
             record |= work.metrics(timer, rollouts.sampled, trained)
-            folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
-            if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
-                folder.write_tokens(step, clip_map_columns(updates))
+            if is_main:
+                folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
+                if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
+                    folder.write_tokens(step, clip_map_columns(updates))
             # No values per token are held while the sampler wakes up and samples.
             del experiences, updates, trained, handler
         with timer.phase("sync"):
@@ -169,23 +178,25 @@ def _sample_groups(config: RunConfig, components: Components, step: int, timer: 
 
 
 def _sample_batch(config: RunConfig, components: Components, seed: int, timer: StepTimer) -> list[Group]:
-    """Return the graded groups of the next `sampling.prompts` problems."""
-    problems = components.stream.next(config.sampling.prompts)
+    """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
+    batch, ranks = components.stream.next(config.sampling.prompts), components.ranks
+    problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
     with timer.phase("sample"):
         prompts = components.encoder.encode(problems)
         completions = sample_completions(
             components.sampler, prompts, components.params, seed, components.optimizer.update
         )
     with timer.phase("grade"):
-        return grade_groups(
+        groups = grade_groups(
             components.policy.tokenizer,
-            training_grader(components.grader, config.task.rewards),
+            training_grader(components.grader, config.task.rewards, ranks),
             problems,
             prompts,
             completions,
             config.reward,
             components.params.max_tokens,
         )
+        return ranks.gather_all(groups)
 
 
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
@@ -238,7 +249,8 @@ def _finish_step(
         with timer.phase("checkpoint"):
             writer.prepare(step)
     line = {"step": step, **record, **timer.metrics()}
-    folder.append_metrics(line)
+    if components.ranks.is_main:
+        folder.append_metrics(line)
     if save:
         writer.commit()
     return StepReport(step, line, sample)
@@ -267,8 +279,11 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     check_not_all_failed(
         [row["verdict"] for each in rows.values() for row in each],
         [row["grader"] for each in rows.values() for row in each],
-        lambda: components.grader.errors,
+        lambda: first_errors(components.grader, components.ranks),
     )
     scores = {label: score(label, each, settings.k) for label, each in rows.items()}
-    folder.write_eval(step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}})
+    if components.ranks.is_main:
+        folder.write_eval(
+            step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}}
+        )
     return metric_record(scores)

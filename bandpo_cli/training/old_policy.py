@@ -25,7 +25,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import device_tensor, rows_from_groups
+from bandpo_cli.models.packing import device_tensor
 from bandpo_cli.objective.loss import PolicyLoss
 from bandpo_cli.training.experience import (
     CorrectionRule,
@@ -33,7 +33,7 @@ from bandpo_cli.training.experience import (
     IdleTokens,
     MicroBatch,
     UpdateBatch,
-    micro_batches,
+    rank_batches,
 )
 from bandpo_cli.types import Completion, Group
 
@@ -190,19 +190,22 @@ class _Step:
         )
 
     def _micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        return [*micro_batches(self.policy, rows_from_groups(groups), self.config.optim.micro_batch_tokens)]
+        return rank_batches(self.policy, groups, self.config.optim.micro_batch_tokens)
 
     def _run(
         self, policy: Policy, batches: Sequence[MicroBatch], with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probs and entropies of all tokens of the batches, [N] each."""
+        """Return log-probs and entropies of all tokens of the batches, of those of all ranks, [N] each."""
         temperature = self.config.sampling.temperature
         outputs = []
         for each in batches:
             outputs.append(token_logprobs(policy.model, each.tokens, temperature, with_entropy))
             each.tokens.packing.drop_masks()
-        entropies = [output.entropy for output in outputs if output.entropy is not None]
-        return torch.cat([output.logprobs for output in outputs]), torch.cat(entropies) if entropies else None
+        found = [torch.cat([output.logprobs for output in outputs])]
+        if with_entropy:
+            found.append(torch.cat([output.entropy for output in outputs if output.entropy is not None]))
+        logprobs, *entropies = policy.ranks.concatenate(found)
+        return logprobs, entropies[0] if entropies else None
 
 
 def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.models.sharding import full_tensor
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Device types for which torch's AdamW has a fused kernel."""
@@ -148,11 +149,15 @@ class Optimizer:
     def step(self) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
+        The norm is that of the complete gradient, also of a sharded model.
+
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
         limit = self._config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit).item()
+        norm = full_tensor(
+            nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
+        ).item()
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")
         for group in self._adamw.param_groups:

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bandpo_cli.models.packing import Packing
+from bandpo_cli.models.sharding import forward_dtype
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.training.experience import UpdateBatch
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.types import Group
@@ -70,11 +72,11 @@ class PackedWork:
         padding: number of these positions that are padding.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._cost = _PassCost(model)
+    def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
+        self._cost, self._ranks = _PassCost(model), ranks
         self._device: torch.device = model.device
         self._peak = None
-        if self._device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16):
+        if self._device.type == "cuda" and forward_dtype(model) in (torch.bfloat16, torch.float16):
             self._peak = peak_flops(torch.cuda.get_device_name(self._device))
         self._clear()
 
@@ -97,7 +99,8 @@ class PackedWork:
         """Return the metrics of a step and start counting the next one.
 
         The trainer's passes run in the phases `logprobs` and `update`. On a GPU a phase may end before its kernels do,
-        so that only the sum of the two is measured.
+        so that only the sum of the two is measured. With several ranks, tokens and passes are those of all of them, the
+        times are those of this rank, and utilisation and memory are per GPU, the memory that of the fullest one.
 
         Args:
             timer: the times of the step's phases.
@@ -109,24 +112,27 @@ class PackedWork:
         )
         trained_tokens = sum(int(each.all_lengths.sum()) for each in trained)
         sampling, training = timer.seconds("sample"), timer.seconds("logprobs", "update")
+        counts = self._ranks.gather((self.flops, self.positions, self.padding))
+        flops, positions, padding = map(sum, zip(*counts, strict=True))
         metrics = {
             "perf/sampled_tokens_per_s": sampled_tokens / sampling,
             "perf/trained_tokens_per_s": trained_tokens / training,
-            "perf/padding_fraction": self.padding / max(1, self.positions),
+            "perf/padding_fraction": padding / max(1, positions),
         }
         if self._peak is not None and self._cost.is_known:
-            metrics["perf/model_flop_utilisation"] = self.flops / (training * self._peak)
+            metrics["perf/model_flop_utilisation"] = flops / (training * self._peak * self._ranks.size)
         if self._device.type == "cuda":
-            metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+            peak = self._ranks.max(torch.cuda.max_memory_allocated(self._device))
+            metrics["perf/peak_memory_gib"] = peak / GIB
             torch.cuda.reset_peak_memory_stats(self._device)
         self._clear()
         return metrics
 
 
 @contextmanager
-def packed_work(model: PreTrainedModel) -> Iterator[PackedWork]:
+def packed_work(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Iterator[PackedWork]:
     """Yield the counts of the model's packed forward passes within the context; other passes are not counted."""
-    work = PackedWork(model)
+    work = PackedWork(model, ranks)
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object) -> None:
         if isinstance(packing := kwargs.get("packing"), Packing):

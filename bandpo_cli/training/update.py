@@ -172,17 +172,17 @@ def _completed(experience: UpdateBatch, forward: Forward) -> Experience:
 def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunConfig) -> Forward:
     """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
 
-    The aggregation weights are those of the complete update, so the sum over micro-batches of any size is its loss.
+    The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
+    is its loss.
     """
     aggregate = AGGREGATIONS[config.objective.aggregation]
     lengths = experience.lengths
     weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
     weights = weights.repeat_interleave(lengths)
     losses: list[torch.Tensor] = []
-    logprobs: list[torch.Tensor] = []
-    ratios: list[torch.Tensor] = []
-    gradient_weights: list[torch.Tensor] = []
-    entropies: list[torch.Tensor] = []
+    columns: list[
+        list[torch.Tensor]
+    ] = []  # of each micro-batch: log-probs, ratios, gradient weights, entropies
     with_entropy = experience.entropy is None
     for batch in experience.batches:
         new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
@@ -192,17 +192,20 @@ def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunCon
             new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
         batch.tokens.packing.drop_masks()
         losses.append(out.loss)
-        logprobs.append(new.logprobs.detach())
-        ratios.append(out.ratios)
-        gradient_weights.append(out.gradient_weights)
+        columns.append([new.logprobs.detach(), out.ratios, out.gradient_weights])
         if new.entropy is not None:
-            entropies.append(new.entropy)
+            columns[-1].append(new.entropy)
+    # The gradients have been summed over the ranks in the backward passes.
+    (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
+    logprobs, ratios, gradient_weights, *entropies = policy.ranks.concatenate(
+        [torch.cat(each) for each in zip(*columns, strict=True)]
+    )
     return Forward(
-        loss=torch.stack(losses).sum(),
-        logprobs=torch.cat(logprobs),
-        ratios=torch.cat(ratios),
-        gradient_weights=torch.cat(gradient_weights),
-        entropy=torch.cat(entropies) if entropies else None,
+        loss=all_losses.sum(),
+        logprobs=logprobs,
+        ratios=ratios,
+        gradient_weights=gradient_weights,
+        entropy=entropies[0] if entropies else None,
     )
 
 
@@ -214,12 +217,14 @@ class BadUpdateHandler:
         optimizer: its count of consecutive skipped updates is compared with `optim.max_skips`.
         run: the run folder.
         step: the current step.
+        writes: store the batch; False on all ranks but one.
     """
 
     config: RunConfig
     optimizer: Optimizer
     run: Path
     step: int
+    writes: bool = True
 
     def __call__(self, bad: BadUpdate) -> None:
         """Store the batch and return if the update is to be skipped.
@@ -229,21 +234,21 @@ class BadUpdateHandler:
         """
         skipped, optim = self.optimizer.skipped_in_a_row, self.config.optim
         is_skipped = skipped < optim.max_skips
-        if is_skipped and count_bad_batches(self.run) >= MAX_BAD_BATCHES:
-            return
-        try:
-            path = write_bad_batch(
-                self.run, self.step, bad.number, _bad_completions(bad), _token_columns(bad)
-            )
-            stored = f"its batch is in {path}"
-        except OSError as error:
-            stored = f"its batch could not be written ({error})"
+        stored = ""
+        if self.writes and not (is_skipped and count_bad_batches(self.run) >= MAX_BAD_BATCHES):
+            try:
+                path = write_bad_batch(
+                    self.run, self.step, bad.number, _bad_completions(bad), _token_columns(bad)
+                )
+                stored = f"its batch is in {path}; "
+            except OSError as error:
+                stored = f"its batch could not be written ({error}); "
         if is_skipped:
             return
         what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
         before = f", after {skipped} skipped in a row" if skipped else ""
         advice = _suggestions(optim, self.config.model)
-        raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}; {advice}") from None
+        raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}{advice}") from None
 
 
 def check_finite_experience(experience: UpdateBatch) -> None:

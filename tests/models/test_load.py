@@ -11,7 +11,7 @@ from transformers import MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3Ne
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.checks import check_output_layer, check_packed_forward
-from bandpo_cli.models.load import frozen_copy, load_policy
+from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from tests.conftest import SHAPE, random_model
@@ -43,9 +43,9 @@ def test_log_probs_agree_under_all_settings() -> None:
     torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
 
 
-def test_frozen_copy_does_not_change_with_the_policy() -> None:
+def test_the_reference_does_not_change_with_the_policy() -> None:
     policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=True))
-    copy = frozen_copy(policy)
+    copy = load_reference(policy, ModelConfig(device="cpu")).model
     batch = collate(ROWS, policy.device)
     before = token_logprobs(copy, batch).logprobs
     assert not before.requires_grad

@@ -38,7 +38,7 @@ def graded_groups(policy: Policy, entropy: bool = False) -> list[Group]:
         samples=4, temperature=1.0, max_tokens=6, stop_ids=policy.stop_ids, entropy=entropy
     )
     groups = []
-    sampled = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=3)
+    sampled = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=5)
     for prompt, completions in zip(PROMPTS, sampled, strict=True):
         problem = Problem(id=str(prompt), prompt="", answer="", source="test", grader="countdown")
         rollouts = (
