@@ -56,6 +56,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
     (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
     (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
+    (["--gpus-per-run", "0", "--seeds", "0"], ["--gpus-per-run", "greater than or equal to 1"]),
 ]
 
 
