@@ -2,21 +2,22 @@
 
 Every rank executes the same code on its share of the data. All decisions are made from values that are equal on all
 ranks, so that the ranks call the same collectives in the same order. Without torchrun there is one rank, and no
-function here communicates.
+function here communicates. torch is imported where ranks communicate.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class Ranks:
         """Return the values of all ranks, in their order, on every rank. They are pickled."""
         if self.size == 1:
             return [value]
+        import torch.distributed as dist
+
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -84,6 +87,9 @@ class Ranks:
         """
         if self.size == 1:
             return [*columns]
+        import torch
+        import torch.distributed as dist
+
         lengths = self.gather(len(columns[0]))
         padded = columns[0].new_zeros(len(columns), max(lengths))
         padded[:, : len(columns[0])] = torch.stack([*columns])
@@ -98,7 +104,8 @@ class Ranks:
 
     def max(self, value: float) -> float:
         """Return the greatest value of all ranks; NaN if any is."""
-        return float(torch.tensor(self.gather(value), dtype=torch.float64).max())
+        values = self.gather(value)
+        return math.nan if any(map(math.isnan, values)) else max(values)
 
     def wait(self) -> None:
         """Wait until every rank has called this."""
@@ -129,6 +136,9 @@ def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     if ranks.size == 1:
         yield
         return
+    import torch
+    import torch.distributed as dist
+
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"

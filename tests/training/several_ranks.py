@@ -1,0 +1,67 @@
+"""Several ranks in forked processes, connected by gloo as torchrun's are: they need no second import of torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bandpo_cli.ranks import connected, ranks_from_environment
+
+LIMIT_S = 240
+
+
+def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `function(ranks, *args)` returns on each rank.
+
+    Args:
+        folder: an empty folder for the results.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_run, args=(rank, size, port, folder, function, args)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    errors = [path.read_text() for path in sorted(folder.glob("error-*"))]
+    assert not errors, "\n".join(errors)
+    assert not alive, "a rank waits for another one"
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(size)]
+
+
+def _run(
+    rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    try:
+        ranks = ranks_from_environment()
+        with connected(ranks, "cpu"):
+            result = function(ranks, *args)
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:  # noqa: BLE001 - the test reports it
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(0)  # without the callbacks of the parent's tests

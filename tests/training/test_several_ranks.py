@@ -1,0 +1,196 @@
+"""The number of ranks does not change a run: completions, losses, gradients, metrics and weights are those of one rank.
+
+The run with one rank is not sharded and communicates nothing. Every case checks that it exercises its settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.metric_names import without_clock
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import Row, collate, empty_batch
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, shard, unsharded
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.training.components import build_components
+from bandpo_cli.training.loop import train
+from bandpo_cli.types import GRADER_ERROR, Grade, Problem
+from tests.conftest import random_model
+from tests.training.recording import SETTINGS
+from tests.training.several_ranks import run_ranks
+
+STEPS = 3
+ROWS = [Row([3, 4, 5], [[6, 7], [8, 9, 10]]), Row([4, 4], [[5, 5]]), Row([1, 2, 3], [[7, 8]])]
+
+
+@dataclass
+class Trained:
+    """What a run has left: its lines without times, its completions by step, and its final weights."""
+
+    lines: list[dict[str, float]]
+    completions: list[list[dict[str, Any]]]
+    weights: dict[str, torch.Tensor]
+
+
+def trained(ranks: Ranks, folder: Path, model: Path, layers: list[dict[str, Any]]) -> Trained | None:
+    """Train the first `STEPS` steps; return the run on rank 0, after a check that all ranks report the same."""
+    config = resolve([SETTINGS, {"steps": STEPS + 1, "model": {"path": str(model)}}, *layers])
+    name = f"run-{ranks.size}"
+    run = RunFolder.create(folder, name) if ranks.is_main else RunFolder(folder / name)
+    components = build_components(config, build_task(config.task), ranks)
+    try:
+        reports = train(config, components, run)
+        lines = [without_clock(report.record) for report in islice(reports, STEPS + 1)]
+        reports.close()
+        weights = {key: each.clone() for key, each in checkpoint_weights(components.policy.model)}
+    finally:
+        components.close()
+    assert len({repr(each) for each in ranks.gather(lines)}) == 1
+    if not ranks.is_main:
+        return None
+    tables = [pq.read_table(run.path / f"samples/step-{step:06d}.parquet") for step in range(1, STEPS + 1)]
+    columns = ["problem_id", "text", "reward", "length"]
+    return Trained(lines, [table.select(columns).to_pylist() for table in tables], weights)
+
+
+def compare(one: Trained, other: Trained, tolerance: float) -> None:
+    """Compare two runs; `tolerance` is that of the metrics, relative to the larger of 1 and the value."""
+    assert one.completions == other.completions
+    for line, expected in zip(other.lines, one.lines, strict=True):
+        assert line.keys() == expected.keys()
+        assert line == pytest.approx(expected, abs=tolerance, rel=tolerance, nan_ok=True)
+    assert one.weights.keys() == other.weights.keys()
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(other.weights[name], weight, atol=tolerance, rtol=0)
+
+
+FAST: dict[str, dict[str, Any]] = {
+    "default": {},
+    "many micro-batches and a reference model": {
+        "optim": {"micro_batch_tokens": 24},
+        "objective": {"reference_kl": 0.05},
+    },
+    "all tokens at once": {"bounds": {"method": "kl-cov", "share": 0.1}},
+}
+SLOW: dict[str, dict[str, Any]] = {
+    "dynamic sampling": {"sampling": {"dynamic": True, "dynamic_batches": 3}},
+    "ratios of completions": {"bounds": {"method": "gspo"}},
+    "more ranks than groups of an update": {"optim": {"updates": 4}},
+    "gradient checkpointing": {"model": {"gradient_checkpointing": True}},
+    "log-probs of the sampler": {"objective": {"old_logprobs": "sampler", "aggregation": "token-mean"}},
+}
+VARIANTS = FAST | SLOW
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_two_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) -> None:
+    common = {"optim": {"lr": 5e-5, "warmup_steps": 0}, "checkpoint": {"every": 0}}
+    layers = [common, VARIANTS[name]]
+    one = trained(SINGLE, tmp_path, small_model, layers)
+    two, nothing = run_ranks(2, tmp_path / "results", trained, tmp_path, small_model, layers)
+    assert nothing is None
+    assert one is not None
+    assert max(line.get("optim/grad_norm", 0.0) for line in one.lines) > 0.01
+    assert one.lines[-1]["ratio/max"] > 1.0001
+    compare(one, two, 1e-5)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one(tmp_path: Path, small_model: Path) -> None:
+    layers: list[dict[str, Any]] = [{"optim": {"lr": 5e-5, "warmup_steps": 0}, "checkpoint": {"every": 0}}]
+    one = trained(SINGLE, tmp_path, small_model, layers)
+    four = run_ranks(4, tmp_path / "results", trained, tmp_path, small_model, layers)[0]
+    assert one is not None
+    compare(one, four, 1e-5)
+
+
+def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
+    """Return results of a sharded model: rank 0 has two rows, rank 1 one row and an empty batch."""
+    model = random_model().to(dtype)
+    shard(model, ranks, torch.device("cpu"))
+    own = [ROWS[:1], ROWS[1:2]] if ranks.rank == 0 else [ROWS[2:], []]
+    for rows in own:
+        batch = collate(rows, model.device) if rows else empty_batch(0, model.device)
+        logprobs = token_logprobs(model, batch, temperature=0.7).logprobs
+        logprobs.backward(torch.ones_like(logprobs))
+    gradient = {name: full_tensor(each.grad) for name, each in model.named_parameters()}
+    # The ranks sample different numbers of tokens, so that a pass which needs the other rank would wait for ever.
+    params = SamplingParams(2, 1.0, max_tokens=3 + 4 * ranks.rank, stop_ids=(-1,))
+    sampled = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
+    with unsharded(model), torch.no_grad():
+        inside = token_logprobs(model, collate(ROWS[: 1 + ranks.rank], model.device)).logprobs
+    return {
+        "gradient": gradient,
+        "stored": {each.dtype for each in model.parameters()},
+        "dtype": forward_dtype(model),
+        "sampled": [each.token_ids for each in sampled[0]],
+        "inside": inside,
+        "weights": dict(checkpoint_weights(model)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = random_model().to(dtype)
+    logprobs = token_logprobs(model, collate(ROWS, model.device), temperature=0.7).logprobs
+    logprobs.backward(torch.ones_like(logprobs))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for rank, found in enumerate(run_ranks(2, tmp_path, sharded_gradient, dtype)):
+        assert found["stored"] == {torch.float32}
+        assert found["dtype"] == dtype
+        for name, parameter in model.named_parameters():
+            scale = parameter.grad.abs().max().item()
+            torch.testing.assert_close(
+                found["gradient"][name], parameter.grad.float(), atol=tolerance * scale, rtol=0
+            )
+            assert torch.equal(found["weights"][name], parameter.detach())
+        params = SamplingParams(2, 1.0, max_tokens=3 + 4 * rank, stop_ids=(-1,))
+        expected = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
+        assert found["sampled"] == [each.token_ids for each in expected[0]]
+        with torch.no_grad():
+            outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
+        torch.testing.assert_close(found["inside"], outside, atol=1e-5, rtol=0)
+
+
+class OneRankFails:
+    """A grader that reports errors for all answers of one rank."""
+
+    def __init__(self, fails: bool, name: str) -> None:
+        self._fails, self.errors = fails, {"countdown": f"broken on {name}"} if fails else {}
+
+    def grade(self, problems: Any, texts: list[str]) -> list[Grade]:
+        return [GRADER_ERROR if self._fails else Grade(1.0, True, "correct") for _ in texts]
+
+
+def graded(ranks: Ranks, failing: set[int]) -> str:
+    problem = Problem(id="p", prompt="", answer="", source="test", grader="countdown")
+    grade = training_grader(OneRankFails(ranks.rank in failing, f"rank {ranks.rank}"), None, ranks)
+    try:
+        grade([problem] * (1 + ranks.rank), ["x"] * (1 + ranks.rank))
+    except GraderFailedError as error:
+        return str(error)
+    return "graded"
+
+
+def test_a_grader_has_failed_when_it_failed_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "one", graded, {1}) == ["graded", "graded"]
+    for message in run_ranks(2, tmp_path / "both", graded, {0, 1}):
+        assert "all 3 answers" in message
+        assert "broken on rank 0" in message
