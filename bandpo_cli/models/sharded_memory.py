@@ -61,9 +61,12 @@ class ShardedModel:
         # of the layer before, and its result.
         gathered = self.itemsize * (2 * self.layer + self.trained_layer)
         reduced = FLOAT32_BYTES * (self.trained_layer + math.ceil(self.trained_layer / self.ranks))
+        # In their place at the beginning, before there is a gradient of the output layer: the buffer that the
+        # parameters outside of the layers are gathered into.
+        buffer = self.itemsize * (self.outside - (self.largest if self.trained_outside else 0))
         return {
             "complete parameters outside of the layers": self.itemsize * self.outside,
-            "two complete layers and a gradient to reduce": gathered + reduced,
+            "two complete layers and a gradient to reduce": max(gathered + reduced, buffer),
         }
 
     def reduction_bytes(self) -> dict[str, int]:

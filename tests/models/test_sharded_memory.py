@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -19,7 +20,7 @@ from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.memory import MemoryEstimate, estimate_memory
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharded_memory import ShardedModel, sharded_model
-from bandpo_cli.models.sharding import local_tensor, reshard, shard, unsharded
+from bandpo_cli.models.sharding import local_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from tests.conftest import random_model
@@ -107,7 +108,6 @@ def test_the_peak_of_gathering_all_parameters_is_the_estimate(rank_0_of_4: Ranks
             pass
 
     gather()
-    reshard(model)
     assert peak_bytes(gather) == pytest.approx(counts.sampling_bytes(), rel=0.01)
 
 
@@ -121,6 +121,15 @@ def test_the_peak_of_sending_weights_is_the_estimate(rank_0_of_4: Ranks) -> None
             del weight
 
     assert 0.5 * counts.sync_bytes() < peak_bytes(send) <= counts.sync_bytes()
+
+
+def test_a_model_without_gradients_holds_nothing_complete_after_its_passes(rank_0_of_4: Ranks) -> None:
+    """As the reference model, of which an estimate has the share of a rank alone."""
+    model = qwen2(64, True, torch.bfloat16).requires_grad_(False)
+    shard(model, rank_0_of_4, torch.device("cpu"))
+    with torch.no_grad():
+        token_logprobs(model, collate([Row([1], [[1]])], torch.device("cpu")))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
