@@ -36,7 +36,7 @@ def resolved_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
     """
     return {
         "engine": resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda"),
-        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "dtype": str(policy.dtype).removeprefix("torch."),
         "model": policy.commit,
         "data": _data_commits(config),
     }

@@ -23,6 +23,7 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.paths import check_regular_file, path_exists, read_text
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -226,7 +227,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
         ]
     )
     gap = (packed - unpacked).abs().max().item()
-    if not gap <= TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16]):
+    if not gap <= TOLERANCE.get(forward_dtype(model), TOLERANCE[torch.bfloat16]):
         raise UserError(
             f"model.path: {kind} models are not supported: log-probs in rows without padding differ by {gap:.3g} nats"
         )

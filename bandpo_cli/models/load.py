@@ -35,7 +35,7 @@ from bandpo_cli.models.checks import (
     loading_errors,
 )
 from bandpo_cli.models.device import dtype_here
-from bandpo_cli.models.sharding import is_sharded, shard
+from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
 
@@ -71,6 +71,11 @@ class Policy:
         """Device of the weights."""
         device: torch.device = self.model.device
         return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of forward and backward passes."""
+        return forward_dtype(self.model)
 
     @property
     def parameter_count(self) -> int:

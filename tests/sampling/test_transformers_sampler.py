@@ -106,6 +106,19 @@ def test_batches_of_prompts_use_different_random_numbers() -> None:
     assert first != second
 
 
+def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
+    """In batches of any size, and in a call of their own."""
+    model, params = random_model(), replace(PARAMS, max_tokens=70)
+
+    def sampled(prompts: list[tuple[int, ...]], seed: int, most: int = 2048) -> list[list[tuple[int, ...]]]:
+        groups = TransformersSampler(model, 0, most).sample(prompts, params, seed)
+        return [[each.token_ids for each in group] for group in groups]
+
+    expected = sampled(PROMPTS, seed=7)
+    assert sampled(PROMPTS, seed=7, most=5) == expected
+    assert sampled(PROMPTS[1:], seed=8) == expected[1:]
+
+
 def test_tokens_of_a_completion_do_not_depend_on_when_others_end() -> None:
     """Without stop tokens the same seed gives the same completions with further tokens after them."""
     sampler = TransformersSampler(random_model(), 0)
