@@ -96,6 +96,10 @@ def estimate_memory(
     sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
     if ranks == 1:
         return MemoryEstimate(sharded.total, always, update, sampling)
+    # Several ranks write no checkpoint in the background; rank 0 has a copy of the weights, in the memory of the host.
+    always.pop("copy for a checkpoint", None)
+    if device == "cpu":
+        always["complete weights for a checkpoint"] = sharded.total * sharded.itemsize
     update |= sharded.update_bytes()
     reduction = gradients | sharded.reduction_bytes()
     if trainer_samples:

@@ -177,7 +177,13 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
         "weights (float32)": 4 * share,
         "AdamW": 8 * share,
         "reference model": 2 * share,
+        "complete weights for a checkpoint": 2 * numel,
     }
+    in_background = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"every": 10})}
+    )
+    assert estimate_memory(in_background, True, ranks=2).always == estimate.always
+    assert "complete weights for a checkpoint" not in estimate_memory(config, True, "cuda", ranks=2).always
     assert estimate.update["gradients"] == estimate.reduction["gradients"] == 4 * share
     assert estimate.update["complete parameters outside of the layers"] == 2 * outside
     assert (
