@@ -103,19 +103,20 @@ def print_statement(
         print_warning(console, warning)
 
 
-def print_memory(console: Console, config: RunConfig) -> bool:
+def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
     """Print the estimate by part, and whether it fits the GPU, or this machine where there is none.
 
-    Return False if there is no estimate because the model cannot be read.
+    With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
     try:
-        report = memory_report(config)
+        report = memory_report(config, ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
     console.print(_memory_table(report.estimate, config, report.engine), highlight=False)
     verdict = (
-        f"{_gib(report.peak)} at the peak, {report.device} has {_gib(report.available)}: "
+        f"{_gib(report.peak)} at the peak{'' if ranks == 1 else ' of each rank'}, "
+        f"{report.device} has {_gib(report.available)}: "
         f"{'fits' if report.fits else 'too much'}"
     )
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
@@ -126,13 +127,17 @@ def print_memory(console: Console, config: RunConfig) -> bool:
 
 def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters")
+    over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
+    table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters{over}")
     table.add_column("GiB", justify="right")
     table.add_column("while")
     for name, size in estimate.always.items():
         table.add_row(name, _number(size), "always")
     for name, size in estimate.update.items():
         table.add_row(name, _number(size), "updating")
+    for name, size in estimate.reduction.items():
+        if name not in estimate.update:
+            table.add_row(name, _number(size), "reducing gradients")
     for name, size in estimate.sampling.items():
         table.add_row(f"at most: {name}", _number(size), "sampling")
     if engine:

@@ -97,7 +97,17 @@ def sweep(
         str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time.", show_default="one per GPU, else one per core")
+        int | None,
+        typer.Option(min=1, help="Runs at a time.", show_default="as many as there are GPUs for, else cores"),
+    ] = None,
+    gpus_per_run: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="GPUs of each run, one per process; without a GPU K processes on the CPU.",
+            show_default="1",
+        ),
     ] = None,
     stop_behind: Annotated[
         float | None,
@@ -157,6 +167,8 @@ def sweep(
 
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
 
+    [bold]bandpo sweep --delta 0.01,0.05 --gpus-per-run 2[/bold]  each run on two GPUs
+
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named arms and exclusions from a file
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
@@ -167,7 +179,7 @@ def sweep(
     from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
 
-    chosen = Executor(executor, ray_address, jobs, stop_behind)
+    chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     check_executor(chosen)
     if resume is not None:
         given = {

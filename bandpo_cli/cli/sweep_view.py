@@ -67,7 +67,7 @@ class SweepView(CallbackBase):
         finished = len(info.runs) - len(info.pending)
         self._console.print(
             f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
-            f"{plural(info.threads, 'thread')} each",
+            f"{'' if info.ranks == 1 else f'{info.ranks} processes of '}{plural(info.threads, 'thread')} each",
             highlight=False,
         )
         if not info.pending:

@@ -35,6 +35,20 @@ def check_engine(engine: str) -> None:
         )
 
 
+def check_tensor_parallel(tensor_parallel: int, ranks: int) -> None:
+    """Raise ConfigError for an engine that is spread over GPUs if there is an engine per process as well.
+
+    Args:
+        tensor_parallel: `sampling.vllm.tensor_parallel`.
+        ranks: number of processes of the run.
+    """
+    if ranks > 1 and tensor_parallel > 1:
+        raise ConfigError(
+            f"sampling.vllm.tensor_parallel = {tensor_parallel}: with {ranks} processes, each has an engine on its own "
+            "GPU; set it to 1, or use one process"
+        )
+
+
 def resolve_engine(engine: str, on_gpu: bool) -> str:
     """Return `engine`, and for `auto` vllm where it is installed and the policy is on a GPU, else transformers."""
     if engine != AUTO_ENGINE:

@@ -2,6 +2,9 @@
 
 The engine receives all batches, and a thread grades the completions of one while the next ones are sampled. Engine and
 tokenizer are called from the thread of the caller alone.
+
+With several ranks, each of them samples and grades its share of the problems of every batch. The completions of a
+problem depend neither on the number of ranks nor on the size of the batches.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from bandpo_cli.config.run import EvaluationConfig, RewardConfig
 from bandpo_cli.evaluation.background import BackgroundGrading
 from bandpo_cli.evaluation.batches import Batch, chunks, eval_row
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.base import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
@@ -26,6 +30,7 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.types import Completion, Grade, Grader, Problem
 
 MAX_UNGRADED_BATCHES = 2
@@ -39,7 +44,7 @@ def _cancel_nothing() -> None:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A batch whose completions are being graded."""
+    """This rank's share of a batch, whose completions are being graded."""
 
     planned: _Planned
     completions_PG: Sequence[Sequence[Completion]]
@@ -49,7 +54,7 @@ class _Sampled:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A batch that is to be sampled."""
+    """This rank's share of a batch that is to be sampled."""
 
     key: PartKey
     label: str
@@ -73,11 +78,14 @@ def sample_batches(
     version: int,
     done: Container[PartKey] = (),
     cancel: Callable[[], None] = _cancel_nothing,
+    ranks: Ranks = SINGLE,
 ) -> Iterator[Batch]:
     """Sample and grade `params.samples` completions per problem and yield them in batches.
 
-    Each batch has its own seed, so its completions do not depend on which batches were `done` before. Rewards are not
-    scaled or shaped as in training.
+    The completions of a problem depend on the run's seed, the label of its set and its place in the set, not on which
+    batches were `done` before. Rewards are not scaled or shaped as in training.
+
+    With several ranks, all of them must iterate together with equal arguments; each of them gets the complete batches.
 
     Args:
         grade: grades texts [N], each as an answer to its problem [N]; called in another thread.
@@ -87,6 +95,7 @@ def sample_batches(
         version: version of the policy's weights that the sampler must run.
         done: keys of batches to skip.
         cancel: makes a running call of `grade` end soon; called if the iteration ends early.
+        ranks: the processes that sample and grade a share of each batch.
 
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
@@ -94,7 +103,7 @@ def sample_batches(
     planned: deque[_Planned] = deque()
 
     def requests() -> Iterator[SampleRequest]:
-        for batch in _plan(encoder, sets, batch_size // params.samples, seed, done):
+        for batch in _plan(encoder, sets, batch_size // params.samples, seed, done, ranks):
             planned.append(batch)
             yield batch.request
 
@@ -108,10 +117,10 @@ def sample_batches(
             texts = decode_completions(encoder.tokenizer, completions_PG)
             grades = grading.submit(problem_per_completion(batch.problems, completions_PG), texts)
             ungraded.append(_Sampled(batch, completions_PG, texts, grades))
-            while ungraded and (ungraded[0].grades.done() or len(ungraded) > MAX_UNGRADED_BATCHES):
-                yield _graded(ungraded.popleft(), params.max_tokens)
+            while ungraded and (len(ungraded) > MAX_UNGRADED_BATCHES or _is_graded(ungraded[0], ranks)):
+                yield _gathered(ungraded.popleft(), params.max_tokens, ranks)
         while ungraded:
-            yield _graded(ungraded.popleft(), params.max_tokens)
+            yield _gathered(ungraded.popleft(), params.max_tokens, ranks)
 
 
 def _plan(
@@ -120,17 +129,34 @@ def _plan(
     problems_per_batch: int,
     seed: int,
     done: Container[PartKey],
+    ranks: Ranks,
 ) -> Iterator[_Planned]:
-    """Yield the batches that are not `done`, in order."""
+    """Yield this rank's share of each batch that is not `done`, in order; it may have no problems."""
     for index, (label, problems_P) in enumerate(sets.items()):
-        for start, problems in chunks(problems_P, problems_per_batch):
+        set_seed = derive_seed(seed, "eval", label)
+        for start, chunk in chunks(problems_P, problems_per_batch):
             key = PartKey(index, start)
             if key not in done:
-                prompts = encoder.encode(problems)
-                yield _Planned(key, label, problems, prompts, derive_seed(seed, "eval", label, start))
+                problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
+                # A sampler gives the prompt after the first the next seed, and so on: a seed per problem of the set.
+                yield _Planned(key, label, problems, encoder.encode(problems), set_seed + first)
 
 
-def _graded(sampled: _Sampled, max_tokens: int) -> Batch:
+def _is_graded(sampled: _Sampled, ranks: Ranks) -> bool:
+    """Return whether the grades can be taken without waiting; False with several ranks.
+
+    Their grades are gathered. Sampling may communicate as well, so the order of both must not depend on time.
+    """
+    return ranks.size == 1 and sampled.grades.done()
+
+
+def _gathered(sampled: _Sampled, max_tokens: int, ranks: Ranks) -> Batch:
+    """Return the complete batch, on every rank."""
+    batch = sampled.planned
+    return Batch(batch.key, batch.label, ranks.gather_all(_graded_rows(sampled, max_tokens)))
+
+
+def _graded_rows(sampled: _Sampled, max_tokens: int) -> list[EvalRow]:
     """Wait for the grades of a batch and return its rows."""
     batch = sampled.planned
     groups = graded_groups(
@@ -142,7 +168,7 @@ def _graded(sampled: _Sampled, max_tokens: int) -> Batch:
         RewardConfig(),
         max_tokens,
     )
-    rows = [
+    return [
         eval_row(
             batch.label,
             rollout.problem,
@@ -156,7 +182,6 @@ def _graded(sampled: _Sampled, max_tokens: int) -> Batch:
         for group in groups
         for rollout in group.rollouts_G
     ]
-    return Batch(batch.key, batch.label, rows)
 
 
 def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Completions of an evaluation: sampled from a model, or read from a file."""
+"""Completions of an evaluation: sampled from a model, by one or several ranks, or read from a file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import closed_at_end
+from bandpo_cli.errors import UserError, closed_at_end
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.questions import text_hash
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.grading.pool import GraderUse
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,10 @@ class CompletionSource:
         config: the settings of the evaluation, with the dtype that `auto` is on this machine.
         ids: the problems of each set, by label.
         completions: number of completions of all sets.
-        batches: samples or reads, and grades, the completions that are not stored yet.
-        errors: the first error of each grader that failed, by name.
-        warnings: a line for each grader that failed.
+        batches: samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
+            iterate together, and each gets all completions.
+        errors: the first error of each grader that failed, by name; of all ranks, once `batches` has ended.
+        warnings: a line for each grader that failed; likewise.
         notes: remarks of loading, one line each.
         sampler: description of the sampling engine, for env.json; None where the completions are read.
     """
@@ -52,21 +55,27 @@ class CompletionSource:
 
 
 def open_completion_source(
-    request: EvalRequest, on_phase: Callable[[str], None], stack: ExitStack
+    request: EvalRequest, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
 ) -> CompletionSource:
     """Load the model, or read the file of completions; `stack` closes what was opened.
 
     Args:
+        ranks: the processes that sample a share of the problems each, every one with the complete model.
         on_phase: called with `load` before a model is loaded.
 
     Raises:
-        UserError: the model cannot be loaded, or its data cannot be used.
+        UserError: the model cannot be loaded, its data cannot be used, or there are several ranks and a file.
         RunError: the device has not enough memory.
     """
     if isinstance(request.source, SamplesFile):
+        if ranks.size > 1:
+            raise UserError(
+                f"{request.source.path}: the completions of a file are graded by one process and its workers "
+                "(grading.workers); start it without torchrun and without --nproc"
+            )
         return _open_samples(request.config, request.source, stack)
     _, task = request.source
-    return _open_model(request.config, task, on_phase, stack)
+    return _open_model(request.config, task, ranks, on_phase, stack)
 
 
 def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> CompletionSource:
@@ -89,14 +98,14 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
 
 
 def _open_model(
-    config: RunConfig, task: Task, on_phase: Callable[[str], None], stack: ExitStack
+    config: RunConfig, task: Task, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
 ) -> CompletionSource:
     settings = config.evaluation
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     on_phase("load")
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.grading.pool import GraderPool
+        from bandpo_cli.grading.pool import GraderPool, failure_warnings
         from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
         from bandpo_cli.sampling.base import SamplingParams, build_sampler, describe_sampler
@@ -108,7 +117,7 @@ def _open_model(
         from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
         config = with_dtype_here(config)
-        policy = load_policy(config.model, for_training=False)
+        policy = load_policy(config.model, for_training=False, ranks=ranks)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
         left_out: list[str] = []
@@ -119,6 +128,7 @@ def _open_model(
     pool = GraderPool(config.grading)
     stack.enter_context(closed_at_end("a grader", pool.close))
     params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
+    uses: list[Mapping[str, GraderUse]] = []
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
         with out_of_memory_errors(config, training=False):
@@ -133,7 +143,13 @@ def _open_model(
                 version=0,
                 done=done,
                 cancel=pool.cancel,
+                ranks=ranks,
             )
+        uses[:] = ranks.gather(pool.uses())
+
+    def errors() -> dict[str, str]:
+        found = ((name, use.error) for each in reversed(uses) for name, use in each.items())
+        return {name: error for name, error in found if error is not None}
 
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
@@ -142,8 +158,8 @@ def _open_model(
         ids,
         total,
         batches,
-        lambda: pool.errors,
-        pool.warnings,
+        errors,
+        lambda: failure_warnings(uses),
         tuple(left_out),
         describe_sampler(sampler),
     )

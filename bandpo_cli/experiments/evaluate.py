@@ -1,4 +1,8 @@
-"""Evaluations: completions sampled or read, graded, stored and scored."""
+"""Evaluations: completions sampled or read, graded, stored and scored.
+
+With several ranks, each of them samples and grades a share of the problems; rank 0 alone writes the folder, scores and
+calls callbacks.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.eval_ranks import (
+    connected_ranks,
+    result_of_main,
+    sample_share,
+    stored_on_main,
+)
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
     EvalRequest,
@@ -24,6 +34,7 @@ from bandpo_cli.experiments.eval_request import (
 from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.grading.rewards import check_not_all_failed
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
@@ -110,13 +121,16 @@ def evaluate(
 ) -> EvalResult:
     """Score a model, or stored completions, in a new folder, and store every completion.
 
+    In a script that torchrun has started, all processes sample a share of the problems each and must call this with the
+    same arguments. Each of them returns the result; MLflow's place is known to rank 0 alone.
+
     Args:
         model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
             `plan_evaluation`, which has the tasks and all options.
         tasks: `countdown`, names of data sets, or files; none for the run's own sets.
         runs_dir: the folder of the evaluation's folder, and of runs.
         name: name of the folder; None for model, tasks, n, seed and time.
-        callbacks: receive the events of `types.Callback`.
+        callbacks: receive the events of `types.Callback`, on rank 0 alone.
         options: see `EvalOptions`.
 
     Raises:
@@ -129,14 +143,21 @@ def evaluate(
     if not isinstance(request, EvalRequest):
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     name = choose_run_name(runs_dir, name, request.default_name())
-    events = Dispatcher(callbacks)
     with ExitStack() as stack:
-        source = open_completion_source(request, events.phase, stack)
+        ranks = stack.enter_context(connected_ranks(request.config.model))
+        events = Dispatcher(callbacks if ranks.is_main else ())
+        source = open_completion_source(request, ranks, events.phase, stack)
         request = replace(request, config=source.config)
-        folder = EvalFolder.create(runs_dir, name)
-        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
-        result = _evaluate(request, source, folder, {}, events)
-    return _finish(request, result, events, runs_dir)
+        result: EvalResult | None = None
+        if ranks.is_main:
+            folder = EvalFolder.create(runs_dir, name)
+            environment = {**describe_environment(sampler=source.sampler), "ranks": ranks.size}
+            write_json(folder.path / "env.json", environment)
+            result = _evaluate(request, source, folder, {}, events, ranks)
+        else:
+            sample_share(source, ranks)
+        result = result_of_main(result, ranks)
+    return _finish(request, result, events, runs_dir) if ranks.is_main else result
 
 
 def resume_evaluation(
@@ -163,21 +184,41 @@ def resume_evaluation(
     folder = EvalFolder.open(runs_dir, name)
     before = folder.read_record()
     request = request or plan_evaluation_resume(folder, tracking)
-    events = Dispatcher(callbacks)
-    if folder.samples_path.exists():
-        result = _rescore(request, folder, events)
-    else:
-        with ExitStack() as stack:
-            source = open_completion_source(request, events.phase, stack)
+    is_complete = folder.samples_path.exists()
+    with ExitStack() as stack:
+        ranks = stack.enter_context(connected_ranks(request.config.model))
+        events = Dispatcher(callbacks if ranks.is_main else ())
+        result: EvalResult | None = None
+        if is_complete:
+            if ranks.is_main:
+                result = _rescore(request, folder, events)
+        else:
+            source = open_completion_source(request, ranks, events.phase, stack)
             request = replace(request, config=source.config)
-            parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
-            if parts and before["sets"] != source.planned():
-                raise UserError(
-                    f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a "
-                    "new evaluation"
-                )
-            result = _evaluate(request, source, folder, parts, events)
-    return _finish(request, result, events, runs_dir)
+            if ranks.is_main:
+                parts = _usable_parts(folder, before, source)
+                result = _evaluate(request, source, folder, parts, events, ranks)
+            else:
+                sample_share(source, ranks)
+        result = result_of_main(result, ranks)
+    return _finish(request, result, events, runs_dir) if ranks.is_main else result
+
+
+def _usable_parts(
+    folder: EvalFolder, before: Mapping[str, Any], source: CompletionSource
+) -> dict[PartKey, list[EvalRow]]:
+    """Return the stored parts that need not be graded again.
+
+    Raises:
+        UserError: they are completions of other problems than those of `source`.
+    """
+    parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
+    if parts and before["sets"] != source.planned():
+        raise UserError(
+            f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a new "
+            "evaluation"
+        )
+    return parts
 
 
 def _all_failed(rows: Sequence[EvalRow]) -> bool:
@@ -201,6 +242,7 @@ def _evaluate(
     folder: EvalFolder,
     parts: dict[PartKey, list[EvalRow]],
     events: EvalEvents,
+    ranks: Ranks,
 ) -> EvalResult:
     """Collect and score all completions; the record has the status while this runs and when it ends early."""
     sets = source.planned()
@@ -210,7 +252,8 @@ def _evaluate(
     info = EvalInfo(request, folder.path, counts, source.completions, stored, False, source.notes)
     try:
         events.start(info)
-        return _score(request, folder, _collect_completions(source, folder, parts, events), events)
+        rows = _collect_completions(source, folder, parts, events, ranks)
+        return _score(request, folder, rows, events)
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         record = {**_record_head(request, folder, status), "sets": sets}
@@ -237,12 +280,16 @@ def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> Ev
 
 
 def _collect_completions(
-    source: CompletionSource, folder: EvalFolder, parts: dict[PartKey, list[EvalRow]], events: EvalEvents
+    source: CompletionSource,
+    folder: EvalFolder,
+    parts: dict[PartKey, list[EvalRow]],
+    events: EvalEvents,
+    ranks: Ranks,
 ) -> Rows:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
     with _scoring_imports():
-        for batch in source.batches(set(parts)):
+        for batch in source.batches(stored_on_main(set(parts), ranks)):
             folder.write_part(batch.key, batch.rows)
             parts[batch.key] = batch.rows
             events.step(EvalProgress(batch.label, len(batch.rows)))

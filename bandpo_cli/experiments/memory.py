@@ -24,13 +24,13 @@ _MAX_USED_SHARE = 0.95
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory that a run takes, against the memory of the device.
+    """The memory that a run takes, against the memory of the device; with several ranks, that of one rank.
 
     Attributes:
         estimate: bytes by part.
         engine: bytes of the vLLM engine; 0 where the policy's own weights are sampled from.
         device: name of the GPU, or of this machine where there is none.
-        available: bytes of its memory.
+        available: bytes of its memory; without a GPU, the share of one rank.
         peak: the greatest number of bytes in use at one time.
         on_gpu: the device is a CUDA GPU.
     """
@@ -48,8 +48,11 @@ class MemoryReport:
         return self.peak < _MAX_USED_SHARE * self.available
 
 
-def memory_report(config: RunConfig) -> MemoryReport:
+def memory_report(config: RunConfig, ranks: int = 1) -> MemoryReport:
     """Estimate the memory of a run on its GPU, or on this machine where there is none. Imports torch.
+
+    Args:
+        ranks: number of ranks, each with a GPU of its own, or all on this machine without one.
 
     Raises:
         UserError: the model's architecture cannot be read, or this machine has no such GPU.
@@ -69,12 +72,19 @@ def memory_report(config: RunConfig) -> MemoryReport:
             ) from None
         device, available = gpu.name, gpu.total_memory
     else:
-        device, available = "this machine (no GPU)", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory_report_on(config, device, available, on_gpu)
+        share = "" if ranks == 1 else f" / {ranks} ranks"
+        device = f"this machine{share} (no GPU)"
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    return memory_report_on(config, device, available, on_gpu, ranks)
 
 
-def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: bool) -> MemoryReport:
+def memory_report_on(
+    config: RunConfig, device: str, available: int, on_gpu: bool, ranks: int = 1
+) -> MemoryReport:
     """Estimate the memory of a run on a device with `available` bytes, which need not be at hand. Imports torch.
+
+    Args:
+        ranks: number of ranks; each has such a device.
 
     Raises:
         UserError: the model's architecture cannot be read.
@@ -82,14 +92,15 @@ def memory_report_on(config: RunConfig, device: str, available: int, on_gpu: boo
     from bandpo_cli.models.memory import estimate_memory
 
     shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
-    estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu")
+    estimate = estimate_memory(config, shares_weights, "cuda" if on_gpu else "cpu", ranks)
     engine = 0 if shares_weights else _engine_bytes(config, available, on_gpu)
     report = MemoryReport(estimate, engine, device, available, _peak(estimate, config, engine), on_gpu)
     if report.fits or not config.checkpoint.background:
         return report
     # A run that lacks the memory for the copy of a checkpoint takes no copy.
     checkpoint = config.checkpoint.model_copy(update={"background": False})
-    return memory_report_on(config.model_copy(update={"checkpoint": checkpoint}), device, available, on_gpu)
+    without = config.model_copy(update={"checkpoint": checkpoint})
+    return memory_report_on(without, device, available, on_gpu, ranks)
 
 
 def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:
@@ -99,9 +110,9 @@ def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:
 
 def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
     """Return the peak in bytes: a sleeping engine frees its memory for the update, another one does not."""
-    held, update = sum(estimate.always.values()), sum(estimate.update.values())
     if engine and config.sampling.vllm.sleep:
-        return held + max(update, engine)
+        sending = sum(estimate.sampling.values())
+        return sum(estimate.always.values()) + max(estimate.updating, engine + sending)
     return estimate.peak + engine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
 from bandpo_cli.experiments.sweep_tracking import sweep_mlflow_run
 from bandpo_cli.storage.environment import usable_cores
-from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs, seconds_from_trial, total_seconds
+from bandpo_cli.sweeps.estimate import (
+    rank_flags,
+    seconds_from_earlier_runs,
+    seconds_from_trial,
+    total_seconds,
+)
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import RunState, run_sweep
@@ -37,15 +42,23 @@ class Executor:
     Attributes:
         name: `local` or `ray`.
         address: address of a Ray cluster; None for one of this machine.
-        jobs: runs at a time; None for one per GPU, or one per core where there is none.
+        jobs: runs at a time; None for as many as there are GPUs for, or cores where there is no GPU.
         stop_margin: stop a run half-way or later whose held-out accuracy is this far below another arm's; None stops
             no run.
+        gpus_per_run: GPUs, or processes where there is no GPU, of each run; None for one, or for those of the plan of
+            a sweep that is resumed.
     """
 
     name: str = "local"
     address: str | None = None
     jobs: int | None = None
     stop_margin: float | None = None
+    gpus_per_run: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each run."""
+        return self.gpus_per_run or 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,8 @@ class SweepInfo:
         configs: their settings, by name of the run.
         pending: the runs that are to be executed.
         slots: runs at a time.
-        threads: CPU threads per run.
+        threads: CPU threads per run, or per process of a run.
+        ranks: processes of a run, each with a GPU of its own where there are GPUs.
     """
 
     folder: Path | None
@@ -67,6 +81,7 @@ class SweepInfo:
     pending: Sequence[SweepRun]
     slots: int
     threads: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -143,11 +158,13 @@ def sweep(
     check_executor(executor)
     if isinstance(request, SweepConfig):
         request = request_from_config(request, [], runs_dir)
-    folder = (
-        SweepFolder.open(runs_dir, request)
-        if isinstance(request, str)
-        else create_sweep(request, runs_dir, name)
-    )
+    if isinstance(request, str):
+        folder = SweepFolder.open(runs_dir, request)
+        if executor.gpus_per_run is None:
+            executor = replace(executor, gpus_per_run=folder.gpus_per_run)
+            check_executor(executor)
+    else:
+        folder = create_sweep(request, runs_dir, name, executor.ranks)
     return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
 
@@ -156,7 +173,7 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in request.runs]
     configs = {run.name: run.config for run in request.runs}
     with closing(_local_pool(executor, len(runs), {})) as pool:
-        return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads)
+        return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads, executor.ranks)
 
 
 def estimate_time(
@@ -171,11 +188,13 @@ def estimate_time(
         None where no earlier run is similar enough.
     """
     first = info.configs[info.pending[0].name]
-    seconds, method = seconds_from_earlier_runs(first, Path(runs_dir), info.threads), "by earlier runs"
+    seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
+    method = "by earlier runs"
     if seconds is None and first.model.path == EMBEDDED_MODEL:
         if on_trial is not None:
             on_trial()
-        seconds = seconds_from_trial(first, {**os.environ, "OMP_NUM_THREADS": str(info.threads)})
+        variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
+        seconds = seconds_from_trial(first, variables, info.ranks)
         method = "by a trial of three steps alone on the machine"
     if seconds is None:
         return None
@@ -196,6 +215,10 @@ def check_executor(executor: Executor) -> None:
         raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
     if margin is not None and not 0 < margin < 1:
         raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
+    if name == "local" and executor.ranks > 1:
+        gpus = visible_gpus(os.environ)
+        if gpus and len(gpus) < executor.ranks:
+            raise ConfigError(f"--gpus-per-run {executor.ranks}: this machine has {plural(len(gpus), 'GPU')}")
 
 
 def _run_pending(
@@ -224,12 +247,16 @@ def _run_pending(
 
     with closing(_POOLS[executor.name](executor, len(pending), variables)) as pool:
         try:
-            events.start(SweepInfo(folder.path, folder.runs, configs, pending, pool.slots, pool.threads))
+            slots, threads = pool.slots, pool.threads
+            events.start(
+                SweepInfo(folder.path, folder.runs, configs, pending, slots, threads, executor.ranks)
+            )
             if pending:
                 if store is not None:
                     events.phase("tracking")
                 with sweep_mlflow_run(folder, store) as parent:
-                    flags = [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
+                    flags = rank_flags(executor.ranks)
+                    flags += [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
@@ -274,15 +301,15 @@ def _report(
 
 def _local_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
     gpus, cores = visible_gpus(os.environ), usable_cores()
-    jobs = executor.jobs or len(gpus) or cores
-    slots = slot_environments(max(1, min(jobs, runs)), cores, gpus, os.environ)
+    jobs = executor.jobs or (len(gpus) or cores) // executor.ranks
+    slots = slot_environments(max(1, min(jobs, runs)), cores, gpus, os.environ, executor.ranks)
     return LocalPool([{**slot, **variables} for slot in slots])
 
 
 def _ray_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
     from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
 
-    return RayPool(executor.address, executor.jobs, variables)
+    return RayPool(executor.address, executor.jobs, variables, executor.ranks)
 
 
 _POOLS: dict[str, Callable[[Executor, int, Mapping[str, str]], Pool]] = {

@@ -129,10 +129,12 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     return SweepRequest(runs, config.baseline, about, tuning)
 
 
-def create_sweep(request: SweepRequest, runs_dir: Path, name: str | None) -> SweepFolder:
+def create_sweep(
+    request: SweepRequest, runs_dir: Path, name: str | None, gpus_per_run: int = 1
+) -> SweepFolder:
     """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
     chosen = choose_run_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
-    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about)
+    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about, gpus_per_run)
 
 
 def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:

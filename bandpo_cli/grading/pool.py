@@ -31,6 +31,21 @@ FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 """Returns a grade, or the arguments to call the function of the worker with."""
 
 
+@dataclass(frozen=True)
+class GraderUse:
+    """The answers that one grader has graded.
+
+    Attributes:
+        graded: their number.
+        failed: the number of those among them that have the verdict `grader-error`.
+        error: the first error, as one line; None without one.
+    """
+
+    graded: int
+    failed: int
+    error: str | None
+
+
 class GraderPool:
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
@@ -64,15 +79,17 @@ class GraderPool:
         """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
         return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
 
+    def uses(self) -> dict[str, GraderUse]:
+        """Return what each grader has graded, by name."""
+        errors = self.errors
+        return {
+            name: GraderUse(graded, self._failed[name], errors.get(name))
+            for name, graded in self._graded.items()
+        }
+
     def warnings(self) -> list[str]:
-        """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
-        return [
-            f"grader '{name}' failed on {self._failed[name]:,} of {self._graded[name]:,} answers "
-            f"({self._failed[name] / self._graded[name]:.1%}), which get the reward of a wrong answer; the "
-            f"first error: {error}"
-            for name, error in self.errors.items()
-            if self._failed[name]
-        ]
+        """Return a line for each grader that failed; see `failure_warnings`."""
+        return failure_warnings([self.uses()])
 
     def cancel(self) -> None:
         """Make a running call of `grade` in another thread raise RunError within about a second, and all later ones."""
@@ -258,3 +275,22 @@ def _find_first_stage(name: str) -> FirstStage:
 def _close(pools: dict[str, WorkerPool]) -> None:
     for pool in pools.values():
         pool.close()
+
+
+def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
+    """Return a line for each grader that failed: the share of answers without a verdict, and the first error.
+
+    Args:
+        uses: what each of several pools has graded, such as those of all ranks.
+    """
+    lines = []
+    for name in dict.fromkeys(name for each in uses for name in each):
+        found = [each[name] for each in uses if name in each]
+        graded, failed = sum(use.graded for use in found), sum(use.failed for use in found)
+        if failed:
+            error = next(use.error for use in found if use.failed)
+            lines.append(
+                f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which get the "
+                f"reward of a wrong answer; the first error: {error}"
+            )
+    return lines

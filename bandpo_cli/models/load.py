@@ -55,7 +55,7 @@ class Policy:
         stop_ids: ids of the tokens that end a completion.
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
-        ranks: the processes that train the policy together. With more than one the model is sharded over them
+        ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
             (`models.sharding`).
     """
 
@@ -115,7 +115,8 @@ def load_policy(config: ModelConfig, for_training: bool = True, ranks: Ranks = S
         config: path, dtype, device and attention of the model.
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing if it is configured.
-        ranks: the processes over which the model is sharded; all of them must call this together.
+        ranks: the processes of the run; all of them must call this together. A model for training is sharded over
+            them, any other is complete on each.
 
     Raises:
         UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
@@ -133,7 +134,7 @@ def load_policy(config: ModelConfig, for_training: bool = True, ranks: Ranks = S
         check_output_layer(model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
-    _place(model, device, ranks)
+    _place(model, device, ranks if for_training else SINGLE)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)

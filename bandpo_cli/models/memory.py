@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 from typing import Any, NamedTuple
 
@@ -18,31 +18,39 @@ from bandpo_cli.models.device import dtype_here
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.packing import MAX_SHARED_ROW_TOKENS, Packing, Row, batch_rows
+from bandpo_cli.models.sharded_memory import FLOAT32_BYTES, ShardedModel, sharded_model
 from bandpo_cli.storage.checkpoints import is_written_in_background
-
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory in bytes by component.
+    """Memory in bytes by component; with several ranks, that of one rank.
 
     Attributes:
-        parameters: number of parameters (not bytes); tied parameters count once.
+        parameters: number of parameters of the model (not bytes); tied parameters count once.
         always: memory that is held during the complete run: weights, optimizer state, reference model.
         update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
-        sampling: additional memory of sampling with the trainer's own model; empty for an engine with separate memory.
+        sampling: additional memory of sampling with the trainer's own model, or of sending it to another engine.
+        reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
+        ranks: number of ranks.
     """
 
     parameters: int
     always: dict[str, int]
     update: dict[str, int]
     sampling: dict[str, int]
+    reduction: dict[str, int] = field(default_factory=dict)
+    ranks: int = 1
+
+    @property
+    def updating(self) -> int:
+        """Maximum bytes of an update beside what is always held."""
+        return max(sum(self.update.values()), sum(self.reduction.values()))
 
     @property
     def peak(self) -> int:
         """Maximum bytes at any one time: updates and sampling alternate."""
-        return sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
+        return sum(self.always.values()) + max(self.updating, sum(self.sampling.values()))
 
 
 class AttendedTokens(NamedTuple):
@@ -64,61 +72,95 @@ class AttendedTokens(NamedTuple):
         return (4 * heads * self.masked + shared * self.plain) * head_dim + self.mask
 
 
-def estimate_memory(config: RunConfig, trainer_samples: bool, device: str = "cpu") -> MemoryEstimate:
+def estimate_memory(
+    config: RunConfig, trainer_samples: bool, device: str = "cpu", ranks: int = 1
+) -> MemoryEstimate:
     """Estimate the memory that the trainer needs on its device.
 
     Args:
         config: the run's settings.
         trainer_samples: the trainer's model also samples (the transformers engine), with a key-value cache.
         device: device type of the trainer, `cpu` or `cuda`.
+        ranks: number of ranks; with more than one the model is sharded, and the estimate is that of one rank.
 
     Raises:
         UserError: the model's config cannot be read.
     """
     config = with_dtype(config, device == "cuda")
     model = build_on_meta_device(config.model)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    weight_bytes = model.dtype.itemsize
-    always = {
-        "weights": numel * weight_bytes,
-        "AdamW": 2 * numel * FLOAT32_BYTES,
-    }
-    if weight_bytes != FLOAT32_BYTES:
-        always["master weights"] = numel * FLOAT32_BYTES
+    # One share of one is the complete model.
+    sharded = sharded_model(model, model.dtype.itemsize, ranks)
+    always = _held_bytes(config, sharded, device)
+    gradients = {"gradients": sharded.trained_share * FLOAT32_BYTES}
+    update = gradients | _pass_bytes(config, model, device)
+    sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
+    if ranks == 1:
+        return MemoryEstimate(sharded.total, always, update, sampling)
+    # Several ranks write no checkpoint in the background; rank 0 has a copy of the weights, in the memory of the host.
+    always.pop("copy for a checkpoint", None)
+    if device == "cpu":
+        always["complete weights for a checkpoint"] = sharded.total * sharded.itemsize
+    update |= sharded.update_bytes()
+    reduction = gradients | sharded.reduction_bytes()
+    if trainer_samples:
+        sampling |= {"complete parameters": sharded.sampling_bytes()}
+    else:
+        sampling = {"a complete weight, to send it to the engine": sharded.sync_bytes()}
+    return MemoryEstimate(sharded.total, always, update, sampling, reduction, ranks)
+
+
+def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str, int]:
+    """Return the bytes that are held during the complete run, by component."""
+    held = {}
+    if model.ranks > 1:
+        held["weights (float32)"] = model.weight_bytes
+    else:
+        held["weights"] = model.frozen_bytes
+    held["AdamW"] = 2 * model.trained_share * FLOAT32_BYTES
+    if model.ranks == 1 and model.itemsize != FLOAT32_BYTES:
+        held["master weights"] = model.trained_share * FLOAT32_BYTES
+    copied = sum(held.values())
     if config.objective.reference_kl > 0:
-        always["reference model"] = numel * weight_bytes
+        held["reference model"] = model.frozen_bytes
     if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
-        masters = always.get("master weights", 0)
-        always["copy for a checkpoint"] = always["weights"] + always["AdamW"] + masters
+        held["copy for a checkpoint"] = copied
+    return held
+
+
+def _pass_bytes(config: RunConfig, model: PreTrainedModel, device: str) -> dict[str, int]:
+    """Return the bytes of a forward and backward pass of one micro-batch, by component."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
     text = model.config.get_text_config()
     attended = attended_tokens(config, text, tokens)
     tile = min(TILE_BYTES[device], tokens * text.vocab_size * FLOAT32_BYTES)
     # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
-    update = {
-        "gradients": numel * FLOAT32_BYTES,
+    return {
         f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attended),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
         "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
         # before it is added to the gradient of the other micro-batches
-        "gradient of the output layer": text.vocab_size * text.hidden_size * weight_bytes,
+        "gradient of the output layer": text.vocab_size * text.hidden_size * model.dtype.itemsize,
     }
-    sampling = {}
-    if trainer_samples:
-        sequences = min(config.sampling.prompts * config.sampling.samples, config.sampling.max_sequences)
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        cache_bytes = (
-            2 * text.num_hidden_layers * heads * head_dim * weight_bytes
-        )  # per token: keys and values
-        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-        distribution_bytes = text.vocab_size * (4 + 4 + 8 + 8)
-        sampling = {
-            f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache_bytes,
-            f"next-token distributions of {sequences:,} sequences": sequences * distribution_bytes,
-        }
-    return MemoryEstimate(numel, always, update, sampling)
+
+
+def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, int]:
+    """Return the bytes of sampling with the trainer's own model, a share of the prompts per rank, by component."""
+    text = model.config.get_text_config()
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
+    prompts = math.ceil(config.sampling.prompts / ranks)
+    sequences = min(prompts * config.sampling.samples, config.sampling.max_sequences)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    cache_bytes = (
+        2 * text.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    )  # per token: keys and values
+    # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+    distribution_bytes = text.vocab_size * (4 + 4 + 8 + 8)
+    return {
+        f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache_bytes,
+        f"next-token distributions of {sequences:,} sequences": sequences * distribution_bytes,
+    }
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:

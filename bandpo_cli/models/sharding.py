@@ -64,6 +64,13 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def model_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of the model; `fully_shard` replaces it by a subclass of it and of `FSDPModule`."""
+    return cast(
+        type[nn.Module], next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    )
+
+
 def forward_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of forward and backward passes; parameters that are trained may be stored in float32."""
     return cast(torch.dtype, getattr(model, "forward_dtype", model.dtype))

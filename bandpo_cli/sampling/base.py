@@ -14,6 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
@@ -133,7 +134,7 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     while the trainer computes the logits of packed rows in float32: its tokens are samples of a slightly different
     distribution.
     """
-    return sampler.shares_weights and policy.model.dtype == torch.float32
+    return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
 def build_sampler(config: RunConfig, policy: Policy) -> Sampler:

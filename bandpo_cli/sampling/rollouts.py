@@ -276,6 +276,8 @@ def decode_completions(
 ) -> list[str]:
     """Return the text of each completion, [P·G], without special tokens."""
     ids = [list(completion.token_ids) for group in completions_PG for completion in group]
+    if not ids:  # transformers decodes no sequences as one empty sequence
+        return []
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return texts
 

@@ -2,6 +2,9 @@
 
 The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens.
 `benchmarks/sync_noise.py` measures how much that is over hundreds of syncs.
+
+With several ranks, each of them checks its own engine, and the largest gap decides: all ranks run the same number of
+probes, because a pass of a sharded model needs all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
@@ -41,7 +45,7 @@ Sample = Callable[[TokenIds, SamplingParams, int], Sequence[Completion]]
 
 def probe_limit(model: PreTrainedModel) -> float:
     """Return the largest mean difference, in nats, that rounding explains for the model's device and dtype."""
-    return LIMITS.get((model.device.type, model.dtype), HALF_PRECISION_LIMIT)
+    return LIMITS.get((model.device.type, forward_dtype(model)), HALF_PRECISION_LIMIT)
 
 
 class SyncCheck:
@@ -52,7 +56,8 @@ class SyncCheck:
     the engine's cache, and a sync that does not clear it is noticed. Until then the policy itself samples the prompt.
 
     Attributes:
-        gap: mean absolute difference of the log-probs in nats, of the latest attempt; NaN before the first.
+        gap: mean absolute difference of the log-probs in nats, of the latest attempt, and of the rank where it is
+            largest; NaN before the first.
     """
 
     def __init__(self, policy: Policy, max_model_len: int) -> None:
@@ -66,6 +71,7 @@ class SyncCheck:
         self._params = SamplingParams(SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=())
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
         self._prompt = _sampled_prompt(policy, self._length)
+        self._ranks = policy.ranks
         self.gap = math.nan
 
     def observe(self, prompt: TokenIds, completion: Completion) -> None:
@@ -87,7 +93,8 @@ class SyncCheck:
         """
         limit = probe_limit(model)
         for seed in range(ATTEMPTS):
-            self.gap = mean_gap(model, self._prompt, sample(self._prompt, self._params, SAMPLES * seed))
+            gap = mean_gap(model, self._prompt, sample(self._prompt, self._params, SAMPLES * seed))
+            self.gap = self._ranks.max(gap)
             if self.gap <= limit:
                 return
         raise StaleEngineError(

@@ -1,7 +1,7 @@
 """Sampling with vLLM: a separate engine in the trainer's process that loads the policy's weights after every update.
 
 The engine starts with random weights and the policy's config, so it only ever runs weights that a sync loaded. Every
-sync ends with a check that the engine runs them.
+sync ends with a check that the engine runs them. With several ranks, each of them has an engine with all weights.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import forward_dtype, model_class
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_stream import stream_outputs
 from bandpo_cli.sampling.vllm_worker import (
+    ComparedWeights,
     Weights,
-    compared_shapes,
     engine_threads,
-    fingerprint,
-    policy_weights,
     prepare_environment,
+    preserve_process_group,
     preserve_process_state,
     stderr_on_failure,
 )
@@ -55,17 +58,19 @@ class VllmSampler:
     shares_weights = False
 
     def __init__(self, config: SamplingConfig, policy: Policy) -> None:
-        """Start the engine and load the policy's weights into it as version 0.
+        """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.
 
         Raises:
+            ConfigError: there are several ranks, and `tensor_parallel` is above 1.
             UserError: vLLM cannot be imported, or it refuses the model or the settings.
             StaleEngineError: the first sync failed.
         """
+        check_tensor_parallel(config.vllm.tensor_parallel, policy.ranks.size)
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
         self._check = SyncCheck(policy, config.max_prompt_tokens + config.max_tokens)
-        self._llm, self._threads = _start(config, policy.model, self._sleeps)
+        self._llm, self._threads = _start(config, policy, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
         try:
@@ -134,11 +139,13 @@ class VllmSampler:
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights, clear the cache of the old weights, and check that the engine runs the new ones.
 
+        With several ranks, all of them must call this together.
+
         Raises:
             StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
                 error is raised unchanged.
         """
-        weights = policy_weights(model)
+        weights = ComparedWeights(checkpoint_weights(model), self._settings.tensor_parallel)
         try:
             self._wake_if_asleep(["weights"])
             skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(weights), version))
@@ -179,7 +186,8 @@ class VllmSampler:
         if not hasattr(self, "_llm"):
             return
         try:
-            self._llm.llm_engine.engine_core.shutdown()
+            with preserve_process_group():
+                self._llm.llm_engine.engine_core.shutdown()
         finally:
             del self._llm
             gc.collect()
@@ -219,20 +227,21 @@ class VllmSampler:
             self._llm.wake_up(tags=tags)
 
     def _transferable(self, weights: Weights) -> Weights:
-        """Return the weights in a form that reaches all workers: in CPU memory if they are other processes."""
+        """Return the weights in a form that reaches all workers: in CPU memory if they are other processes.
+
+        The worker in this process takes one tensor at a time.
+        """
         if self._settings.tensor_parallel == 1:
-            return weights
+            return iter(weights)
         return [(name, tensor.cpu()) for name, tensor in weights]
 
-    def _compare_tensors(self, weights: Weights, version: int) -> None:
+    def _compare_tensors(self, weights: ComparedWeights, version: int) -> None:
         """Compare the version of the last load, and bit by bit the tensors that the engine stores unchanged."""
-        shapes = compared_shapes(weights, self._settings.tensor_parallel)
-        compared = {name: tensor for name, tensor in weights if name in shapes}
-        for loaded_version, fingerprints in self._llm.collective_rpc("policy_state", args=(shapes,)):
+        for loaded_version, fingerprints in self._llm.collective_rpc("policy_state", args=(weights.shapes,)):
             if loaded_version != version:
                 raise StaleEngineError(f"vLLM runs version {loaded_version} of the weights, not {version}")
             for name, engine_fingerprint in fingerprints.items():
-                if engine_fingerprint != fingerprint(compared[name], shapes[name]):
+                if engine_fingerprint != weights.fingerprints[name]:
                     raise StaleEngineError(
                         f"vLLM does not run version {version} of the weights: {name} differs"
                     )
@@ -243,14 +252,14 @@ class VllmSampler:
         return [self._completion(each) for each in output.outputs]
 
 
-def _start(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> tuple[vllm.LLM, int]:
+def _start(config: SamplingConfig, policy: Policy, sleeps: bool) -> tuple[vllm.LLM, int]:
     """Start the engine; return it with the number of torch threads under which it was compiled."""
     prepare_environment()
     try:
-        with preserve_process_state(), stderr_on_failure():
+        with preserve_process_state(), preserve_process_group(), stderr_on_failure():
             import vllm
 
-            llm = vllm.LLM(**_engine_settings(config, model, sleeps))
+            llm = vllm.LLM(**_engine_settings(config, policy.model, sleeps), **_rank_settings(policy.ranks))
             return llm, torch.get_num_threads()
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {_error_text(error)}") from error
@@ -280,7 +289,7 @@ def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: boo
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's could set top-p, top-k or a repetition penalty
         "logprobs_mode": "processed_logprobs",  # of the logits divided by the temperature
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(forward_dtype(model)).removeprefix("torch."),
         "seed": 0,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_sequences,
@@ -302,10 +311,19 @@ def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: boo
     }
 
 
+def _rank_settings(ranks: Ranks) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that make it an engine per rank.
+
+    With another executor, vLLM would take all processes of the process group for workers of one engine. With this one
+    each group of `tensor_parallel` ranks is an engine, on the GPU that the environment variable LOCAL_RANK names.
+    """
+    return {} if ranks.size == 1 else {"distributed_executor_backend": "external_launcher"}
+
+
 def _config_folder(model: PreTrainedModel) -> Path:
     """Write the policy's config for vLLM; return its folder, which is the same for equal configs (compile caches)."""
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [model_class(model).__name__]
     digest = hashlib.blake2b(config.to_json_string().encode(), digest_size=8).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"bandpo-vllm-{os.getuid()}" / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -333,12 +351,11 @@ def _request(params: SamplingParams, seed: int) -> vllm.SamplingParams:
 
 
 def _requests(params: SamplingParams, seed: int, prompts: int) -> list[vllm.SamplingParams]:
-    """Return vLLM's parameters of the prompts of one call.
+    """Return vLLM's parameters of the prompts of one call; those of prompt i depend on `seed + i` alone.
 
-    vLLM samples completion i of a request with the request's seed + i, so seeds of requests are n apart.
+    vLLM samples completion k of a request with the request's seed + k, so seeds of requests must be far apart.
     """
-    first_seed = random.Random(seed).getrandbits(62)
-    return [_request(params, first_seed + index * params.samples) for index in range(prompts)]
+    return [_request(params, random.Random(seed + index).getrandbits(62)) for index in range(prompts)]
 
 
 def _token_prompts(prompts_P: Sequence[TokenIds]) -> list[Any]:

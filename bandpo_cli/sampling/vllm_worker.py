@@ -1,7 +1,7 @@
 """vLLM in the trainer's process: protection of the process's state, and the worker's side of the weight sync.
 
 The context managers undo what vLLM changes for the complete process. `PolicyWorker` runs inside vLLM's workers, where
-the weights are. `compared_shapes` and `fingerprint` run on both sides of the sync.
+the weights are. `ComparedWeights` is the trainer's side of the comparison after a sync; `fingerprint` runs on both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
-from bandpo_cli.models.weights import checkpoint_weights
-
-Weights = list[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors under their names in a checkpoint."""
 
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_EMBEDDING_ROWS = 1024
@@ -61,6 +60,25 @@ def preserve_process_state() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def preserve_process_group() -> Iterator[None]:
+    """Keep the process group that connects the ranks of the run: vLLM destroys it where an engine ends."""
+    if not dist.is_initialized():
+        yield
+        return
+    destroy, default = dist.destroy_process_group, dist.group.WORLD
+
+    def destroy_others(group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and group is not default:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_others
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
 
 
 @contextmanager
@@ -121,13 +139,16 @@ class PolicyWorker:
     def policy_load(self, weights: Weights, version: int) -> list[str]:
         """Load a complete set of weights through vLLM's loader and set `policy_version` if all were loaded.
 
+        The loader takes one tensor at a time. All tensors are taken, also those that it does not read: a sharded policy
+        gathers each of them, which all ranks do together.
+
         Returns:
             One line per weight that was not loaded: tensors that the loader did not read and parameters of the engine
             that it did not fill. If there are any, `policy_version` is None.
         """
         model = self.model_runner.get_model()
         parameters = {name for name, _ in model.named_parameters()}
-        unread, loaded = {name for name, _ in weights}, set[str]()
+        remaining, loaded = iter(weights), set[str]()
         self.policy_version = None
         load_weights = model.load_weights
 
@@ -137,18 +158,13 @@ class PolicyWorker:
             loaded.update(parameters if names is None else names)
             return names
 
-        def record_read() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                unread.discard(name)
-                yield name, tensor
-
         model.load_weights = record_loaded  # vLLM itself only logs a warning for weights that it did not load
         try:
-            self.reload_weights(weights_iterator=record_read())
+            self.reload_weights(weights_iterator=remaining)
         finally:
             del model.load_weights
         _repack_tied(model)
-        skipped = [f"{name} was not read" for name in sorted(unread)]
+        skipped = [f"{name} was not read" for name in sorted(name for name, _ in remaining)]
         skipped += [f"{name} was not filled" for name in sorted(parameters - loaded)]
         if not skipped:
             self.policy_version = version
@@ -170,24 +186,42 @@ class PolicyWorker:
         return self.policy_version, fingerprints
 
 
-def policy_weights(model: PreTrainedModel) -> Weights:
-    """Return the weights under their names in a checkpoint; tied weights appear once."""
-    return [*checkpoint_weights(model)]
+class ComparedWeights:
+    """Weights on their way into the engine, and fingerprints of those that the engine stores unchanged.
 
-
-def compared_shapes(weights: Weights, tensor_parallel: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that vLLM neither fuses nor repacks: vectors and rows of the embedding.
-
-    Vectors are norm weights and biases. Of the embedding, only the first rows are compared, and none if it is sharded
-    over GPUs. `policy_state` skips tensors that the engine stores in another shape.
+    Attributes:
+        shapes: names and shapes of the compared tensors that were taken; see `compared_shape`.
+        fingerprints: their fingerprints by name.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in weights:
-        if tensor.ndim == 1:
-            shapes[name] = tuple(tensor.shape)
-        elif tensor.ndim == 2 and "embed" in name and tensor_parallel == 1:
-            shapes[name] = (min(len(tensor), _MAX_EMBEDDING_ROWS), tensor.shape[1])
-    return shapes
+
+    def __init__(self, weights: Weights, tensor_parallel: int) -> None:
+        self._weights = weights
+        self._tensor_parallel = tensor_parallel
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.fingerprints: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights, each after its fingerprint was taken: none of them is held."""
+        for name, tensor in self._weights:
+            shape = compared_shape(name, tensor, self._tensor_parallel)
+            if shape is not None:
+                self.shapes[name] = shape
+                self.fingerprints[name] = fingerprint(tensor, shape)
+            yield name, tensor
+
+
+def compared_shape(name: str, tensor: torch.Tensor, tensor_parallel: int) -> tuple[int, ...] | None:
+    """Return the shape of what is compared of a tensor; None if vLLM fuses or repacks it.
+
+    vLLM neither fuses nor repacks vectors, which are norm weights and biases, and the embedding. Of that, only the
+    first rows are compared, and none if it is sharded over GPUs. `policy_state` skips tensors that the engine stores in
+    another shape.
+    """
+    if tensor.ndim == 1:
+        return tuple(tensor.shape)
+    if tensor.ndim == 2 and "embed" in name and tensor_parallel == 1:
+        return min(len(tensor), _MAX_EMBEDDING_ROWS), tensor.shape[1]
+    return None
 
 
 @torch.no_grad()

@@ -44,11 +44,13 @@ def total_seconds(seconds: Sequence[float], jobs: int) -> float:
     return max(slots)
 
 
-def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -> float | None:
+def seconds_from_earlier_runs(
+    config: RunConfig, runs_dir: Path, threads: int, ranks: int = 1
+) -> float | None:
     """Return the median seconds of the latest finished runs in `runs_dir` with the shape of `config`.
 
     Training time is scaled to the number of steps. None if there is no such run. On a CPU only runs with the same
-    number of `threads` count.
+    number of `threads` count, and always only those with the same number of `ranks`.
     """
     own = config.model_dump(mode="json")
     seconds_by_time = []
@@ -60,6 +62,7 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
             earlier = read_yaml(path.parent / "config.yaml", "config")
             hardware = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)["hardware"]
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
+            same_speed = same_speed and hardware.get("ranks", 1) == ranks
             if same_speed and _shape(earlier) == _shape(_with_dtype_of(own, earlier)):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
@@ -69,11 +72,12 @@ def seconds_from_earlier_runs(config: RunConfig, runs_dir: Path, threads: int) -
     return statistics.median(latest) if latest else None
 
 
-def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float:
+def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: int = 1) -> float:
     """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
 
     Args:
         variables: all environment variables of the trial.
+        ranks: processes of a run.
 
     Raises:
         UserError: the trial failed; the message contains its last line of output.
@@ -88,16 +92,8 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
         start = time.perf_counter()
         done = subprocess.run(
             [
-                sys.executable,
-                "-m",
-                "bandpo_cli",
-                "train",
-                "-c",
-                str(plan),
-                "--name",
-                "t",
-                "--runs-dir",
-                scratch,
+                *(sys.executable, "-m", "bandpo_cli", "train", "-c", str(plan), "--name", "t"),
+                *("--runs-dir", scratch, *rank_flags(ranks)),
             ],
             capture_output=True,
             text=True,
@@ -119,6 +115,11 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str]) -> float
     count = 1 + -(-config.steps // every) if every else 0
     start_and_end = wall - sum(record["time/step"] for record in records)
     return float(start_and_end + config.steps * step + count * evaluation)
+
+
+def rank_flags(ranks: int) -> list[str]:
+    """Return the flags of `bandpo train` for a run with this many processes; none for one."""
+    return ["--nproc", str(ranks)] if ranks > 1 else []
 
 
 def _summary_files(runs_dir: Path) -> list[Path]:

@@ -45,12 +45,16 @@ class SweepFolder:
         path: the folder; it is the runs folder of its runs.
         runs: the planned runs.
         baseline: the arm that the others are compared with, None without one.
+        gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
     """
 
-    def __init__(self, path: Path, runs: Sequence[SweepRun], baseline: str | None) -> None:
+    def __init__(
+        self, path: Path, runs: Sequence[SweepRun], baseline: str | None, gpus_per_run: int = 1
+    ) -> None:
         self.path = path
         self.runs = list(runs)
         self.baseline = baseline
+        self.gpus_per_run = gpus_per_run
 
     @classmethod
     def create(
@@ -60,6 +64,7 @@ class SweepFolder:
         planned: Sequence[PlannedRun],
         baseline: str | None,
         about: Mapping[str, Any],
+        gpus_per_run: int = 1,
     ) -> SweepFolder:
         """Create the folder and write the plan. Raises UserError for a name that is taken or not valid.
 
@@ -72,9 +77,10 @@ class SweepFolder:
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
         runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in planned]
-        plan = {"name": name, "baseline": baseline, **about, "runs": [vars(run) for run in runs]}
+        several = {"gpus_per_run": gpus_per_run} if gpus_per_run > 1 else {}
+        plan = {"name": name, "baseline": baseline, **several, **about, "runs": [vars(run) for run in runs]}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
-        return cls(path, runs, baseline)
+        return cls(path, runs, baseline, gpus_per_run)
 
     @classmethod
     def open(cls, runs_dir: Path, text: str) -> SweepFolder:
@@ -96,10 +102,13 @@ class SweepFolder:
                 for run in plan["runs"]
             ]
             baseline = plan.get("baseline")
+            gpus_per_run = plan.get("gpus_per_run", 1)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path / PLAN_FILE}: not readable as the plan of a sweep: {error}") from None
         if not runs:
             raise UserError(f"{path / PLAN_FILE}: lists no runs")
+        if not isinstance(gpus_per_run, int) or isinstance(gpus_per_run, bool) or gpus_per_run < 1:
+            raise UserError(f"{path / PLAN_FILE}: gpus_per_run = {gpus_per_run!r} is not a number from 1 on")
         seen: set[str] = set()
         for run in runs:
             _check_entry(run, seen, path / PLAN_FILE)
@@ -107,7 +116,7 @@ class SweepFolder:
                 raise UserError(
                     f"{path}: the settings of run '{run.name}' are missing (plans/{run.name}.yaml)"
                 )
-        return cls(path, runs, None if baseline is None else str(baseline))
+        return cls(path, runs, None if baseline is None else str(baseline), gpus_per_run)
 
     @property
     def name(self) -> str:

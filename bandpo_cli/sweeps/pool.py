@@ -49,7 +49,7 @@ class Pool(Protocol):
 
     Attributes:
         slots: number of jobs at a time.
-        threads: CPU threads per job.
+        threads: CPU threads per job, or per rank of one.
     """
 
     slots: int
@@ -89,7 +89,7 @@ class LocalPool:
         """Create the pool without starting a process.
 
         Args:
-            slots: environment variables of each slot: its GPU and its number of threads.
+            slots: environment variables of each slot: its GPUs and its number of threads.
             grace_s: seconds that a child has to end its run after each signal.
         """
         self.slots = len(slots)
@@ -151,24 +151,27 @@ class LocalPool:
 
 
 def slot_environments(
-    jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str]
+    jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str], ranks: int = 1
 ) -> list[dict[str, str]]:
-    """Return the environment variables of each slot: its GPU, where there are GPUs, and its share of the cores.
+    """Return the environment variables of each slot: its GPUs, where there are GPUs, and the threads of a rank.
 
-    More threads than cores make runs several times slower. A value of OMP_NUM_THREADS set by the user is kept.
+    Each rank gets its share of the cores: more threads than cores make runs several times slower. A value of
+    OMP_NUM_THREADS set by the user is kept. The GPUs of two slots are the same ones or have none in common.
 
     Args:
         jobs: number of slots.
         cores: usable CPU cores.
-        gpus: GPUs as CUDA_VISIBLE_DEVICES names them.
+        gpus: GPUs as CUDA_VISIBLE_DEVICES names them; none, or at least `ranks`.
         environ: the environment of this process.
+        ranks: processes of a run, each with a GPU of its own where there are GPUs.
     """
-    threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // jobs))
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // (jobs * ranks)))
+    sets = [gpus[start : start + ranks] for start in range(0, len(gpus) - ranks + 1, ranks)]
     slots = []
     for slot in range(jobs):
         variables = {"OMP_NUM_THREADS": threads}
-        if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        if sets:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(sets[slot % len(sets)])
         slots.append(variables)
     return slots
 

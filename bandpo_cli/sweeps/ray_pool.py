@@ -62,16 +62,19 @@ _TASK = ray.remote(max_retries=0)(_execute)
 class RayPool:
     """A `Pool` on a Ray cluster; Ray assigns cores and GPUs to each run."""
 
-    def __init__(self, address: str | None, jobs: int | None, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, address: str | None, jobs: int | None, variables: Mapping[str, str], ranks: int = 1
+    ) -> None:
         """Connect to a cluster, or start one on this machine.
 
         Args:
             address: address of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts a local one.
             jobs: number of runs at a time; None for one per GPU of the cluster, without GPUs one per core.
             variables: environment variables of every run.
+            ranks: processes of a run, all on one machine, each with a GPU of its own where the cluster has GPUs.
 
         Raises:
-            UserError: there is no cluster at the address.
+            UserError: there is no cluster at the address, or it has GPUs and no machine with as many as `ranks`.
         """
         try:
             ray.init(
@@ -85,10 +88,16 @@ class RayPool:
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
         resources = ray.cluster_resources()
         gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        self.slots = max(1, jobs or gpus or cores)
-        self.threads = max(1, cores // self.slots)
+        most = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+        if gpus and ranks > most:
+            ray.shutdown()
+            raise UserError(
+                f"--gpus-per-run {ranks}: no machine of the Ray cluster has so many GPUs, the most are {most}"
+            )
+        self.slots = max(1, jobs or (gpus or cores) // ranks)
+        self.threads = max(1, cores // (self.slots * ranks))
         self._variables = {"OMP_NUM_THREADS": str(self.threads), **variables}
-        self._share = {"num_cpus": min(self.threads, cores), "num_gpus": 1 if gpus else 0}
+        self._share = {"num_cpus": min(self.threads * ranks, cores), "num_gpus": ranks if gpus else 0}
         self._tasks: dict[Any, str] = {}
 
     @property

@@ -272,6 +272,7 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         config.seed,
         version=components.optimizer.update,
         cancel=components.grader.cancel,
+        ranks=components.ranks,
     )
     rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
     for batch in batches:

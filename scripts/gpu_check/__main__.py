@@ -1,4 +1,4 @@
-"""Checks and measurements of training on one GPU: `make gpu-check`, or `python -m scripts.gpu_check`.
+"""Checks and measurements of training on one GPU, or two: `make gpu-check`, or `python -m scripts.gpu_check`.
 
     python -m scripts.gpu_check [--json FILE] [--checks a,b] [--device DEVICE] [--tiny] [--budget SECONDS]
 
@@ -29,6 +29,7 @@ import torch
 
 from scripts.gpu_check.engines import check_trl, check_vllm
 from scripts.gpu_check.kernels import check_logprobs, check_operator
+from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
 from scripts.gpu_check.stand_ins import install_stand_ins
 from scripts.gpu_check.training import check_memory, check_resume, check_step, free_memory
@@ -47,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "trl": check_trl,
     "step-1.5b": partial(check_step, shape="1.5b"),
     "memory-1.5b": partial(check_memory, shape="1.5b"),
+    "two-ranks": check_ranks,
 }
 """The checks in the order in which they run."""
 

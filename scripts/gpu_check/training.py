@@ -20,6 +20,7 @@ from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
     from bandpo_cli.config.run import RunConfig
+    from bandpo_cli.ranks import Ranks
     from bandpo_cli.training.components import Components
     from bandpo_cli.types import StepReport
 
@@ -59,17 +60,27 @@ Observer = Callable[["Components", "StepReport | None"], None]
 
 
 def train_steps(
-    work: Work, config: RunConfig, name: str, observe: Observer, checkpoint: Path | None = None
+    work: Work,
+    config: RunConfig,
+    name: str,
+    observe: Observer,
+    checkpoint: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainedRun:
     """Train from the beginning or from a checkpoint up to step `LAST_STEP`, on the path of `bandpo train`.
 
     The record is that of a run without plots; completions are kept in memory, because their file needs pyarrow.
+
+    Args:
+        ranks: the processes that train together, of which rank 0 has the completions; None for this one alone.
     """
+    from bandpo_cli.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
     from bandpo_cli.training.components import build_components
     from bandpo_cli.training.loop import train
 
-    folder = RunFolder.create(work.folder, name)
+    ranks = ranks or SINGLE
+    folder = RunFolder.create(work.folder, name) if ranks.is_main else RunFolder(work.folder / name)
     run = TrainedRun(folder.path)
 
     class FolderWithoutTables(RunFolder):
@@ -80,7 +91,7 @@ def train_steps(
     free_memory()
     if work.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    components = build_components(config, RandomProblems(work.size))
+    components = build_components(config, RandomProblems(work.size), ranks)
     try:
         first = 0
         if checkpoint is not None:

@@ -61,6 +61,31 @@ def test_the_estimate_is_printed_by_part_with_the_available_memory() -> None:
         assert part in text
 
 
+def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=120), resolve([]), ranks=2)
+    text = out.getvalue()
+    for part in ("1.1M parameters, a rank of 2", "weights (float32)", "complete parameters", "gradients"):
+        assert part in text
+    assert "at the peak of each rank, this machine / 2 ranks (no GPU) has" in text
+    one, two = memory_report(resolve([])), memory_report(resolve([]), ranks=2)
+    assert two.available == one.available // 2
+    assert two.estimate.always["AdamW"] == pytest.approx(one.estimate.always["AdamW"] / 2, rel=0.001)
+
+
+def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
+    """The engine is awake while a complete weight is sent to it, and not during an update."""
+    config = resolve([{"sampling": {"engine": "vllm", "vllm": {"sleep": True}}}])
+    report = memory_report_on(config, "a GPU", 2**40, on_gpu=True, ranks=2)
+    estimate = report.estimate
+    sent = estimate.sampling["a complete weight, to send it to the engine"]
+    assert report.peak == sum(estimate.always.values()) + report.engine + sent
+    awake = config.model_copy(update={"sampling": config.sampling.model_copy(
+        update={"vllm": config.sampling.vllm.model_copy(update={"sleep": False})})})  # fmt: skip
+    report = memory_report_on(awake, "a GPU", 2**40, on_gpu=True, ranks=2)
+    assert report.peak == sum(estimate.always.values()) + report.engine + estimate.updating
+
+
 def test_too_large_an_estimate_names_settings_to_change() -> None:
     out = io.StringIO()
     enormous = resolve([{"optim": {"micro_batch_tokens": 500_000_000}}])

@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
 from tests.cli.eval_command import Done, without_torch
 
@@ -56,6 +59,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
     (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
     (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
+    (["--gpus-per-run", "0", "--seeds", "0"], ["--gpus-per-run", "greater than or equal to 1"]),
 ]
 
 
@@ -138,6 +142,61 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     gone = bandpo("--resume", "a", cwd=tmp_path)
     assert gone.returncode == 2
     assert "settings of run '0.01-s0' are missing" in gone.stderr
+
+
+def processes_with(text: str) -> list[int]:
+    """Return the processes whose command line has this text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_runs_of_two_ranks_end_with_a_killed_sweep_and_resume_as_two(tmp_path: Path) -> None:
+    """Without a GPU the ranks of a run are processes on the CPU; the run is that of one rank."""
+    arguments = [
+        "--seeds",
+        "0",
+        *SMALL,
+        "--steps",
+        "12",
+        "--gpus-per-run",
+        "2",
+        "--name",
+        "two",
+        "--no-mlflow",
+    ]
+    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments, "--set", "checkpoint.every=1"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    sweep = tmp_path / "runs" / "two"
+    end = time.monotonic() + 240
+    while not list(sweep.glob("*/checkpoints/step-*/trainer/state.json")) and time.monotonic() < end:
+        time.sleep(0.05)
+    plan = str(sweep / "plans")
+    assert len(processes_with(plan)) >= 3, "the launcher and two ranks"
+    first.kill()
+    first.wait()
+    while processes_with(plan) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not processes_with(plan)
+    (run,) = (path.parent for path in sweep.glob("*/config.yaml"))
+    assert not (run / "summary.json").exists()
+
+    done = bandpo("--resume", "two", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 at a time, 2 processes of 1 thread each" in done.stdout
+    assert "1 of 1 runs finished" in done.stdout
+    assert json.loads((run / "env.json").read_text())["hardware"]["ranks"] == 2
+    alone = train(resolve([read_layer(sweep / "plans" / f"{run.name}.yaml")]), tmp_path, "one")
+    lines = [without_clock(line) for line in alone.records]
+    assert len(lines) == 9
+    for line, expected in zip(records(run), lines, strict=True):
+        assert line == pytest.approx(expected, abs=1e-4, rel=1e-4)
 
 
 @pytest.mark.slow

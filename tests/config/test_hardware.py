@@ -62,6 +62,10 @@ CPU_GIB = 8
 _MODEL_HEADER = re.compile(
     r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\.\n"
 )
+_EIGHT_GPUS = re.compile(
+    r"\n# On 8 GPUs of (\d+) GB, with eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
+    r"always\.\n"
+)
 _ONE_GPU = re.compile(r"one GPU of (\d+) GB")
 _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
 
@@ -72,9 +76,9 @@ def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:
     return resolve([*layers, {"model": {"path": str(tmp_path)}}])
 
 
-def report_on_gpu(config: RunConfig, gigabytes: int) -> MemoryReport:
-    """Return the estimate for a GPU. Its GB count as 10⁹ bytes, less than any card of that size has."""
-    return memory_report_on(config, "a GPU", gigabytes * 10**9, on_gpu=True)
+def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryReport:
+    """Return the estimate for each of `ranks` GPUs. GB count as 10⁹ bytes, less than any card of that size has."""
+    return memory_report_on(config, "a GPU", gigabytes * 10**9, True, ranks)
 
 
 def fits(config: RunConfig, report: MemoryReport, available: int) -> bool:
@@ -100,6 +104,23 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     assert report.engine > 1.5 * estimate.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
+
+
+@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path, file: Path) -> None:
+    header = _EIGHT_GPUS.search(file.read_text("utf-8"))
+    assert header is not None
+    size, peak, held = map(int, header.groups())
+    files = (PAPER / "base.yaml", file, PAPER / "eight-gpus.yaml")
+    model = read_layer(file)["model"]["path"]
+    config = config_on_disk(tmp_path, model, *map(read_layer, files))
+    report = report_on_gpu(config, size, ranks=8)
+    assert report.fits
+    assert round(report.peak / GIB) == peak
+    # Masters and two moments of float32, and the reference in bfloat16, an eighth of each.
+    assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
+    assert report.engine > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
+    assert not report_on_gpu(config, size).fits, "one such GPU is enough"
 
 
 @pytest.mark.parametrize(
@@ -143,3 +164,18 @@ def test_no_other_header_names_a_gpu() -> None:
     """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
     assert files == {*MODELS, CONFIGS / "gsm8k.yaml"}
+
+
+def test_the_table_of_several_gpus_has_the_numbers_of_the_headers() -> None:
+    text = (CONFIGS.parent / "docs" / "several_gpus.md").read_text("utf-8")
+    for file in MODELS:
+        header = file.read_text("utf-8")
+        one, eight = _MODEL_HEADER.match(header), _EIGHT_GPUS.search(header)
+        assert one is not None
+        assert eight is not None
+        cells = (
+            f"{one[2]} GiB of {one[1]} GB | {eight[2]} GiB of {eight[1]} GB, {eight[3]} GiB of them always |"
+        )
+        (row,) = (line for line in text.splitlines() if line.endswith(cells))
+        name = row.split("|")[1].strip()
+        assert name.lower() in file.stem.replace("-instruct", "")

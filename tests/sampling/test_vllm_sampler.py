@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import sys
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import torch
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.base import StaleEngineError, build_sampler, describe_sampler
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, build_sampler, describe_sampler
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
@@ -36,6 +38,7 @@ class FakeEngine:
             return ["vllm.v1.worker.gpu_model_runner.GPUModelRunner"]
         if method == "policy_load":
             self.version = args[1]
+            self.taken = [name for name, _ in args[0]]
             return [[]]
         return [(self.version, {})]
 
@@ -60,7 +63,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def engine(device: str, **settings: Any) -> VllmSampler:
     policy: Any = SimpleNamespace(
-        model=random_model(), tokenizer=None, device=torch.device(device), stop_ids=(2,), pad_id=0
+        model=random_model(),
+        tokenizer=None,
+        device=torch.device(device),
+        stop_ids=(2,),
+        pad_id=0,
+        ranks=SINGLE,
     )
     return VllmSampler(RunConfig.model_validate({"sampling": {"vllm": settings}}).sampling, policy)
 
@@ -99,13 +107,65 @@ def test_old_version_after_a_sync_raises_stale_engine_error(
         sampler.sync(random_model(), 5)
 
 
+def test_an_engine_in_this_process_takes_one_tensor_at_a_time(calls: list[str]) -> None:
+    """Workers in other processes receive a list of tensors in CPU memory."""
+    received: list[Any] = []
+    sampler = engine("cpu")
+    sampler._llm.collective_rpc = lambda method, args: (  # type: ignore[method-assign]
+        (received.append(args[0]) or [list(args[0]) and []]) if method == "policy_load" else [(1, {})]
+    )
+    sampler.sync(random_model(), 1)
+    assert not isinstance(received[0], list)
+    assert next(iter(received[0]), None) is None
+
+
+def test_an_engine_over_several_gpus_with_several_ranks_is_refused(calls: list[str]) -> None:
+    policy: Any = SimpleNamespace(
+        model=random_model(),
+        tokenizer=None,
+        device=torch.device("cpu"),
+        stop_ids=(2,),
+        pad_id=0,
+        ranks=Ranks(1, 4, 1),
+    )
+    config = RunConfig.model_validate({"sampling": {"vllm": {"tensor_parallel": 2}}})
+    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: with 4 processes, each has"):
+        VllmSampler(config.sampling, policy)
+
+
+def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
+    """torchrun's processes would be workers of one engine with vLLM's other executors."""
+    assert vllm_sampler._rank_settings(SINGLE) == {}
+    assert vllm_sampler._rank_settings(Ranks(1, 2, 1)) == {
+        "distributed_executor_backend": "external_launcher"
+    }
+
+
+def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of a call, divided over two calls, have the same seeds."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=(2,))
+    seeds = [each.seed for each in vllm_sampler._requests(params, 2**63 - 2, 5)]
+    first, second = (
+        vllm_sampler._requests(params, 2**63 - 2 + start, count) for start, count in ((0, 2), (2, 3))
+    )
+    assert seeds == [each.seed for each in (*first, *second)]
+    assert seeds[1] == random.Random(2**63 - 1).getrandbits(62)
+    assert min(abs(a - b) for a in seeds for b in seeds if a != b) > params.samples
+
+
 def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is vllm if a GPU and the package are there, else transformers."""
 
     def built(choice: str, device: str, installed: bool) -> type:
         monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: installed)
         policy: Any = SimpleNamespace(
-            model=random_model(), tokenizer=None, device=torch.device(device), stop_ids=(2,), pad_id=0
+            model=random_model(),
+            tokenizer=None,
+            device=torch.device(device),
+            stop_ids=(2,),
+            pad_id=0,
+            ranks=SINGLE,
         )
         return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
 
@@ -268,7 +328,9 @@ def test_the_transformers_engine_on_a_gpu_is_warned_about(
     caplog.set_level(logging.WARNING, "bandpo_cli")
     for module in ("config.sampling", "sampling.base"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
-    policy: Any = SimpleNamespace(model=random_model(), device=torch.device(device), pad_id=0, tokenizer=None)
+    policy: Any = SimpleNamespace(
+        model=random_model(), device=torch.device(device), pad_id=0, tokenizer=None, ranks=SINGLE
+    )
     build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy)
     if advice is None:
         assert not caplog.records

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.sampling.vllm_worker import (
+    ComparedWeights,
     PolicyWorker,
-    Weights,
-    compared_shapes,
     engine_threads,
     fingerprint,
-    policy_weights,
     prepare_environment,
+    preserve_process_group,
     preserve_process_state,
     stderr_on_failure,
 )
@@ -44,6 +47,27 @@ def test_process_state_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.get_rng_state(), rng_state)
     assert "LD_PRELOAD" not in os.environ
     assert os.environ["LD_LIBRARY_PATH"] == "/before"
+
+
+def test_the_process_group_of_the_ranks_is_kept(tmp_path: Path) -> None:
+    """vLLM destroys its own groups, and then the default one, which all other groups depend on."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        destroy, own = dist.destroy_process_group, dist.new_group([0])
+        with preserve_process_group():
+            dist.destroy_process_group(own)
+            dist.destroy_process_group()
+            dist.destroy_process_group(dist.group.WORLD)
+        assert dist.destroy_process_group is destroy
+        assert dist.is_initialized()
+        dist.barrier()
+        with pytest.raises(KeyError):
+            dist.get_process_group_ranks(own)
+    finally:
+        dist.destroy_process_group()
+    with preserve_process_group():
+        assert dist.destroy_process_group is destroy
 
 
 def test_engine_threads_restores_threads_and_random_state() -> None:
@@ -112,15 +136,41 @@ def test_swapped_values_change_the_fingerprint() -> None:
 
 
 def test_norms_and_embedding_rows_are_compared_and_tied_weights_appear_once() -> None:
-    weights = policy_weights(random_model("qwen2"))
-    names = [name for name, _ in weights]
+    model = random_model("qwen2")
+    compared = ComparedWeights(checkpoint_weights(model), tensor_parallel=1)
+    names = [name for name, _ in compared]
     assert len(names) == len(set(names))
     assert "lm_head.weight" not in names  # tied in this model
-    shapes = compared_shapes(weights, tensor_parallel=1)
-    assert shapes["model.norm.weight"] == (32,)
-    assert shapes["model.embed_tokens.weight"] == (23, 32)
-    assert not any("proj.weight" in name for name in shapes)
-    assert "model.embed_tokens.weight" not in compared_shapes(weights, tensor_parallel=2)
+    assert compared.shapes["model.norm.weight"] == (32,)
+    assert compared.shapes["model.embed_tokens.weight"] == (23, 32)
+    assert not any("proj.weight" in name for name in compared.shapes)
+    state = model.state_dict()
+    assert compared.fingerprints == {
+        name: fingerprint(state[name], shape) for name, shape in compared.shapes.items()
+    }
+    spread = ComparedWeights(checkpoint_weights(model), tensor_parallel=2)
+    list(spread)
+    assert compared.shapes.keys() - spread.shapes.keys() == {"model.embed_tokens.weight"}
+
+
+def test_a_tensor_is_free_once_the_next_one_is_taken() -> None:
+    """A sharded policy makes each tensor when it is taken: at no time are all of them in memory."""
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def made_when_taken() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(4):
+            assert all(reference() is None for reference in references[:-1])
+            tensor = torch.full((3,), float(index))
+            references.append(weakref.ref(tensor))
+            yield f"norm{index}.weight", tensor
+            del tensor
+
+    compared = ComparedWeights(made_when_taken(), tensor_parallel=1)
+    taken = iter(compared)
+    for name, tensor in taken:
+        assert compared.fingerprints[name] == fingerprint(tensor, (3,))
+        del tensor
+    assert len(compared.fingerprints) == len(references) == 4
 
 
 class Engine(nn.Module):
@@ -164,7 +214,7 @@ class Worker(PolicyWorker):
         self.model.load_weights(pair for pair in read if pair[0] != self.dropped)
 
 
-def random_weights() -> Weights:
+def random_weights() -> list[tuple[str, torch.Tensor]]:
     return [
         ("norm.weight", torch.randn(4)),
         ("embed.weight", torch.randn(5, 4)),
@@ -175,12 +225,12 @@ def random_weights() -> Weights:
 
 def test_complete_load_sets_the_version_and_matches_the_fingerprints() -> None:
     worker, weights = Worker(), random_weights()
-    shapes = compared_shapes(weights, 1)
-    assert worker.policy_state(shapes)[0] is None
-    assert worker.policy_load(weights, 7) == []
-    version, found = worker.policy_state(shapes)
+    assert worker.policy_state({})[0] is None
+    compared = ComparedWeights(weights, 1)
+    assert worker.policy_load(iter(compared), 7) == []
+    version, found = worker.policy_state(compared.shapes)
     assert version == 7
-    assert found == {name: fingerprint(dict(weights)[name], shape) for name, shape in shapes.items()}
+    assert found == compared.fingerprints
     assert set(found) == {"norm.weight", "embed.weight"}
     assert "load_weights" not in vars(worker.model), "the model's own loader must be restored"
 
@@ -191,9 +241,21 @@ def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
     worker.dropped = "norm.weight"
     assert worker.policy_load(random_weights(), 2) == ["norm.weight was not filled"]
     assert worker.policy_version is None
-    worker.dropped, worker.max_read = None, 3
-    assert worker.policy_load(random_weights(), 3) == ["k.weight was not read"]
+    worker.dropped, worker.max_read = None, 2
+    taken: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in random_weights():
+            taken.append(name)
+            yield name, tensor
+
+    assert worker.policy_load(weights(), 3) == [
+        "k.weight was not read",
+        "q.weight was not read",
+        "fused.weight was not filled",
+    ]
     assert worker.policy_version is None
+    assert len(taken) == 4, "each rank takes all tensors, so that no rank waits for another one"
 
 
 def test_tensor_of_another_shape_is_not_compared() -> None:

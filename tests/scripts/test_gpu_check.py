@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import kernels, training
+from scripts.gpu_check import kernels, ranks, training
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.training import TrainedRun, memory_limits, metrics_difference, step_limits
 from scripts.gpu_check.work import Work
@@ -194,6 +194,57 @@ def test_the_difference_of_two_lines_leaves_out_the_clock() -> None:
     assert metrics_difference({"a": 1.0, "time/step": 1.0}, {"a": 1.0, "perf/x": 9.0}) == 0.0
     assert metrics_difference({"a": 1.0}, {"a": 0.9}) == pytest.approx(0.1)
     assert metrics_difference({"a": 1.0}, {"b": 1.0}) == math.inf
+
+
+def ranks_run(folder: Path, texts: str = "ab", **changed: float) -> TrainedRun:
+    """Return a run of three steps whose completions are these letters."""
+    record = {**RECORD, "optim/loss": 1e-8, **changed}
+    rows = [{"problem_id": str(index), "text": text} for index, text in enumerate(texts)]
+    return TrainedRun(folder, [record] * 3, {1: rows, 3: rows})
+
+
+@pytest.mark.parametrize(
+    ("two", "resumed", "names"),
+    [
+        ({}, {}, []),
+        ({"optim/loss": 1e-7}, {"optim/loss": 1e-7}, []),  # a sum that is almost 0
+        ({"optim/loss": 0.01}, {"optim/loss": 0.01}, ["loss_difference"]),
+        ({"optim/grad_norm": 2.1}, {"optim/grad_norm": 2.1}, ["grad_norm_difference"]),
+        ({"texts": "ac"}, {"texts": "ac"}, ["completions_equal"]),
+        ({"texts": "a"}, {"texts": "a"}, ["completions_equal"]),
+        ({}, {"texts": "ac"}, ["resumed_completions_equal"]),
+        ({}, {"train/reward": 0.5}, ["resumed_metrics_difference"]),
+    ],
+)
+def test_two_ranks_that_differ_from_one_fall_short(
+    two: dict[str, Any], resumed: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    found = ranks.compare(
+        tiny(tmp_path), ranks_run(tmp_path), ranks_run(tmp_path, **two), ranks_run(tmp_path, **resumed)
+    )
+    assert [each.partition(" is ")[0] for each in found.shortfalls] == names
+
+
+def test_two_ranks_that_are_slower_than_one_fall_short(tmp_path: Path) -> None:
+    one, two = ranks_run(tmp_path, **{"time/step": 2.0}), ranks_run(tmp_path, **{"time/step": 1.0})
+    measured = Measured()
+    ranks.add_throughput(Work("cpu", False, tmp_path), measured, one, two)
+    assert measured.values["speedup"] == 2.0
+    assert measured.values["two ranks time/step"] == 1.0
+    ranks.add_throughput(Work("cpu", False, tmp_path), measured, two, one)
+    assert measured.shortfalls == ["speedup is 0.5, required: speedup ≥ 1"]
+
+
+def test_two_ranks_are_not_run_on_one_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Skipped, match="this machine has 1 GPU; the checks of several ranks need 2"):
+        ranks.check_ranks(Work("cuda", False, tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_fail_the_check(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the ranks ended with exit code 1"):
+        ranks.run_on_ranks(tiny(tmp_path), {"wrong": {"model": {"path": str(tmp_path / "none")}}})
 
 
 def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,13 @@ def write(
     seconds: float,
     threads: int = 1,
     gpus: tuple[str, ...] = (),
+    ranks: int = 1,
     status: str = "FINISHED",
     **settings: Any,
 ) -> None:
     folder = RunFolder.create(place, name)
     folder.write_config(to_yaml(resolve([{"steps": 10}, settings])))
-    folder.write_env({"hardware": {"torch_threads": threads, "gpus": list(gpus)}})
+    folder.write_env({"hardware": {"torch_threads": threads, "gpus": list(gpus), "ranks": ranks}})
     folder.write_summary({"status": status, "steps": 10, "time/train_s": seconds})
 
 
@@ -47,3 +48,11 @@ def test_runs_of_other_shapes_and_damaged_runs_are_left_out(tmp_path: Path) -> N
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
     write(tmp_path, "gpu", 10.0, threads=16, gpus=("a card",))
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 50.0
+
+
+def test_only_runs_with_as_many_ranks_count(tmp_path: Path) -> None:
+    write(tmp_path, "one", 10.0, gpus=("a card",))
+    write(tmp_path, "two", 6.0, gpus=("a card", "a card"), ranks=2)
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 50.0
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1, ranks=2) == START_S + 30.0
+    assert seconds_from_earlier_runs(CONFIG, tmp_path, 1, ranks=4) is None

@@ -137,6 +137,17 @@ def test_slots_share_cores_and_gpus() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
 
 
+def test_slots_of_several_ranks_have_disjoint_sets_of_gpus() -> None:
+    gpus = ["0", "1", "2", "3", "4"]
+    slots = slot_environments(3, 16, gpus, {}, ranks=2)
+    # A fifth GPU is left over; the third slot shares the GPUs of the first.
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["0,1", "2,3", "0,1"]
+    assert {slot["OMP_NUM_THREADS"] for slot in slots} == {"2"}, "16 cores for 6 ranks"
+    assert slot_environments(1, 4, [], {}, ranks=2) == [{"OMP_NUM_THREADS": "2"}]
+    assert slot_environments(2, 2, [], {}, ranks=2) == [{"OMP_NUM_THREADS": "1"}] * 2
+    assert slot_environments(1, 8, ["7"], {}, ranks=1)[0]["CUDA_VISIBLE_DEVICES"] == "7"
+
+
 def test_total_time_of_runs_in_slots() -> None:
     assert total_seconds([10, 10, 10], 1) == 30
     assert total_seconds([10, 10, 10], 2) == 20

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("vllm")
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
-from bandpo_cli.sampling.vllm_worker import compared_shapes, policy_weights
+from bandpo_cli.sampling.vllm_worker import ComparedWeights
 from tests.vllm.conftest import perturb, random_policy, start
 
 pytestmark = pytest.mark.vllm
@@ -87,11 +88,11 @@ def test_engine_with_two_worker_processes(monkeypatch: pytest.MonkeyPatch) -> No
     perturb(policy.model)
     sampler.sync(policy.model, 1)
     assert sampler.probe_gap <= 1e-4
-    answers = sampler._llm.collective_rpc(
-        "policy_state", args=(compared_shapes(policy_weights(policy.model), 2),)
-    )
+    compared = ComparedWeights(checkpoint_weights(policy.model), 2)
+    list(compared)
+    answers = sampler._llm.collective_rpc("policy_state", args=(compared.shapes,))
     assert [version for version, _ in answers] == [1, 1]
-    assert answers[0][1] == answers[1][1]
+    assert answers[0][1] == answers[1][1] == compared.fingerprints
     assert len(answers[0][1]) == 5  # two norms per layer and the final norm
     assert sampler.sample([(5, 6, 7)], PARAMS, 1)[0][0].policy_version == 1
     sampler.close()

@@ -89,15 +89,27 @@ def test_samples_depend_on_the_seed(running: Running) -> None:
 
 
 def test_completions_of_a_prompt_use_different_random_numbers(running: Running) -> None:
-    """All completions of two equal prompts and of two neighbouring seeds differ."""
+    """All completions of two equal prompts and of two seeds differ."""
     params = SamplingParams(samples=8, temperature=2.0, max_tokens=20, stop_ids=())
     sampled = [
         completion.token_ids
-        for seed in (1, 2)
+        for seed in (1, 3)
         for group in running.sampler.sample([PROMPTS[0], PROMPTS[0]], params, seed)
         for completion in group
     ]
     assert len(set(sampled)) == len(sampled) == 32
+
+
+def test_prompts_of_one_call_divided_over_two_calls_have_the_same_completions(running: Running) -> None:
+    """Each rank samples a part of the prompts; their seeds are those of their places."""
+    together = running.sampler.sample(PROMPTS, PARAMS, 7)
+    divided = running.sampler.sample(PROMPTS[:1], PARAMS, 7) + running.sampler.sample(PROMPTS[1:], PARAMS, 8)
+    same = [
+        one.token_ids == other.token_ids
+        for group, other_group in zip(together, divided, strict=True)
+        for one, other in zip(group, other_group, strict=True)
+    ]
+    assert sum(same) >= 0.95 * len(same)  # the order of additions depends on the batch
 
 
 def test_completions_carry_the_policy_version(running: Running) -> None:

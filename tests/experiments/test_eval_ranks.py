@@ -1,0 +1,160 @@
+"""Evaluation of a model by several ranks: the folder that one rank writes, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pandas as pd
+import pytest
+
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments.eval_request import plan_evaluation
+from bandpo_cli.experiments.eval_source import open_completion_source
+from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
+from bandpo_cli.grading.pool import GraderUse, failure_warnings
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.types import Callback
+from tests.training.several_ranks import run_ranks
+
+SETTINGS = {
+    "task": {"max_number": 5},
+    "evaluation": {"problems": 7, "samples": 4, "batch": 8, "k": [1, 4]},
+    "tracking": {"mlflow": False},
+}
+"""Four batches of two problems, the last of one."""
+
+
+class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
+    """Records the completions of each step, and interrupts after `last` steps."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last = last
+        self.steps: list[int] = []
+        self.ends = 0
+
+    def step(self, report: EvalProgress) -> None:
+        self.steps.append(report.completions)
+        if len(self.steps) == self.last:
+            raise KeyboardInterrupt
+
+    def end(self, result: EvalResult) -> None:
+        self.ends += 1
+
+
+def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
+    """Evaluate the embedded model; return the record and scores of the result, and the events of this rank."""
+    events = Recorder()
+    with mock.patch("bandpo_cli.experiments.evaluate.connected_ranks", return_value=nullcontext(ranks)):
+        if resume:
+            result = resume_evaluation(name, folder, callbacks=[events])
+        else:
+            request = plan_evaluation(base=[SETTINGS], runs_dir=folder)
+            result = evaluate(request, runs_dir=folder, name=name, callbacks=[events])
+    return result.record, result.scores, events
+
+
+def compare(one: Path, other: Path) -> None:
+    """Compare the completions and metrics of two evaluations."""
+    samples, expected = (pd.read_parquet(path / "samples.parquet") for path in (other, one))
+    assert len(expected) == 28
+    assert expected["text"].nunique() > 5
+    # The order of float32 additions depends on the batch, and with it the last digits of the log-probs.
+    pd.testing.assert_frame_equal(
+        samples.drop(columns="logprob_sum"), expected.drop(columns="logprob_sum"), check_exact=True
+    )
+    pd.testing.assert_series_equal(samples["logprob_sum"], expected["logprob_sum"], atol=1e-5, rtol=0)
+    first, second = (json.loads((path / "eval.json").read_text()) for path in (one, other))
+    assert first.pop("name") != second.pop("name")
+    assert first == second
+    assert not (other / "parts").exists()
+
+
+def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
+    """With three ranks a batch of two problems leaves one of them without a problem."""
+    run(SINGLE, tmp_path, "one")
+    results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
+    compare(tmp_path / "one", tmp_path / "three")
+    assert json.loads((tmp_path / "three" / "env.json").read_text())["ranks"] == 3
+    assert json.loads((tmp_path / "one" / "env.json").read_text())["ranks"] == 1
+    (record, scores, events), *others = results
+    assert events.steps == [8, 8, 8, 4]
+    assert events.ends == 1
+    for other_record, other_scores, other_events in others:
+        assert repr((other_record, other_scores)) == repr(
+            (record, scores)
+        )  # with values that are not numbers
+        assert other_events.steps == []
+        assert other_events.ends == 0
+
+
+def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
+    run(SINGLE, tmp_path, "one")
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(
+            plan_evaluation(base=[SETTINGS], runs_dir=tmp_path),
+            runs_dir=tmp_path,
+            name="resumed",
+            callbacks=[Recorder(last=2)],
+        )
+    assert len([*(tmp_path / "resumed" / "parts").iterdir()]) == 2
+    (_, _, events), (_, _, other) = run_ranks(2, tmp_path / "results", run, tmp_path, "resumed", True)
+    compare(tmp_path / "one", tmp_path / "resumed")
+    assert events.steps == [8, 4]
+    assert other.steps == []
+    # A complete one is scored again by rank 0.
+    path = tmp_path / "resumed" / "eval.json"
+    before = json.loads(path.read_text())
+    (record, _, _), (other_record, _, _) = run_ranks(2, tmp_path / "again", run, tmp_path, "resumed", True)
+    assert repr(record) == repr(other_record)
+    assert json.loads(path.read_text()) == before
+
+
+def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"question": "1 + 1", "answer": "2", "completions": ["2", "3"]}))
+    request = plan_evaluation(samples=path, grader="number", runs_dir=tmp_path)
+    with ExitStack() as stack, pytest.raises(UserError, match=r"answers.jsonl: .* graded by one process"):
+        open_completion_source(request, Ranks(0, 2, 0), lambda phase: None, stack)
+
+
+def test_warnings_of_graders_count_the_answers_of_all_ranks() -> None:
+    first = {"a": GraderUse(10, 0, None), "b": GraderUse(4, 1, "ValueError: x")}
+    second = {"b": GraderUse(4, 1, "KeyError: y"), "c": GraderUse(1, 1, "OSError: z")}
+    assert [line.partition(",")[0] for line in failure_warnings([first, second])] == [
+        "grader 'b' failed on 2 of 8 answers (25.0%)",
+        "grader 'c' failed on 1 of 1 answers (100.0%)",
+    ]
+    assert "the first error: ValueError: x" in failure_warnings([first, second])[0]
+
+
+@pytest.mark.slow
+def test_torchrun_evaluates_as_one_process_does(tmp_path: Path) -> None:
+    settings = ["--set", "task.max_number=5", "--set", "evaluation.batch=24", "--limit", "7"]
+    settings += ["--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]"]
+    command = ["-m", "bandpo_cli", "eval", "--no-mlflow", "--runs-dir", str(tmp_path), *settings]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    for name, prefix in (("one", []), ("two", launcher)):
+        done = subprocess.run(
+            [sys.executable, *prefix, *command, "--name", name],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (pd.read_parquet(tmp_path / name / "samples.parquet") for name in ("one", "two"))
+    assert len(one) == 56
+    pd.testing.assert_frame_equal(one.drop(columns="logprob_sum"), two.drop(columns="logprob_sum"))
+    records = [json.loads((tmp_path / name / "eval.json").read_text()) for name in ("one", "two")]
+    assert records[0]["metrics"] == records[1]["metrics"]

@@ -1,0 +1,167 @@
+"""Sweeps of runs with several ranks: slots, commands, the plan on disk, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import yaml
+from rich.console import Console
+
+from bandpo_cli.cli.sweep_view import SweepView
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments import sweep as run_sweep
+from bandpo_cli.experiments.sweep import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
+from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
+from bandpo_cli.sweeps import estimate
+from bandpo_cli.sweeps import folder as sweep_folder
+from bandpo_cli.sweeps.pool import FinishedJob, Job, LocalPool
+from bandpo_cli.types import CallbackBase
+
+MODULE = sys.modules[run_sweep.__module__]
+"""The package has the function in place of its module."""
+
+
+def request_of(tmp_path: Path, seeds: str = "0,1,2") -> SweepRequest:
+    layers = [{"steps": 3, "tracking": {"mlflow": False}}]
+    return plan_sweep(None, {}, [], {"seeds": seeds}, layers, tmp_path)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, gpus: str, cores: int = 8) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(MODULE, "usable_cores", lambda: cores)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "ranks", "slots", "threads"),
+    [
+        ("0,1,2,3", None, 2, 2, 2),
+        ("0,1,2,3", None, 3, 1, 2),
+        ("0,1,2,3", 1, 2, 1, 4),
+        ("", None, 4, 2, 1),
+        ("", None, None, 3, 2),
+        ("", None, 16, 1, 1),
+    ],
+)
+def test_as_many_runs_at_a_time_as_there_are_gpus_or_cores_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    jobs: int | None,
+    ranks: int | None,
+    slots: int,
+    threads: int,
+) -> None:
+    machine(monkeypatch, gpus)
+    info = dry_run_info(request_of(tmp_path), Executor(jobs=jobs, gpus_per_run=ranks))
+    assert (info.slots, info.threads, info.ranks) == (slots, threads, ranks or 1)
+
+
+def test_more_gpus_per_run_than_there_are_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, "4,6")
+    with pytest.raises(ConfigError, match="--gpus-per-run 3: this machine has 2 GPUs"):
+        run_sweep(request_of(tmp_path), executor=Executor(gpus_per_run=3), runs_dir=tmp_path, name="s")
+    assert not (tmp_path / "s").exists()
+    check_executor(Executor(gpus_per_run=2))
+
+
+class RecordedPool(LocalPool):
+    """A pool that records the commands and environments, and fails each run at once."""
+
+    started: ClassVar[list[tuple[list[str], Mapping[str, str]]]] = []
+
+    def start(self, job: Job) -> None:
+        self.started.append((list(job.command), self._variables[0]))
+
+    def poll_finished(self) -> list[FinishedJob]:
+        return [FinishedJob(command[command.index("--name") + 1], 1) for command, _ in self.started]
+
+
+class KeepInfo(CallbackBase):
+    def start(self, info: SweepInfo) -> None:
+        self.info = info
+
+
+def commands(
+    monkeypatch: pytest.MonkeyPatch, request: SweepRequest | str, ranks: int | None, place: Path
+) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo, SweepResult]:
+    monkeypatch.setattr(MODULE, "LocalPool", RecordedPool)
+    monkeypatch.setattr(RecordedPool, "started", [])
+    monkeypatch.setattr("bandpo_cli.sweeps.scheduler.POLL_S", 0.0)
+    keep = KeepInfo()
+    executor = Executor(gpus_per_run=ranks)
+    result = run_sweep(request, executor=executor, runs_dir=place, name="s", callbacks=[keep])
+    return RecordedPool.started, keep.info, result
+
+
+def test_runs_are_started_with_their_gpus_and_a_resume_takes_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, "4,5,6,7")
+    started, info, _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
+    ((command, variables),) = started
+    assert command[command.index("--nproc") + 1] == "2"
+    assert variables == {"CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "4"}
+    assert yaml.safe_load((tmp_path / "s" / "sweep.yaml").read_text())["gpus_per_run"] == 2
+    started, info, _ = commands(monkeypatch, "s", None, tmp_path)
+    assert started[0][0][-1] == "2"
+    assert info.ranks == 2
+    started, info, _ = commands(monkeypatch, "s", 1, tmp_path)
+    assert "--nproc" not in started[0][0]
+    machine(monkeypatch, "4")
+    with pytest.raises(ConfigError, match="--gpus-per-run 2: this machine has 1 GPU"):
+        commands(monkeypatch, "s", None, tmp_path)
+
+
+def test_a_sweep_of_one_rank_per_run_has_the_plan_and_commands_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, "")
+    started, _, _ = commands(monkeypatch, request_of(tmp_path, "0"), None, tmp_path)
+    assert "--nproc" not in started[0][0]
+    assert "gpus_per_run" not in yaml.safe_load((tmp_path / "s" / "sweep.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [(1, "1 runs, 1 at a time, 4 threads each"), (2, "1 runs, 1 at a time, 2 processes of 2 threads each")],
+)
+def test_the_plan_that_is_printed_has_the_processes_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, line: str
+) -> None:
+    machine(monkeypatch, "", cores=4)
+    monkeypatch.setattr("bandpo_cli.cli.sweep_view.estimate_time", lambda *_: None)
+    out = io.StringIO()
+    view = SweepView(Console(file=out, width=120), tmp_path)
+    view.print_plan(dry_run_info(request_of(tmp_path, "0"), Executor(gpus_per_run=ranks)))
+    assert line in out.getvalue()
+
+
+@pytest.mark.parametrize("value", ["0", "true", "two"])
+def test_a_damaged_number_of_gpus_in_the_plan_is_one_line(tmp_path: Path, value: str) -> None:
+    planned = request_of(tmp_path, "0").runs
+    sweep_folder.SweepFolder.create(tmp_path, "s", planned, None, {}, 2)
+    plan = tmp_path / "s" / "sweep.yaml"
+    plan.write_text(plan.read_text().replace("gpus_per_run: 2", f"gpus_per_run: {value}"))
+    with pytest.raises(UserError, match=r"gpus_per_run = .* is not a number from 1 on"):
+        sweep_folder.SweepFolder.open(tmp_path, "s")
+
+
+def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> object:
+        commands.append(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(estimate.subprocess, "run", run)
+    for ranks in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            estimate.seconds_from_trial(request_of(tmp_path).runs[0].config, {}, ranks)
+    assert "--nproc" not in commands[0]
+    assert commands[1][-2:] == ["--nproc", "2"]

@@ -1,0 +1,158 @@
+"""The weight sync with several ranks, without vLLM: what an engine receives from a sharded policy, and one decision.
+
+tests/vllm/test_ranks.py has the same with vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import is_sharded, model_class, shard
+from bandpo_cli.ranks import Ranks
+from bandpo_cli.sampling import vllm_sampler
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds, is_exact
+from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT, LIMITS, SyncCheck, probe_limit
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.vllm_sampler import VllmSampler
+from bandpo_cli.sampling.vllm_worker import fingerprint
+from bandpo_cli.types import Completion
+from tests.conftest import random_model
+from tests.training.several_ranks import run_ranks
+
+
+def policy_of(model: PreTrainedModel, ranks: Ranks) -> Policy:
+    no_tokenizer: Any = None
+    return Policy(model, no_tokenizer, (2,), 0, ranks=ranks)
+
+
+def sharded_model(ranks: Ranks, dtype: torch.dtype) -> PreTrainedModel:
+    model = random_model().to(dtype)
+    shard(model, ranks, torch.device("cpu"))
+    return model
+
+
+class Engine:
+    """Takes the weights one by one, as vLLM's loader does, and reports their fingerprints; it may leave some unread."""
+
+    def __init__(self, reads: int = 99) -> None:
+        self.model_config = SimpleNamespace(max_model_len=72)
+        self.reads = reads
+        self.received: dict[str, torch.Tensor] = {}
+        self.version = -1
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if method == "policy_load":
+            weights, self.version = args
+            taken = (
+                (name, tensor.clone()) for _, (name, tensor) in zip(range(self.reads), weights, strict=False)
+            )
+            self.received = dict(taken)
+            return [[f"{name} was not read" for name, _ in weights]]
+        return [
+            (self.version, {name: fingerprint(self.received[name], shape) for name, shape in args[0].items()})
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def synced(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
+    model, plain = sharded_model(ranks, dtype), random_model().to(dtype)
+    assert is_sharded(model)
+    policy = policy_of(model, ranks)
+    with (
+        mock.patch.object(vllm_sampler, "_start", return_value=(Engine(), 1)),
+        mock.patch.object(SyncCheck, "check"),
+    ):
+        sampler = VllmSampler(RunConfig().sampling, policy)
+        engine: Any = sampler._llm
+        received = engine.received
+        expected = dict(plain.named_parameters())
+        assert received.keys() == expected.keys()
+        for name, tensor in received.items():
+            assert type(tensor) is torch.Tensor
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, expected[name])
+        engine.reads = 3 if ranks.rank == 0 else 99
+        # Rank 1 gets all tensors: rank 0 takes part in gathering those that its engine does not read.
+        stale = None
+        try:
+            sampler.sync(model, 1)
+        except StaleEngineError as error:
+            stale = str(error)
+    settings = vllm_sampler._engine_settings(RunConfig().sampling, model, False)
+    plain_settings = vllm_sampler._engine_settings(RunConfig().sampling, plain, False)
+    return {
+        "stale": stale,
+        "same settings": settings == plain_settings,
+        "dtype": settings["dtype"],
+        "class": model_class(model).__name__,
+        "limit": probe_limit(model),
+        "exact": is_exact(TransformersSampler(model, 0), policy),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engines_receive_the_complete_tensors_of_a_sharded_policy(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In the dtype of its passes: the engine's settings are those for a policy that is not sharded."""
+    first, second = run_ranks(2, tmp_path, synced, dtype)
+    assert "in part" in first.pop("stale")
+    assert second.pop("stale") is None
+    exact = dtype == torch.float32
+    assert first == second == {
+        "same settings": True,
+        "dtype": "float32" if exact else "bfloat16",
+        "class": "Qwen2ForCausalLM",
+        "limit": LIMITS["cpu", torch.float32] if exact else HALF_PRECISION_LIMIT,
+        "exact": exact,
+    }  # fmt: skip
+
+
+def checked(ranks: Ranks, failing: int, rank: int) -> tuple[int, float, str | None]:
+    """Run a check in which the first `failing` probes of `rank` are off; return probes, gap and error of this rank."""
+    model, engine = sharded_model(ranks, torch.float32), TransformersSampler(random_model(), 0)
+    probes = 0
+
+    def sample(prompt: TokenIds, params: SamplingParams, seed: int) -> Sequence[Completion]:
+        nonlocal probes
+        probes += 1
+        completions = engine.sample([prompt], params, seed)[0]
+        if ranks.rank != rank or probes > failing:
+            return completions
+        return [replace(each, logprobs=tuple(value + 3.0 for value in each.logprobs)) for each in completions]
+
+    check = SyncCheck(policy_of(model, ranks), 100)
+    try:
+        check.check(model, 5, sample)
+    except StaleEngineError as error:
+        return probes, check.gap, str(error)
+    return probes, check.gap, None
+
+
+def test_all_ranks_repeat_the_probe_if_that_of_one_failed(tmp_path: Path) -> None:
+    for probes, gap, error in run_ranks(2, tmp_path, checked, 1, 1):
+        assert (probes, error) == (2, None)
+        assert gap < 1e-5
+
+
+def test_one_engine_with_other_weights_ends_all_ranks(tmp_path: Path) -> None:
+    for probes, gap, error in run_ranks(3, tmp_path, checked, 2, 2):
+        assert probes == 2
+        assert gap == pytest.approx(3.0, abs=1e-4)
+        assert error is not None
+        assert "version 5 of the weights" in error
+
+
+def test_ranks_that_agree_probe_once(tmp_path: Path) -> None:
+    assert [probes for probes, _, _ in run_ranks(2, tmp_path, checked, 0, 0)] == [1, 1]
