@@ -96,9 +96,7 @@ def estimate_memory(
     sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
     if ranks == 1:
         return MemoryEstimate(sharded.total, always, update, sampling)
-    # Several ranks write no checkpoint in the background; rank 0 has a copy of the weights, in the memory of the host.
-    always.pop("copy for a checkpoint", None)
-    if device == "cpu":
+    if device == "cpu":  # rank 0 has a copy of the weights, in the memory of the host
         always["complete weights for a checkpoint"] = sharded.total * sharded.itemsize
     update |= sharded.update_bytes()
     reduction = gradients | sharded.reduction_bytes()
@@ -120,6 +118,10 @@ def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str
     if model.ranks == 1 and model.itemsize != FLOAT32_BYTES:
         held["master weights"] = model.trained_share * FLOAT32_BYTES
     copied = sum(held.values())
+    if model.ranks > 1:  # rank 0 copies the complete weights; masters are saved where the weights are rounded
+        copied = held["AdamW"]
+        if model.itemsize != FLOAT32_BYTES:
+            copied += model.trained_share * FLOAT32_BYTES
     if config.objective.reference_kl > 0:
         held["reference model"] = model.frozen_bytes
     if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
