@@ -91,7 +91,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "schedule": {"optim": {"schedule": "cosine", "warmup_steps": 3}},
+    "schedule": {"seed": 3, "optim": {"schedule": "cosine", "warmup_steps": 3}},
     "dynamic": {"sampling": {"dynamic": True, "dynamic_batches": 3}},
     "micro-batches": {"optim": {"micro_batch_tokens": 128, "weight_decay": 0.1}},
     "checkpointing": {"model": {"gradient_checkpointing": True}},
