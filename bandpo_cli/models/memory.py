@@ -96,10 +96,8 @@ def estimate_memory(
     sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
     if ranks == 1:
         return MemoryEstimate(sharded.total, always, update, sampling)
-    # Several ranks write no checkpoint in the background; rank 0 has a copy of the weights, in the memory of the host.
-    always.pop("copy for a checkpoint", None)
     if device == "cpu":
-        always["complete weights for a checkpoint"] = sharded.total * sharded.itemsize
+        always |= _checkpoint_bytes(config, sharded)
     update |= sharded.update_bytes()
     reduction = gradients | sharded.reduction_bytes()
     if trainer_samples:
@@ -122,8 +120,20 @@ def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str
     copied = sum(held.values())
     if config.objective.reference_kl > 0:
         held["reference model"] = model.frozen_bytes
-    if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
+    if (
+        model.ranks == 1 and device == "cpu" and is_written_in_background(config)
+    ):  # on a GPU the copy is in the memory of the host
         held["copy for a checkpoint"] = copied
+    return held
+
+
+def _checkpoint_bytes(config: RunConfig, model: ShardedModel) -> dict[str, int]:
+    """Return the bytes of a checkpoint of several ranks in host memory: the weights, on rank 0, and a rank's copy."""
+    weights = min(model.total, model.trained_share * model.ranks) * model.itemsize
+    held = {"complete weights for a checkpoint": weights}
+    if is_written_in_background(config):
+        masters = FLOAT32_BYTES if model.itemsize != FLOAT32_BYTES else 0
+        held["copy for a checkpoint"] = (2 * FLOAT32_BYTES + masters) * model.trained_share
     return held
 
 

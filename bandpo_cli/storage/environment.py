@@ -53,7 +53,6 @@ def describe_environment(
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             "memory_gib": _memory_gib(),
-            "ranks": int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
             **_torch_hardware(),
         },
         **engine,

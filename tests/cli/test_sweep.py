@@ -191,7 +191,7 @@ def test_runs_of_two_ranks_end_with_a_killed_sweep_and_resume_as_two(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 at a time, 2 processes of 1 thread each" in done.stdout
     assert "1 of 1 runs finished" in done.stdout
-    assert json.loads((run / "env.json").read_text())["hardware"]["ranks"] == 2
+    assert json.loads((run / "env.json").read_text())["ranks"] == 2
     alone = train(resolve([read_layer(sweep / "plans" / f"{run.name}.yaml")]), tmp_path, "one")
     lines = [without_clock(line) for line in alone.records]
     assert len(lines) == 9
