@@ -55,6 +55,7 @@ def describe_environment(
             "memory_gib": _memory_gib(),
             **_torch_hardware(),
         },
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
         **engine,
     }
 
