@@ -36,7 +36,7 @@ lint: $(VENV)/installed-dev         ## style, types, and who may import whom
 	$(BIN)/lint-imports
 
 # With the Python of $(VENV) where there is one; else with any that has torch and transformers, and without a download.
-gpu-check:                          ## checks and measurements on one GPU, at most 10 minutes: a table, and gpu-check.json
+gpu-check:                          ## checks and measurements on one GPU or two, at most 10 or 15 minutes: a table, and gpu-check.json
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.gpu_check --json gpu-check.json $(GPU_CHECK)
 
 bench: $(VENV)/installed            ## the Band operator against a bisection and against memory bandwidth

@@ -139,6 +139,9 @@ def measure(regime: str, rounds: int, steps: int, place: Path) -> None:
             ranks: statistics.median(each["time/step"] for each in found[ranks][1:]) for ranks in order
         }
         ratios.append(seconds[1] / seconds[THREADS])
+        print(
+            f"{regime}, round {number + 1}: {seconds[1]:.3f} s per step, {seconds[THREADS]:.3f} s", flush=True
+        )
     count = len(records[1])
     print(f"\n{regime}: {rounds} rounds of {steps} steps, {count} steps of each counted; median seconds")
     print(f"{'':22}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'tokens/s':>10}")

@@ -53,9 +53,9 @@ def describe_environment(
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             "memory_gib": _memory_gib(),
-            "ranks": int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
             **_torch_hardware(),
         },
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
         **engine,
     }
 

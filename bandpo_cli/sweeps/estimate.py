@@ -60,10 +60,11 @@ def seconds_from_earlier_runs(
             if summary is None or summary.status != "FINISHED":
                 continue
             earlier = read_yaml(path.parent / "config.yaml", "config")
-            hardware = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)["hardware"]
+            environment = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)
+            hardware = environment["hardware"]
+            same_ranks = environment.get("ranks", 1) == ranks
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            same_speed = same_speed and hardware.get("ranks", 1) == ranks
-            if same_speed and _shape(earlier) == _shape(_with_dtype_of(own, earlier)):
+            if same_ranks and same_speed and _shape(earlier) == _shape(_with_dtype_of(own, earlier)):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped

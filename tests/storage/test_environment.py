@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from bandpo_cli.storage.environment import (
     available_memory,
     describe_environment,
@@ -80,3 +82,12 @@ def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp
 def test_this_machine_has_memory_available():
     found = available_memory()
     assert found is None or 2**20 < found < 2**50
+
+
+def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert describe_environment([])["ranks"] == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert describe_environment([])["ranks"] == 1, "a variable of another program"
+    monkeypatch.setenv("RANK", "0")
+    assert describe_environment([])["ranks"] == 4

@@ -25,7 +25,7 @@ def write(
 ) -> None:
     folder = RunFolder.create(place, name)
     folder.write_config(to_yaml(resolve([{"steps": 10}, settings])))
-    folder.write_env({"hardware": {"torch_threads": threads, "gpus": list(gpus), "ranks": ranks}})
+    folder.write_env({"hardware": {"torch_threads": threads, "gpus": list(gpus)}, "ranks": ranks})
     folder.write_summary({"status": status, "steps": 10, "time/train_s": seconds})
 
 

@@ -52,3 +52,24 @@ def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
 def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--executor ray: no cluster at auto"):
         RayPool("auto", 1, {})
+
+
+def test_runs_of_several_ranks_share_the_cores_and_a_machine_needs_their_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = {"CPU": 8.0, "GPU": 4.0}
+    nodes = [{"Alive": True, "Resources": {"GPU": 2.0}}, {"Alive": True, "Resources": {"GPU": 2.0}}]
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    pool = RayPool(None, None, {}, ranks=2)
+    assert (pool.slots, pool.threads) == (2, 2)
+    assert pool._share == {"num_cpus": 4, "num_gpus": 2}
+    with pytest.raises(
+        UserError, match="--gpus-per-run 3: no machine of the Ray cluster has so many GPUs, the most are 2"
+    ):
+        RayPool(None, None, {}, ranks=3)
+    resources.pop("GPU")
+    pool = RayPool(None, None, {}, ranks=3)
+    assert (pool.slots, pool.threads) == (2, 1)
+    assert pool._share == {"num_cpus": 3, "num_gpus": 0}
