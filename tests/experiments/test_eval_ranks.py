@@ -82,8 +82,8 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
     compare(tmp_path / "one", tmp_path / "three")
-    assert json.loads((tmp_path / "three" / "env.json").read_text())["ranks"] == 3
-    assert json.loads((tmp_path / "one" / "env.json").read_text())["ranks"] == 1
+    assert json.loads((tmp_path / "three" / "env.json").read_text())["hardware"]["ranks"] == 3
+    assert json.loads((tmp_path / "one" / "env.json").read_text())["hardware"]["ranks"] == 1
     (record, scores, events), *others = results
     assert events.steps == [8, 8, 8, 4]
     assert events.ends == 1
@@ -115,6 +115,22 @@ def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
     (record, _, _), (other_record, _, _) = run_ranks(2, tmp_path / "again", run, tmp_path, "resumed", True)
     assert repr(record) == repr(other_record)
     assert json.loads(path.read_text()) == before
+
+
+def refused(ranks: Ranks, folder: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        run(ranks, folder, "taken" if ranks.is_main else "other")
+    return str(raised.value)
+
+
+def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
+    (tmp_path / "taken").mkdir()
+    with mock.patch("bandpo_cli.experiments.evaluate.choose_run_name", lambda folder, name, default: name):
+        messages = run_ranks(2, tmp_path / "results", refused, tmp_path)
+    assert messages[0] == messages[1]
+    assert "taken" in messages[0]
+    assert not (tmp_path / "other").exists()
 
 
 def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
