@@ -33,15 +33,14 @@ def connected_ranks(model: ModelConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def sample_share(source: CompletionSource, ranks: Ranks) -> None:
-    """Sample and grade the share of a rank other than 0; rank 0 calls `stored_on_main` and iterates as well."""
-    for _ in source.batches(stored_on_main(set(), ranks)):
+def sample_share(source: CompletionSource, stored: set[PartKey]) -> None:
+    """Sample and grade the share of a rank other than 0, which stores nothing.
+
+    Args:
+        stored: keys of the batches that rank 0 has stored.
+    """
+    for _ in source.batches(stored):
         pass
-
-
-def stored_on_main(stored: set[PartKey], ranks: Ranks) -> set[PartKey]:
-    """Return the keys of the batches that rank 0 has stored, on every rank."""
-    return ranks.gather(stored)[0]
 
 
 def result_of_main(result: T | None, ranks: Ranks) -> T:

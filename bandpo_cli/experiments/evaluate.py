@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,12 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
-from bandpo_cli.experiments.eval_ranks import (
-    connected_ranks,
-    result_of_main,
-    sample_share,
-    stored_on_main,
-)
+from bandpo_cli.experiments.eval_ranks import connected_ranks, result_of_main, sample_share
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
     EvalRequest,
@@ -34,7 +30,6 @@ from bandpo_cli.experiments.eval_request import (
 from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.grading.rewards import check_not_all_failed
-from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
@@ -148,16 +143,21 @@ def evaluate(
         events = Dispatcher(callbacks if ranks.is_main else ())
         source = open_completion_source(request, ranks, events.phase, stack)
         request = replace(request, config=source.config)
-        result: EvalResult | None = None
+        folder = ranks.on_main(partial(_new_folder, runs_dir, name, source))
+        result = None
         if ranks.is_main:
-            folder = EvalFolder.create(runs_dir, name)
-            environment = {**describe_environment(sampler=source.sampler), "ranks": ranks.size}
-            write_json(folder.path / "env.json", environment)
-            result = _evaluate(request, source, folder, {}, events, ranks)
+            result = _evaluate(request, source, folder, {}, events)
         else:
-            sample_share(source, ranks)
+            sample_share(source, set())
         result = result_of_main(result, ranks)
     return _finish(request, result, events, runs_dir) if ranks.is_main else result
+
+
+def _new_folder(runs_dir: Path, name: str, source: CompletionSource) -> EvalFolder:
+    """Create the folder, and describe the machine in it."""
+    folder = EvalFolder.create(runs_dir, name)
+    write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
+    return folder
 
 
 def resume_evaluation(
@@ -188,37 +188,41 @@ def resume_evaluation(
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(request.config.model))
         events = Dispatcher(callbacks if ranks.is_main else ())
-        result: EvalResult | None = None
+        result = None
         if is_complete:
             if ranks.is_main:
                 result = _rescore(request, folder, events)
         else:
             source = open_completion_source(request, ranks, events.phase, stack)
             request = replace(request, config=source.config)
+            parts: dict[PartKey, list[EvalRow]] = {}
+            stored = ranks.on_main(partial(_read_parts, parts, folder, before, source))
             if ranks.is_main:
-                parts = _usable_parts(folder, before, source)
-                result = _evaluate(request, source, folder, parts, events, ranks)
+                result = _evaluate(request, source, folder, parts, events)
             else:
-                sample_share(source, ranks)
+                sample_share(source, stored)
         result = result_of_main(result, ranks)
     return _finish(request, result, events, runs_dir) if ranks.is_main else result
 
 
-def _usable_parts(
-    folder: EvalFolder, before: Mapping[str, Any], source: CompletionSource
-) -> dict[PartKey, list[EvalRow]]:
-    """Return the stored parts that need not be graded again.
+def _read_parts(
+    parts: dict[PartKey, list[EvalRow]],
+    folder: EvalFolder,
+    before: Mapping[str, Any],
+    source: CompletionSource,
+) -> set[PartKey]:
+    """Fill `parts` with the stored ones that need not be graded again; return their keys.
 
     Raises:
         UserError: they are completions of other problems than those of `source`.
     """
-    parts = {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
+    parts |= {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
     if parts and before["sets"] != source.planned():
         raise UserError(
             f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a new "
             "evaluation"
         )
-    return parts
+    return set(parts)
 
 
 def _all_failed(rows: Sequence[EvalRow]) -> bool:
@@ -242,7 +246,6 @@ def _evaluate(
     folder: EvalFolder,
     parts: dict[PartKey, list[EvalRow]],
     events: EvalEvents,
-    ranks: Ranks,
 ) -> EvalResult:
     """Collect and score all completions; the record has the status while this runs and when it ends early."""
     sets = source.planned()
@@ -252,8 +255,7 @@ def _evaluate(
     info = EvalInfo(request, folder.path, counts, source.completions, stored, False, source.notes)
     try:
         events.start(info)
-        rows = _collect_completions(source, folder, parts, events, ranks)
-        return _score(request, folder, rows, events)
+        return _score(request, folder, _collect_completions(source, folder, parts, events), events)
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         record = {**_record_head(request, folder, status), "sets": sets}
@@ -280,16 +282,12 @@ def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> Ev
 
 
 def _collect_completions(
-    source: CompletionSource,
-    folder: EvalFolder,
-    parts: dict[PartKey, list[EvalRow]],
-    events: EvalEvents,
-    ranks: Ranks,
+    source: CompletionSource, folder: EvalFolder, parts: dict[PartKey, list[EvalRow]], events: EvalEvents
 ) -> Rows:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
     with _scoring_imports():
-        for batch in source.batches(stored_on_main(set(parts), ranks)):
+        for batch in source.batches(set(parts)):
             folder.write_part(batch.key, batch.rows)
             parts[batch.key] = batch.rows
             events.step(EvalProgress(batch.label, len(batch.rows)))

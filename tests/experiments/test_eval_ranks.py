@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
 import os
 import socket
 import subprocess
@@ -19,7 +21,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.eval_request import plan_evaluation
 from bandpo_cli.experiments.eval_source import open_completion_source
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
-from bandpo_cli.grading.pool import GraderUse, failure_warnings
+from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import Callback
 from tests.training.several_ranks import run_ranks
@@ -82,8 +84,8 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
     compare(tmp_path / "one", tmp_path / "three")
-    assert json.loads((tmp_path / "three" / "env.json").read_text())["ranks"] == 3
-    assert json.loads((tmp_path / "one" / "env.json").read_text())["ranks"] == 1
+    assert json.loads((tmp_path / "three" / "env.json").read_text())["hardware"]["ranks"] == 3
+    assert json.loads((tmp_path / "one" / "env.json").read_text())["hardware"]["ranks"] == 1
     (record, scores, events), *others = results
     assert events.steps == [8, 8, 8, 4]
     assert events.ends == 1
@@ -115,6 +117,39 @@ def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
     (record, _, _), (other_record, _, _) = run_ranks(2, tmp_path / "again", run, tmp_path, "resumed", True)
     assert repr(record) == repr(other_record)
     assert json.loads(path.read_text()) == before
+
+
+def refused(ranks: Ranks, folder: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        run(ranks, folder, "taken" if ranks.is_main else "other")
+    return str(raised.value)
+
+
+def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
+    (tmp_path / "taken").mkdir()
+    with mock.patch("bandpo_cli.experiments.evaluate.choose_run_name", lambda folder, name, default: name):
+        messages = run_ranks(2, tmp_path / "results", refused, tmp_path)
+    assert messages[0] == messages[1]
+    assert "taken" in messages[0]
+    assert not (tmp_path / "other").exists()
+
+
+def warned(ranks: Ranks, folder: Path) -> list[str]:
+    """Evaluate, with a grader that failed on rank 1; return the warnings of this rank."""
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("bandpo_cli").addHandler(handler)
+    uses = {"countdown": GraderUse(14, ranks.rank, "ValueError: x" if ranks.rank else None)}
+    with mock.patch.object(GraderPool, "uses", return_value=uses):
+        run(ranks, folder, "warned")
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_rank_0_warns_of_the_graders_of_all_ranks(tmp_path: Path) -> None:
+    (warning,), nothing = run_ranks(2, tmp_path / "results", warned, tmp_path)
+    assert warning.startswith("grader 'countdown' failed on 1 of 28 answers (3.6%)")
+    assert warning.endswith("the first error: ValueError: x")
+    assert nothing == []
 
 
 def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:

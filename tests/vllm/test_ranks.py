@@ -95,7 +95,7 @@ def test_two_ranks_evaluate_as_one(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(two.drop(columns="logprob_sum"), one.drop(columns="logprob_sum"))
     pd.testing.assert_series_equal(two["logprob_sum"], one["logprob_sum"], atol=1e-4, rtol=0)
     env = json.loads((tmp_path / "ranks-2" / "env.json").read_text())
-    assert (env["ranks"], env["sampler"]["engine"]) == (2, "vllm")
+    assert (env["hardware"]["ranks"], env["sampler"]["engine"]) == (2, "vllm")
 
 
 def test_a_share_without_prompts_keeps_its_place_in_a_stream(running: Running) -> None:
