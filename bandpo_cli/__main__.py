@@ -6,13 +6,16 @@ import atexit
 import gc
 import os
 import sys
+import traceback
 from contextlib import suppress
 from typing import NoReturn
 
 import typer
 
 from bandpo_cli.cli import app
-from bandpo_cli.errors import RunError, UserError, one_line, system_error_message
+from bandpo_cli.cli.signals import STOPPED, handle_forwarded_signals
+from bandpo_cli.errors import RunError, UserError, system_error_message
+from bandpo_cli.rank_process import launched_ranks, prints_errors, record_error, silence_other_ranks
 from bandpo_cli.sweeps.pool import exit_with_parent
 
 RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -31,27 +34,32 @@ def main() -> None:
         _complete()
     atexit.register(_skip_last_collection)  # the callback registered first runs last
     exit_with_parent()
+    silence_other_ranks()
+    if launched_ranks() is not None:
+        handle_forwarded_signals()
     try:
         _check_utf8(sys.argv[1:])
         code = app(standalone_mode=False, prog_name=PROGRAM)
     except UserError as error:
-        _fail(str(error), USER_ERROR)
+        _fail(error, USER_ERROR)
     except RunError as error:
-        _fail(str(error), RUN_ERROR)
-    except OSError as error:
-        message = system_error_message(error)
-        if message is None:
-            raise
-        _fail(message, RUN_ERROR)
+        _fail(error, RUN_ERROR)
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(USER_ERROR)
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        _fail(f"{message}{_setting_hint(error)} (see {command} --help)", USER_ERROR)
+        _fail(UserError(f"{message}{_setting_hint(error)} (see {command} --help)"), USER_ERROR)
     except typer.Abort:
-        print("stopped", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        if isinstance(error, OSError) and (known := system_error_message(error)) is not None:
+            _fail(RunError(known), RUN_ERROR)
+        record_error(RunError(f"{type(error).__name__}: {error}"), RUN_ERROR, traceback.format_exc())
+        if not prints_errors():
+            sys.exit(RUN_ERROR)
+        raise
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -93,9 +101,11 @@ def _check_utf8(words: list[str]) -> None:
             raise UserError(f"{word}: not a text in UTF-8; rename it")
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    """Print an error message as one line and exit with `code`."""
-    print(f"error: {one_line(message)}", file=sys.stderr)
+def _fail(error: UserError | RunError, code: int) -> NoReturn:
+    """Print an error, or leave that to the process that has started this rank, and exit with `code`."""
+    record_error(error, code)
+    if prints_errors():
+        print(f"error: {error}", file=sys.stderr)
     sys.exit(code)
 
 

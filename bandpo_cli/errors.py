@@ -57,6 +57,10 @@ class RunError(Exception):
         super().__init__(one_line(line))
 
 
+class LostRankError(RunError):
+    """A rank that has lost the connection to another one: the process of the other one has ended."""
+
+
 class GraderFailedError(RunError):
     """A grader that failed on every answer of a training step or an evaluation. The message has its first error."""
 

@@ -16,6 +16,7 @@ from bandpo_cli.cli.options import (
     ConfigFiles,
     GraderName,
     Mlflow,
+    Nproc,
     RunsDir,
     SamplerName,
     TableOrJson,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bandpo_cli.config.layers import Layer
+    from bandpo_cli.experiments.eval_request import EvalRequest
+    from bandpo_cli.storage.eval_folder import EvalFolder
 
 eval_app = typer.Typer(
     invoke_without_command=True,
@@ -51,6 +54,7 @@ _SAMPLING_FLAGS = {
     "--sampler",
     "--limit",
     "--seed",
+    "--nproc",
 }
 
 
@@ -157,7 +161,8 @@ def evaluate(
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
     mlflow: Mlflow = None,
-) -> None:
+    nproc: Nproc = None,
+) -> int | None:
     """Score a model on problem sets, with intervals, and keep every completion.
 
     mean@n, unbiased pass@k, maj@k, and the shares of answers without a readable
@@ -180,11 +185,14 @@ def evaluate(
     gc.set_threshold(*_GC_THRESHOLDS)
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
+    from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import flag_layer, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
     from bandpo_cli.experiments.preflight import choose_run_name
+    from bandpo_cli.rank_process import launched_name
+    from bandpo_cli.storage.eval_folder import EvalFolder
 
     style = check_choice("--format", format_, FORMATS)
     given: dict[str, Any] = {
@@ -208,11 +216,11 @@ def evaluate(
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
         refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
-        return _resume(console, style, resume, runs_dir, tracking)
+        return _resume(console, style, resume, runs_dir, tracking, nproc)
     files = [*map(read_config, config or []), {"tracking": tracking}]
     assignments = [read_assignments(set_ or [])]
     if samples is not None:
-        refuse_with("--samples", "nothing is sampled", given, _SAMPLING_FLAGS)
+        refuse_with("--samples", "nothing is sampled", {**given, "--nproc": nproc}, _SAMPLING_FLAGS)
     request = plan_evaluation(
         "embedded" if model is None else model,
         task or [],
@@ -230,7 +238,9 @@ def evaluate(
         legacy_best_at_k=legacy_best_at_k,
         runs_dir=runs_dir,
     )
-    folder_name = choose_run_name(runs_dir, name, request.default_name())
+    folder_name = choose_run_name(runs_dir, name or launched_name(), request.default_name())
+    if (ranks := ranks_to_start(nproc)) is not None:
+        return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
     print_request(console, request)
     with closing(EvalView(console, style, runs_dir)) as view:
         result = run_evaluation(request, runs_dir=runs_dir, name=folder_name, callbacks=[view])
@@ -238,19 +248,38 @@ def evaluate(
     return None
 
 
-def _resume(console: Console, style: str, name: str, runs_dir: Path, tracking: Layer) -> None:
-    """Resume an evaluation, and print its metrics and files."""
+def _launch(count: int, request: EvalRequest, folder: EvalFolder, runs_dir: Path) -> int:
+    """Start this command in `count` processes, and return its exit code."""
+    from bandpo_cli.cli.launch import continue_with, launch
+    from bandpo_cli.storage.run_folder import resume_command
+
+    def how_to_continue() -> str:
+        if not folder.path.is_dir():
+            return "nothing has been written yet: start the evaluation again"
+        return continue_with(resume_command("eval", folder.path, runs_dir), count)
+
+    return launch(count, request.config.model, how_to_continue, folder.path.name)
+
+
+def _resume(
+    console: Console, style: str, name: str, runs_dir: Path, tracking: Layer, nproc: int | None = None
+) -> int | None:
+    """Resume an evaluation, and print its metrics and files. Return the exit code of `--nproc`."""
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
+    from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.experiments.evaluate import plan_evaluation_resume, resume_evaluation
     from bandpo_cli.storage.eval_folder import EvalFolder
 
     folder = EvalFolder.open(runs_dir, name)
     request = plan_evaluation_resume(folder, tracking)
+    if (ranks := ranks_to_start(nproc)) is not None:
+        return _launch(ranks, request, folder, runs_dir)
     if not folder.samples_path.exists():
         print_request(console, request)
     with closing(EvalView(console, style, runs_dir)) as view:
         result = resume_evaluation(name, runs_dir, tracking, [view], request)
     print_files(console, result)
+    return None
 
 
 @eval_app.command()

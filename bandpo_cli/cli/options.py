@@ -76,6 +76,17 @@ RunName = Annotated[
 ]
 
 
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Number of processes on this machine, each with a GPU of its own where there are GPUs.",
+        show_default="1",
+    ),
+]
+
+
 def single(flag: str, kind: type = str) -> Callable[[str], Any]:
     """Return a parser of one value for an option of `train`; several values are a sweep's.
 

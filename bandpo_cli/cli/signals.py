@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 from bandpo_cli.errors import SignalExit, signal_name
+from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
 from bandpo_cli.types import CallbackBase
 
 STOPPING = "stopping: the step is finished and a checkpoint written first; once more to drop the step"
 """What a first signal asks for."""
+
+STOPPED = "stopped"
+"""Printed where a signal ends the program at once."""
+
+FORWARDED: Mapping[int, int] = {signal.SIGUSR1: signal.SIGINT, signal.SIGUSR2: signal.SIGTERM}
+"""The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received. The
+ranks ignore SIGINT and SIGTERM themselves: a cluster sends them to the parent too, which is responsible for both."""
 
 
 class StopSignals(CallbackBase):
@@ -25,13 +33,20 @@ class StopSignals(CallbackBase):
     its runs SIGINT, which together ask for one thing. Outside the main thread, where Python allows no handlers, nothing
     is installed.
 
+    A rank of `--nproc` listens to its parent process alone, see `FORWARDED`. torchrun sends SIGTERM to the other ranks
+    when one has ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
+
     Attributes:
+        on_every_rank: ranks other than 0 have these handlers too.
         silent: write nothing to the terminal, because a live display shows the request. Lines that do not come from the
             display move its lines.
     """
 
+    on_every_rank = True
+
     def __init__(self) -> None:
         self.silent = False
+        self._closing = False
         self._received: list[int] = []
         self._deferring = False
         self._before: dict[int, Any] = {}
@@ -53,8 +68,11 @@ class StopSignals(CallbackBase):
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+            handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._handle)
+            if launched_ranks() is not None:
+                handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
+            for number, handler in handlers.items():
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(
@@ -70,22 +88,40 @@ class StopSignals(CallbackBase):
     def phase(self, name: str) -> None:
         """Let every signal end the program from the phase `close` on."""
         if name == "close":
-            self._deferring = False
+            self._deferring, self._closing = False, True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._closing and rank_count() > 1 and launched_ranks() is None:
+            return
+        number = FORWARDED.get(number, number)
         repeated = number in self._received
         self._received.append(number)
         if self._deferring and not repeated:
             self._write(STOPPING)
             return
-        self._write("stopped")
+        self._write(STOPPED)
         raise SignalExit(number)
 
     def _write(self, line: str) -> None:
-        if not self.silent:
+        if not self.silent and is_main_process():
             os.write(
                 2, f"{line}\n".encode()
             )  # not print: this signal may have interrupted one, and its buffer is locked
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike SIG_IGN, a function is not inherited by the programs that this process starts."""
+
+
+def handle_forwarded_signals() -> None:
+    """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers."""
+    for number, asked in FORWARDED.items():
+        signal.signal(number, signal.default_int_handler if asked == signal.SIGINT else _terminate)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

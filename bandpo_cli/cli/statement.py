@@ -38,8 +38,12 @@ def _dtype_text(config: ModelConfig) -> str:
     return f"{dtype_on('auto', on_gpu=True)} on a GPU, else {dtype_on('auto', on_gpu=False)}"
 
 
-def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
-    """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic."""
+def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return the statement as (heading, text) rows: model, task, method, and the batch arithmetic.
+
+    Args:
+        ranks: number of processes that share the work.
+    """
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
     per_update = completions // optim.updates
@@ -63,6 +67,10 @@ def run_statement(config: RunConfig, task: Task) -> list[tuple[str, str]]:
             f"completions, lr {optim.lr:g}, seed {config.seed}",
         ),
     ]
+    if ranks > 1:
+        fewest, more = divmod(sampling.prompts, ranks)
+        each = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
+        rows.append(("ranks", f"{ranks} processes, {each} of a step's {sampling.prompts} prompts each"))
     if evaluation.every:
         sets = _held_out(config, task)
         rows.append(("evaluation", f"{sets} × {evaluation.samples}, every {evaluation.every} steps"))

@@ -16,6 +16,7 @@ from bandpo_cli.cli.options import (
     ConfigFiles,
     GraderName,
     Mlflow,
+    Nproc,
     RunsDir,
     SamplerName,
     TrackingUri,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from bandpo_cli.cli.train_view import TrainView
     from bandpo_cli.config.run import RunConfig
     from bandpo_cli.experiments.profile import ProfileCallback
+    from bandpo_cli.experiments.resume import ResumePlan
+    from bandpo_cli.storage.run_folder import RunFolder
 
 
 def train(
@@ -116,6 +119,7 @@ def train(
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
     mlflow: Mlflow = None,
+    nproc: Nproc = None,
     profile: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +131,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
     ] = False,
-) -> None:
+) -> int | None:
     """Train a policy under a Band constraint and record the run.
 
     Without options: the embedded model on countdown, a few minutes on a
@@ -143,6 +147,8 @@ def train(
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
 
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
+
+    [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
@@ -169,34 +175,50 @@ def train(
     if resume is not None:
         if name is not None:
             raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
-        return _resume(resume, runs_dir, layers, dry_run, profile)
-    return _train(resolve(layers), runs_dir, name, dry_run, profile)
+        return _resume(resume, runs_dir, layers, dry_run, profile, nproc)
+    return _train(resolve(layers), runs_dir, name, dry_run, profile, nproc)
 
 
 def _train(
-    config: RunConfig, runs_dir: Path, name: str | None, dry_run: bool, profile: int | None = None
-) -> None:
-    """Print the statement, then train; a dry run prints the settings and the memory instead."""
+    config: RunConfig,
+    runs_dir: Path,
+    name: str | None,
+    dry_run: bool,
+    profile: int | None = None,
+    nproc: int | None = None,
+) -> int | None:
+    """Print the statement, then train; a dry run prints the settings and the memory instead.
+
+    With `--nproc` this process only checks the settings, and starts the ranks, which print. Return the exit code then.
+    """
     from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.cli.statement import print_memory, print_statement, print_summary, run_statement
     from bandpo_cli.config.layers import to_yaml
     from bandpo_cli.experiments.train import check_prompt_lengths, plan_training, train
+    from bandpo_cli.rank_process import launched_name, rank_count
+    from bandpo_cli.storage.run_folder import RunFolder
 
     profilers = _profilers(profile, 0, config.steps)
-    plan = plan_training(config, runs_dir, name)
+    to_start = ranks_to_start(nproc)
+    ranks = to_start or rank_count()
+    plan = plan_training(config, runs_dir, name or launched_name(), ranks)
+    if to_start is not None and not dry_run:
+        return _launch(to_start, config, RunFolder(runs_dir / plan.name), runs_dir)
     console = open_console()
-    print_statement(console, run_statement(config, plan.task), plan.task.notes(), plan.warnings)
+    print_statement(console, run_statement(config, plan.task, ranks), plan.task.notes(), plan.warnings)
     if dry_run:
         console.print(to_yaml(config), markup=False, highlight=False)
-        if print_memory(console, config):
+        if print_memory(console, config, ranks):
             check_prompt_lengths(config, plan.task)
-        return
+        return None
     with _callbacks(console, runs_dir) as (view, signals):
         result = train(plan, callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)
         _print_profiles(console, profilers)
+    return None
 
 
 def _resume(
@@ -205,28 +227,61 @@ def _resume(
     layers: Sequence[Mapping[str, Any]],
     dry_run: bool,
     profile: int | None = None,
+    nproc: int | None = None,
+) -> int | None:
+    """Resume the run under its lock; a dry run prints the plan and takes no lock.
+
+    With `--nproc` this process only checks that the run can be resumed, and starts the ranks. Return the exit code
+    then.
+    """
+    from bandpo_cli.cli.launch import ranks_to_start
+    from bandpo_cli.experiments.resume import locked_resume
+    from bandpo_cli.rank_process import rank_count
+
+    to_start = ranks_to_start(nproc)
+    ranks = to_start or rank_count()
+    with locked_resume(run, runs_dir, layers, read_only=dry_run, ranks=ranks) as plan:
+        profilers = _profilers(profile, plan.step + 1, plan.config.steps)
+        if to_start is None or dry_run:
+            _resume_plan(plan, runs_dir, dry_run, profilers, ranks)
+            return None
+    # The lock is released: rank 0 takes it.
+    return _launch(to_start, plan.config, plan.folder, runs_dir)
+
+
+def _resume_plan(
+    plan: ResumePlan, runs_dir: Path, dry_run: bool, profilers: Sequence[ProfileCallback], ranks: int
 ) -> None:
-    """Resume the run under its lock; a dry run prints the plan and takes no lock."""
+    """Print the plan, and resume the run unless it is a dry run."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.statement import print_statement, print_summary, run_statement
-    from bandpo_cli.experiments.resume import locked_resume, resume
+    from bandpo_cli.experiments.resume import resume
 
-    with locked_resume(run, runs_dir, layers, read_only=dry_run) as plan:
-        profilers = _profilers(profile, plan.step + 1, plan.config.steps)
-        console = open_console()
-        rows = [] if plan.task is None else run_statement(plan.config, plan.task)
-        notes = [] if plan.task is None else plan.task.notes()
-        print_statement(console, [*rows, ("resume", plan.describe())], notes, plan.warnings)
-        if dry_run:
-            return
-        with _callbacks(console, runs_dir) as (view, signals):
-            result = resume(
-                plan, callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested
-            )
-            if result.status != "FINISHED":
-                raise SystemExit(signals.exit_code)
-            print_summary(console, plan.config, result)
-            _print_profiles(console, profilers)
+    console = open_console()
+    rows = [] if plan.task is None else run_statement(plan.config, plan.task, ranks)
+    notes = [] if plan.task is None else plan.task.notes()
+    print_statement(console, [*rows, ("resume", plan.describe())], notes, plan.warnings)
+    if dry_run:
+        return
+    with _callbacks(console, runs_dir) as (view, signals):
+        result = resume(plan, callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested)
+        if result.status != "FINISHED":
+            raise SystemExit(signals.exit_code)
+        print_summary(console, plan.config, result)
+        _print_profiles(console, profilers)
+
+
+def _launch(count: int, config: RunConfig, folder: RunFolder, runs_dir: Path) -> int:
+    """Start this command in `count` processes, and return its exit code."""
+    from bandpo_cli.cli.launch import continue_with, launch
+    from bandpo_cli.storage.run_folder import is_run_folder, resume_command
+
+    def how_to_continue() -> str:
+        if not is_run_folder(folder.path):
+            return "nothing has been written yet: start the run again"
+        return continue_with(resume_command("train", folder.path, runs_dir), count)
+
+    return launch(count, config.model, how_to_continue, folder.name)
 
 
 def _profilers(steps: int | None, first_step: int, last_step: int) -> list[ProfileCallback]:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import PLAIN_LINES, LiveDisplay, Spinner, print_line
 from bandpo_cli.cli.signals import STOPPING, StopSignals
+from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.types import CallbackBase, Rollout, RunInfo, RunResult, StepReport
@@ -90,9 +91,9 @@ class TrainView(CallbackBase):
         after = f" after step {result.records[-1]['step']}" if result.records else " before the first step"
         print_line(self._console, f"{how}{after}; its files are in {result.folder}")
         if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
-            print_line(
-                self._console, f"resume with: {resume_command('train', result.folder, self._runs_dir)}"
-            )
+            again = resume_command("train", result.folder, self._runs_dir)
+            ranks = launched_ranks()
+            print_line(self._console, f"resume with: {again}{'' if ranks is None else f' --nproc {ranks}'}")
 
     def close(self) -> None:
         """Remove the spinner and the panel, where an error left them."""

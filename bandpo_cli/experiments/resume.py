@@ -15,21 +15,24 @@ from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yam
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.memory import out_of_memory_errors
-from bandpo_cli.experiments.pins import RESOLVED, pin, resolved_settings
+from bandpo_cli.experiments.pins import pin
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
     config_warnings,
     data_warnings,
 )
+from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
 from bandpo_cli.experiments.train import (
     loaded_components,
     recorded_run,
+    run_environment,
     run_steps,
     settings_here,
     train_events,
 )
 from bandpo_cli.paths import path_exists
+from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
@@ -129,16 +132,26 @@ def resume(
 
 @contextmanager
 def locked_resume(
-    run: str, runs_dir: Path | str = "runs", settings: Sequence[Layer] = (), read_only: bool = False
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    read_only: bool = False,
+    ranks: int | None = None,
 ) -> Iterator[ResumePlan]:
     """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
+
+    Args:
+        ranks: number of processes; None for those that torchrun has started, 1 without it.
 
     Raises:
         UserError: there is no such run, another process writes it, or as `plan_resume`.
     """
     folder = RunFolder.open(Path(runs_dir), run)
-    with nullcontext() if read_only else run_lock(folder.path):
-        yield plan_resume(folder, settings, Path(runs_dir))
+    # With several ranks, rank 0 holds the lock for all of them.
+    with run_lock(folder.path) if is_main_process() and not read_only else nullcontext():
+        plan = plan_resume(folder, settings, Path(runs_dir))
+        check_ranks(plan.config, rank_count() if ranks is None else ranks)
+        yield plan
 
 
 def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> ResumePlan:
@@ -207,20 +220,25 @@ def _resume(
     events = train_events(plan.config, callbacks)
     task = plan.task
     if task is None:
-        _roll_back(plan)
+        if is_main_process():
+            _roll_back(plan)
         with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
             pass
         return record.result
     pinned = settings_here(plan.pinned, events)
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
     plan = replace(plan, config=plan.config.model_copy(update={"model": model}), pinned=pinned)
-    with loaded_components(pinned, task) as components:
+    with (
+        connected_ranks(pinned.model) as ranks,
+        loaded_components(pinned, task, ranks) as components,
+    ):
+        check_same_on_all(ranks, to_yaml(plan.config), str(plan.step))
         if plan.checkpoint is not None:
             with out_of_memory_errors(pinned):
                 components.resume_from(plan.checkpoint)
-        resolved = resolved_settings(pinned, components.policy)
-        environment = describe_environment(sampler=components.sampler_description())
-        _roll_back(plan, {**environment, RESOLVED: resolved})
+        if ranks.is_main:
+            _roll_back(plan, run_environment(pinned, components))
+        ranks.wait()
         return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
 
 

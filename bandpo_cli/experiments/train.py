@@ -1,7 +1,8 @@
 """Training runs: checks before loading, the record in the run folder, callbacks around the training loop.
 
 The run folder is written first, MLflow and the other callbacks come after it. `experiments.resume` continues a run with
-the same functions.
+the same functions. With several ranks, all of them call these functions; rank 0 alone writes the folder and has
+callbacks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ from bandpo_cli.experiments.preflight import (
     data_warnings,
     default_name,
 )
+from bandpo_cli.experiments.rank_group import (
+    check_ranks,
+    check_same_on_all,
+    connected_ranks,
+    lost_rank_errors,
+)
+from bandpo_cli.rank_process import is_main_process, rank_count
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
@@ -64,18 +73,22 @@ class TrainPlan:
     warnings: tuple[str, ...]
 
 
-def plan_training(config: RunConfig, runs_dir: Path | str = "runs", name: str | None = None) -> TrainPlan:
+def plan_training(
+    config: RunConfig, runs_dir: Path | str = "runs", name: str | None = None, ranks: int | None = None
+) -> TrainPlan:
     """Check everything that can be checked without torch, and load the problems.
 
     Args:
         name: name of the run folder; None for method, task, seed and time.
+        ranks: number of processes; None for those that torchrun has started, 1 without it.
 
     Raises:
-        ConfigError: a setting cannot be used.
+        ConfigError: a setting cannot be used, or not with so many processes.
         UserError: the name is taken, or nothing can be written to `runs_dir`.
     """
     runs_dir = Path(runs_dir)
     name = choose_run_name(runs_dir, name, default_name(config))
+    check_ranks(config, rank_count() if ranks is None else ranks)
     task = check_config(config)
     warnings = (*config_warnings(config), *checkpoint_warnings(config), *data_warnings(config, task))
     return TrainPlan(config, task, runs_dir, name, warnings)
@@ -106,38 +119,70 @@ def train(
 ) -> RunResult:
     """Train a policy, write the run folder, and mirror it to MLflow unless `tracking.mlflow` is false.
 
+    In a script that torchrun has started, all processes train one policy together and must call this with the same
+    settings.
+
     Args:
         config: the settings, or a plan of `plan_training`, which has its own `runs_dir` and `name`.
         runs_dir: the folder of the run folder.
         name: name of the run folder; None for method, task, seed and time.
-        callbacks: receive the events of `types.Callback`, after the MLflow tracker.
-        stop_requested: called between steps; once it returns True, the state is saved as a checkpoint and the run ends
-            with status KILLED.
+        callbacks: receive the events of `types.Callback`, after the MLflow tracker. With several ranks those of rank 0
+            alone do, except callbacks whose `on_every_rank` is True.
+        stop_requested: called between steps; once it returns True on any rank, the state is saved as a checkpoint and
+            the run ends with status KILLED.
 
     Returns:
-        The folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl.
+        The folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank.
 
     Raises:
         UserError: a setting cannot be used or the model cannot be loaded; nothing has been written.
         RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
             every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
             with status FAILED.
+        LostRankError: the process of another rank has ended; a RunError.
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
     config = settings_here(plan.config, events)
-    with loaded_components(config, plan.task) as components:
-        folder = RunFolder.create(plan.runs_dir, plan.name)
-        with run_lock(folder.path):
-            folder.write_config(to_yaml(config))
-            resolved = resolved_settings(config, components.policy)
-            environment = describe_environment(sampler=components.sampler_description())
-            folder.write_env({**environment, RESOLVED: resolved})
-            return run_steps(config, folder, components, events, 0, stop_requested)
+    with (
+        connected_ranks(config.model) as ranks,
+        loaded_components(config, plan.task, ranks) as components,
+        _new_folder(config, plan, components) as folder,
+    ):
+        return run_steps(config, folder, components, events, 0, stop_requested)
+
+
+@contextmanager
+def _new_folder(config: RunConfig, plan: TrainPlan, components: Components) -> Iterator[RunFolder]:
+    """Create the run folder, and hold its lock; ranks other than 0 receive its path once it is complete."""
+    ranks = components.ranks
+    check_same_on_all(ranks, to_yaml(config))
+    if not ranks.is_main:
+        yield RunFolder(ranks.gather(plan.runs_dir)[0])
+        return
+    folder = RunFolder.create(plan.runs_dir, plan.name)
+    with run_lock(folder.path):
+        folder.write_config(to_yaml(config))
+        folder.write_env(run_environment(config, components))
+        ranks.gather(folder.path)
+        yield folder
+
+
+def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
+    """Return the content of env.json."""
+    return {
+        **describe_environment(sampler=components.sampler_description()),
+        RESOLVED: resolved_settings(config, components.policy),
+    }
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the MLflow tracker if it is on, then `callbacks`."""
+    """Return the dispatcher of a run: the MLflow tracker if it is on, then `callbacks`.
+
+    On a rank other than 0 it has only the callbacks that receive the events of every rank.
+    """
+    if not is_main_process():
+        return Dispatcher([each for each in callbacks if getattr(each, "on_every_rank", False)])
     trackers = [MlflowCallback(config.tracking)] if config.tracking.mlflow else []
     return Dispatcher([*trackers, *callbacks])
 
@@ -151,12 +196,12 @@ def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
 
 
 @contextmanager
-def loaded_components(config: RunConfig, task: Task) -> Iterator[Components]:
+def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[Components]:
     """Load model, sampler, grader and optimizer, and close them at the end."""
     with out_of_memory_errors(config):
         from bandpo_cli.training.components import build_components
 
-        components = build_components(config, task)
+        components = build_components(config, task, ranks)
     with closed_at_end("the sampling engine or a grader", components.close):
         try:
             yield components
@@ -181,23 +226,25 @@ def run_steps(
     first_step: int,
     stop_requested: Callable[[], bool] | None,
 ) -> RunResult:
-    """Train from step `first_step` to the last, and close the record."""
+    """Train from step `first_step` to the last, and close the record; return the result of rank 0."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
     stop = stop_requested or _never_stop
+    last = first_step - 1
     with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
-        with out_of_memory_errors(config), disk_errors(folder):
+        with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
             steps = loop.train(config, components, folder, events.phase, first_step, stop)
             try:
                 for report in steps:
+                    last = report.step
                     events.step(report)
             except BaseException as error:
                 steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
                 raise
-        if stop() and _last_step(folder.read_metrics()) < config.steps:
+        if last < config.steps:  # a stop was requested, perhaps of another rank
             record.status = "KILLED"
-    return record.result
+    return components.ranks.gather(record.result)[0]
 
 
 @dataclass
@@ -212,8 +259,12 @@ class OpenRecord:
 def recorded_run(
     config: RunConfig, folder: RunFolder, events: TrainEvents, notes: tuple[str, ...], first_step: int
 ) -> Iterator[OpenRecord]:
-    """Call `start` of the callbacks; however the body ends, write plots and summary.json, then call `end`."""
-    env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
+    """Call `start` of the callbacks; however the body ends, write plots and summary.json, then call `end`.
+
+    A rank other than 0 writes nothing and has no records.
+    """
+    is_main = is_main_process()
+    env = json.loads((folder.path / "env.json").read_text(encoding="utf-8")) if is_main else {}
     dumped = config.model_dump(mode="json")
     info = RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
     record = OpenRecord(RunResult(folder.path, "FAILED", []))
@@ -228,8 +279,9 @@ def recorded_run(
         records: list[dict[str, Any]] = []
         try:
             events.phase("close")
-            records = folder.read_metrics()
-            _close_record(config, folder, records, record.status, error)
+            if is_main:
+                records = folder.read_metrics()
+                _close_record(config, folder, records, record.status, error)
         except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
                 error, record.status = failure, "FAILED"

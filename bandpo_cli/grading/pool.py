@@ -15,6 +15,7 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import GraderArguments, Job, WorkerPool
+from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
@@ -26,6 +27,12 @@ DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
 
 log = logging.getLogger("bandpo_cli")
+
+
+def default_workers() -> int:
+    """Return the number of workers per grader if `grading.workers` is null: as many as this rank has cores."""
+    return min(max(1, usable_cores() // local_rank_count()), MAX_DEFAULT_WORKERS)
+
 
 FirstStage = Callable[[Problem, str], Grade | GraderArguments]
 """Returns a grade, or the arguments to call the function of the worker with."""
@@ -57,7 +64,7 @@ class GraderPool:
     def __init__(self, config: GradingConfig) -> None:
         """Create the pool without spawning any worker."""
         self._config = config
-        self._size = config.workers or min(usable_cores(), MAX_DEFAULT_WORKERS)
+        self._size = config.workers or default_workers()
         self._worker_pools: dict[str, WorkerPool] = {}
         self._errors: dict[str, str] = {}
         self._graded: Counter[str] = Counter()

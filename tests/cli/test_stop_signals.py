@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from bandpo_cli.cli.signals import StopSignals, exit_on_sigterm
+from bandpo_cli.cli.signals import FORWARDED, StopSignals, exit_on_sigterm, handle_forwarded_signals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -88,3 +88,55 @@ def test_handlers_are_unchanged_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("BANDPO_NPROC", "2")):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """A cluster sends SIGTERM to all processes of a job, and the parent forwards its own: one request."""
+    with StopSignals() as signals:
+        signals.start(None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert not signals.requested
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGTERM", 143)
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGUSR2)
+    assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    assert "once more to drop the step" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("launched")
+def test_forwarded_signals_end_a_rank_that_does_not_train() -> None:
+    before = [signal.getsignal(number) for number in FORWARDED]
+    try:
+        handle_forwarded_signals()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        for number, handler in zip(FORWARDED, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_rank_of_torchrun_writes_its_summary_after_the_sigterm_of_a_lost_rank(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun sends SIGTERM to the other ranks when one has ended, and kills them 30 s later."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with StopSignals() as signals:
+        signals.start(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.requested
+        signals.phase("close")
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == ""  # rank 0 prints

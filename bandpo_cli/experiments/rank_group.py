@@ -1,0 +1,117 @@
+"""The ranks of an experiment: their connection, what they must agree on, and the error of a lost connection.
+
+Nothing heavy is imported at module level.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
+from bandpo_cli.rank_process import local_rank_count
+from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
+
+LOST_RANK = "lost the connection to another rank, whose process has ended"
+
+_GLOO_ERROR = "gloo/transport"
+"""Part of the message of every error of gloo's connections: the place in its source."""
+
+
+def check_ranks(config: RunConfig, count: int) -> None:
+    """Raise ConfigError where a run with these settings cannot be divided among `count` processes."""
+    if count == 1:
+        return
+    check_rank_device(config.model, count)
+    prompts = config.sampling.prompts
+    if prompts < count:
+        raise ConfigError(
+            f"sampling.prompts = {prompts}: {count} ranks need at least one prompt per step each; start at most "
+            f"{plural(prompts, 'rank')}, or raise sampling.prompts"
+        )
+
+
+def check_rank_device(model: ModelConfig, count: int) -> None:
+    """Raise ConfigError where `model.device` is one GPU, and there are several ranks."""
+    if count > 1 and ":" in model.device:
+        raise ConfigError(
+            f"model.device = '{model.device}': {count} ranks use a GPU each, that of their number; leave it out, and "
+            "choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
+    """Raise UserError where ranks would have to share a GPU. Imports torch; on a CPU any number is allowed.
+
+    Args:
+        count: number of ranks on this machine.
+        what: start of the message, such as `--nproc 4`.
+    """
+    import torch
+
+    from bandpo_cli.models.device import is_on_cuda
+
+    if not is_on_cuda(model):
+        return
+    gpus = torch.cuda.device_count()
+    if count > gpus:
+        raise UserError(
+            f"{what}: every rank needs a GPU of its own, and this machine has {gpus}; start at most "
+            f"{plural(gpus, 'rank')}, or set model.device=cpu"
+        )
+
+
+@contextmanager
+def connected_ranks(model: ModelConfig) -> Iterator[Ranks]:
+    """Connect this process with the other ranks that torchrun has started for the duration of the block.
+
+    Without torchrun there is one rank, nothing is connected, and torch is not imported.
+
+    Raises:
+        UserError: ranks on this machine would have to share a GPU.
+        LostRankError: in place of the backend's error where the process of another rank has ended.
+    """
+    ranks = ranks_from_environment()
+    if ranks.size == 1:
+        yield ranks
+        return
+    from bandpo_cli.models.device import is_on_cuda
+
+    check_rank_device(model, ranks.size)
+    check_gpu_count(model, local_rank_count(), f"{local_rank_count()} ranks on this machine")
+    with lost_rank_errors(), connected(ranks, "cuda" if is_on_cuda(model) else "cpu"):
+        yield ranks
+
+
+@contextmanager
+def lost_rank_errors() -> Iterator[None]:
+    """Raise LostRankError in place of an error of the connection to another rank."""
+    try:
+        yield
+    except Exception as error:
+        if is_connection_error(error):
+            raise LostRankError(LOST_RANK) from error
+        raise
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether `error` is one of the connections between ranks, also where it comes from a forward pass."""
+    import torch.distributed as dist
+
+    if isinstance(error, LostRankError) or not isinstance(error, RuntimeError):
+        return False
+    # NCCL's errors, and those of the store by which the ranks find each other.
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return _GLOO_ERROR in str(error)
+
+
+def check_same_on_all(ranks: Ranks, *values: str) -> None:
+    """Raise UserError on all ranks where these texts are not the same on each of them."""
+    digest = hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
+    if len({*ranks.gather(digest)}) > 1:
+        raise UserError(
+            "the ranks were started with different settings; start all of them with one command line and equal files"
+        )

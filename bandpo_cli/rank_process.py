@@ -1,0 +1,130 @@
+"""Processes of several ranks, without torch: the place of this one, its output and the file of its error.
+
+torchrun sets the variables of the environment that are read here, and `bandpo train --nproc` sets the same ones and
+those of `LAUNCHER_VARIABLE` and `RUN_NAME_VARIABLE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bandpo_cli.errors import LostRankError
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
+
+LAUNCHER_VARIABLE = "BANDPO_NPROC"
+"""Environment variable with the number of ranks in the processes that `--nproc` has started: their parent process
+forwards signals to them and prints their error."""
+
+RUN_NAME_VARIABLE = "BANDPO_RUN_NAME"
+"""Environment variable with the name that the parent process chose for the run."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended a rank, as its file holds it.
+
+    Attributes:
+        message: one line.
+        code: exit code.
+        traceback: of an exception that is neither a mistake of the user nor a known failure of a run; '' otherwise.
+        lost_rank: the error is that another rank has ended.
+        time_ns: nanoseconds since 1970.
+    """
+
+    message: str
+    code: int
+    traceback: str = ""
+    lost_rank: bool = False
+    time_ns: int = 0
+
+
+def rank_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks of which this process is one; 1 without torchrun."""
+    return int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
+
+
+def local_rank_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this machine; 1 without torchrun."""
+    return max(1, int(environ.get("LOCAL_WORLD_SIZE", "1"))) if rank_count(environ) > 1 else 1
+
+
+def is_main_process(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is rank 0, or has no other ranks."""
+    return rank_count(environ) == 1 or environ["RANK"] == "0"
+
+
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks that `--nproc` has started, in one of them; None elsewhere."""
+    count = environ.get(LAUNCHER_VARIABLE)
+    return None if count is None else int(count)
+
+
+def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name that the parent process chose for the run; None without one."""
+    return environ.get(RUN_NAME_VARIABLE)
+
+
+def prints_errors() -> bool:
+    """Return whether this process prints its error: rank 0 does, unless the parent process prints it for all ranks."""
+    return is_main_process() and launched_ranks() is None
+
+
+def silence_other_ranks() -> None:
+    """Discard what this process prints if it is a rank other than 0: all standard output, and what Python writes to
+    standard error. Crashes in native code are still reported.
+    """
+    if is_main_process():
+        return
+    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
+    os.dup2(null.fileno(), 1)
+    sys.stdout = sys.stderr = null
+
+
+def record_error(error: BaseException, code: int, traceback: str = "") -> None:
+    """Write the error of this process to the file that its launcher reads; do nothing without a launcher.
+
+    Args:
+        traceback: of an unexpected exception.
+    """
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return
+    seconds = time.time_ns()
+    # The form that torchrun reads: it prints `py_callstack`.
+    extra = {"py_callstack": traceback or str(error), "timestamp": str(seconds // 10**9)}
+    content = {
+        "message": {"message": str(error), "errorCode": code, "extraInfo": extra},
+        "traceback": traceback,
+        "lost_rank": isinstance(error, LostRankError),
+        "time_ns": seconds,
+    }
+    temporary = Path(f"{path}.tmp")
+    try:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path)  # the launcher finds it complete or not at all
+    except OSError:  # the error itself is more important, and the exit code reports that there was one
+        return
+
+
+def read_error(path: Path) -> RankError | None:
+    """Return the error that `record_error` has written to `path`; None where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        message = content["message"]
+        return RankError(
+            str(message["message"]),
+            int(message["errorCode"]),
+            str(content["traceback"]),
+            bool(content["lost_rank"]),
+            int(content["time_ns"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,367 @@
+"""The launcher of `--nproc`, with ranks that are small scripts: their errors, deaths and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bandpo_cli.cli import launch as launcher
+from bandpo_cli.cli.launch import (
+    RankExit,
+    describe_death,
+    first_failure,
+    launch,
+    rank_variables,
+    ranks_to_start,
+)
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import ConfigError, RunError, UserError
+from bandpo_cli.experiments.rank_group import check_gpu_count, check_ranks
+from bandpo_cli.rank_process import RankError
+from bandpo_cli.storage.environment import usable_cores
+
+START = """
+import os, signal, sys, time
+from pathlib import Path
+from bandpo_cli.cli.signals import handle_forwarded_signals
+from bandpo_cli.errors import LostRankError, RunError, UserError
+from bandpo_cli.rank_process import record_error, silence_other_ranks
+
+rank = os.environ["RANK"]
+silence_other_ranks()
+
+def write(name, text=""):
+    Path(name).write_text(text)
+
+def end(error, code):
+    record_error(error, code)
+    sys.exit(code)
+
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+def wait_forever():
+    write(f"pid-{rank}", str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(launcher, "POLL_INTERVAL_S", 0.02)
+    return tmp_path
+
+
+def start(script: str, count: int = 2) -> int:
+    return launch(
+        count, ModelConfig(), lambda: "continue with: COMMAND", "the-name", ["-c", f"{START}\n{script}"]
+    )
+
+
+def check_ended(pid_file: Path) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def send_when(path: Path, number: int) -> threading.Thread:
+    """Send a signal to this process once the file `path` exists."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_ranks_have_their_place_and_rank_0_alone_prints(
+    in_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "write(f'place-{rank}', ' '.join(os.environ[key] for key in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', "
+        "'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'BANDPO_RUN_NAME')))\n"
+        "print('printed by', rank); print('error of', rank, file=sys.stderr); os.write(1, b'native' + rank.encode())"
+    )
+    assert start(script, 3) == 0
+    places = [(in_folder / f"place-{rank}").read_text() for rank in range(3)]
+    assert places == [f"{rank} 3 {rank} 3 127.0.0.1 the-name" for rank in range(3)]
+    out, err = capfd.readouterr()
+    assert sorted(out.replace("native0", "").split()) == ["0", "by", "printed"]
+    assert "native0" in out
+    assert err == "error of 0\n"
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 notices nothing, as a rank that waits on a GPU; it also ignores SIGTERM."""
+    monkeypatch.setattr(launcher, "ENDING_S", 0.3)
+    script = (
+        "if rank == '0':\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); wait_forever()\n"
+        "wait_for('pid-0'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with pytest.raises(RunError) as error:
+        start(script)
+    assert str(error.value) == (
+        "rank 1 was killed by SIGKILL (as the system does when memory runs out); continue with: COMMAND"
+    )
+    check_ended(in_folder / "pid-0")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_processes_of_a_killed_rank_end_with_it(in_folder: Path) -> None:
+    script = (
+        "import subprocess\n"
+        "if rank == '1':\n"
+        "    child = subprocess.Popen(['sleep', '600']); write('pid-child', str(child.pid))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL"):
+        start(script)
+    state = Path(f"/proc/{(in_folder / 'pid-child').read_text()}/stat")
+    deadline = time.monotonic() + 20
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_first_error_is_reported_and_not_the_lost_connection_of_the_others(in_folder: Path) -> None:
+    """Rank 0 has ended long before rank 1, whose error was the cause."""
+    script = (
+        "if rank == '0':\n    end(LostRankError('lost'), 1)\n"
+        "time.sleep(0.3); end(RunError('the GPU has not enough memory'), 1)"
+    )
+    with pytest.raises(RunError) as error:
+        start(script)
+    assert str(error.value) == "rank 1: the GPU has not enough memory"
+
+
+def test_a_mistake_that_all_ranks_find_is_reported_once(
+    in_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "time.sleep(0.2 * (rank == '0')); end(UserError('no such model'), 2)"
+    with pytest.raises(UserError) as error:
+        start(script)
+    assert str(error.value) == "no such model"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_traceback_of_an_unexpected_error_is_printed_once(
+    in_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import traceback\n"
+        "try:\n    if rank == '1': 1 / 0\n"
+        "except ZeroDivisionError as error:\n"
+        "    record_error(RunError('ZeroDivisionError: division by zero'), 1, traceback.format_exc()); sys.exit(1)"
+    )
+    with pytest.raises(RunError, match="rank 1: ZeroDivisionError: division by zero; continue with: COMMAND"):
+        start(script)
+    assert capfd.readouterr().err.count("Traceback (most recent call last)") == 1
+
+
+def test_a_rank_that_ends_without_an_error_is_named_with_its_exit_code(in_folder: Path) -> None:
+    with pytest.raises(RunError, match="rank 1 ended with exit code 7; continue with: COMMAND"):
+        start("os._exit(7 * int(rank))")
+
+
+def test_a_complete_run_does_not_wait_for_a_rank_that_hangs(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "OTHERS_S", 0.3)
+    assert start("wait_for('pid-1') if rank == '0' else wait_forever()") == 0
+    check_ended(in_folder / "pid-1")
+
+
+STOPS_AT_THE_END_OF_A_STEP = """
+received = []
+signal.signal(signal.SIGUSR1, lambda *_: received.append("SIGINT"))
+signal.signal(signal.SIGUSR2, lambda *_: received.append("SIGTERM"))
+write(f"ready-{rank}")
+wait_for("ready-0")
+wait_for("ready-1")
+write("ready")
+while rank == "0" and not received:
+    time.sleep(0.01)
+time.sleep(0.2)
+write(f"received-{rank}", " ".join(received))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
+    in_folder: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    sender = send_when(in_folder / "ready", number)
+    assert start(f"{STOPS_AT_THE_END_OF_A_STEP}\nif rank == '0': sys.exit({code})") == code
+    sender.join()
+    received = [(in_folder / f"received-{rank}").read_text() for rank in range(2)]
+    assert received == [signal.Signals(number).name, ""]
+    assert capfd.readouterr() == ("", "")
+    assert signal.getsignal(number) == before
+
+
+def test_a_run_that_completes_after_a_signal_succeeds(in_folder: Path) -> None:
+    sender = send_when(in_folder / "ready", signal.SIGINT)
+    assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
+    sender.join()
+
+
+def test_an_error_after_a_signal_is_reported(in_folder: Path) -> None:
+    sender = send_when(in_folder / "ready", signal.SIGINT)
+    with pytest.raises(RunError, match="rank 1: disk full"):
+        start(
+            f"{STOPS_AT_THE_END_OF_A_STEP}\n"
+            "if rank == '1': end(RunError('disk full'), 1)\ntime.sleep(0.3); end(LostRankError('lost'), 1)"
+        )
+    sender.join()
+
+
+def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: Path) -> None:
+    """Rank 0 notices the signal when the other rank has ended, as in a collective."""
+    script = (
+        "signals = []\n"
+        "def note(*_):\n    signals.append(1); write(f'signal-{len(signals)}')\n"
+        "if rank == '1': wait_forever()\n"
+        "signal.signal(signal.SIGUSR1, note); wait_for('pid-1'); write('ready'); wait_for('signal-2')\n"
+        "while True:\n"
+        "    try:\n        os.kill(int(Path('pid-1').read_text()), 0); time.sleep(0.01)\n"
+        "    except ProcessLookupError: sys.exit(130)"
+    )
+    senders = [send_when(in_folder / name, signal.SIGINT) for name in ("ready", "signal-1")]
+    assert start(script) == 130
+    for sender in senders:
+        sender.join()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "printed"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "stopped\n")]
+)
+def test_a_signal_while_the_ranks_load_ends_them(
+    in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+    printed: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launcher, "OTHERS_S", 0.2)
+    script = (
+        "handle_forwarded_signals()\n"
+        "try:\n    wait_forever()\nexcept KeyboardInterrupt:\n    os._exit(130)"  # as `main` does
+    )
+    sender = send_when(in_folder / "pid-0", number)
+    assert start(script) == code
+    sender.join()
+    assert capfd.readouterr().err == printed
+    check_ended(in_folder / "pid-1")
+
+
+def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        while not {"pid-0", "pid-1"} <= {path.name for path in in_folder.iterdir()}:
+            time.sleep(0.01)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(launcher, "_watch", fail)
+    with pytest.raises(ZeroDivisionError):
+        start("wait_forever()")
+    for rank in range(2):
+        check_ended(in_folder / f"pid-{rank}")
+
+
+def failed(message: str, time_ns: int = 0, lost: bool = False) -> RankError:
+    return RankError(message, 1, lost_rank=lost, time_ns=time_ns)
+
+
+@pytest.mark.parametrize(
+    ("exits", "signals", "cause"),
+    [
+        ([RankExit(0, 0, None), RankExit(1, 0, None)], [], None),
+        ([RankExit(0, 1, failed("a", 5)), RankExit(1, 1, failed("b", 3))], [], 1),
+        ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None)], [], 1),
+        ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None, by_launcher=True)], [], 0),
+        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 1, failed("b", 2))], [], 1),
+        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, -11, None)], [], 1),
+        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 3, None)], [], 1),
+        ([RankExit(0, 130, None), RankExit(1, 1, failed("l", 1, lost=True))], [signal.SIGINT], 1),
+        ([RankExit(0, 130, None), RankExit(1, 0, None)], [signal.SIGINT], None),
+        ([RankExit(0, 130, None), RankExit(1, 0, None)], [], 0),
+        ([RankExit(0, -signal.SIGTERM, None), RankExit(1, 0, None)], [signal.SIGTERM], None),
+        ([RankExit(0, -signal.SIGTERM, None), RankExit(1, 0, None)], [], 0),
+        ([RankExit(0, -signal.SIGKILL, None), RankExit(1, 0, None)], [signal.SIGTERM], 0),
+    ],
+)
+def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause: int | None) -> None:
+    found = first_failure(exits, signals)
+    assert (None if found is None else found.rank) == cause
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (-6, "rank 2 was killed by SIGABRT"),
+        (-9, "rank 2 was killed by SIGKILL (as the system does when memory runs out)"),
+        (-200, "rank 2 was killed by signal 200"),
+        (9, "rank 2 ended with exit code 9"),
+    ],
+)
+def test_how_a_rank_ended(code: int, text: str) -> None:
+    assert describe_death(RankExit(2, code, None)) == text
+
+
+def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says() -> None:
+    def threads(count: int, environ: dict[str, str]) -> str:
+        return rank_variables(0, count, 1, None, environ)["OMP_NUM_THREADS"]
+
+    assert threads(2, {}) == str(max(1, usable_cores() // 2))
+    assert threads(10_000, {}) == "1"
+    assert threads(2, {"OMP_NUM_THREADS": "3"}) == "3"
+
+
+def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ranks_to_start(nproc) for nproc in (None, 1, 2)] == [None, None, 2]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ranks_to_start(2) is None
+    with pytest.raises(UserError, match="--nproc 4: torchrun has started 2 ranks"):
+        ranks_to_start(4)
+    monkeypatch.setenv("BANDPO_NPROC", "2")
+    assert ranks_to_start(2) is None
+
+
+def test_ranks_are_at_most_the_prompts_of_a_step_and_use_a_gpu_each() -> None:
+    config = resolve([{"sampling": {"prompts": 4}}])
+    check_ranks(config, 4)
+    with pytest.raises(ConfigError, match=r"sampling.prompts = 4: 5 ranks need at least one .* at most 4"):
+        check_ranks(config, 5)
+    config = resolve([{"model": {"device": "cuda:1"}}])
+    check_ranks(config, 1)
+    with pytest.raises(ConfigError, match=r"model.device = 'cuda:1'"):
+        check_ranks(config, 2)
+
+
+def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_gpu_count(ModelConfig(), 8, "--nproc 8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_gpu_count(ModelConfig(), 2, "--nproc 2")
+    check_gpu_count(ModelConfig(device="cpu"), 3, "--nproc 3")
+    with pytest.raises(
+        UserError, match="--nproc 3: every rank needs a GPU of its own, and this machine has 2"
+    ):
+        check_gpu_count(ModelConfig(), 3, "--nproc 3")

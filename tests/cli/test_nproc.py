@@ -1,0 +1,212 @@
+"""`bandpo train --nproc` and torchrun: two ranks as processes that are killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from bandpo_cli.tracking.store import sqlite_uri
+from tests.cli.eval_command import start
+from tests.cli.test_train_stopped import count_lines, wait_until
+from tests.cli.train_runs import SMALL, file_contents, record, summary
+
+STEPS = 16
+SETTINGS = ["--steps", str(STEPS), *SMALL, "--set", "evaluation.every=8", "--set", "checkpoint.every=4"]
+
+RESUME_SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from bandpo_cli.experiments import resume
+from bandpo_cli.types import CallbackBase
+
+class Counter(CallbackBase):
+    steps = 0
+
+    def step(self, report):
+        self.steps += 1
+
+counter = Counter()
+result = resume(sys.argv[1], callbacks=[counter])
+content = [str(result.folder), result.status, len(result.records), counter.steps]
+Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(content))
+"""
+
+
+def start_torchrun(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def children(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Return the process ids of the ranks that `process` has started, by rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == process.pid:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                ranks = [each for each in variables if each.startswith(b"RANK=")]
+                found |= {int(each.removeprefix(b"RANK=")): int(folder.name) for each in ranks}
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
+def check_ended(processes: dict[int, int]) -> None:
+    for process in processes.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int, folder: Path, lines: int) -> tuple[str, str]:
+    """Kill a rank once metrics.jsonl has more than `lines` lines; return the output after the end of all."""
+    wait_until(process, lambda: count_lines(folder) > lines)
+    ranks = children(process)
+    os.kill(ranks[rank], signal.SIGKILL)
+    output = process.communicate(timeout=30)
+    assert process.returncode == 1, output
+    check_ended(ranks)
+    return output
+
+
+@pytest.mark.slow
+def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
+    tmp_path: Path, empty_database: Path
+) -> None:
+    """Compared with a run of torchrun that nothing interrupts."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "mlflow.db").write_bytes(empty_database.read_bytes())
+    complete = start_torchrun(
+        tmp_path, "-m", "bandpo_cli", "train", *SETTINGS, "--mlflow", "--name", "complete"
+    )
+    out, err = complete.communicate(timeout=240)
+    assert complete.returncode == 0, out + err
+    assert "Traceback" not in err
+    assert out.count("run folder") == 2  # at the start and in the summary, of rank 0 alone
+    assert "2 processes, 2 of a step's 4 prompts each" in out
+    assert json.loads((runs / "complete" / "env.json").read_text())["hardware"]["ranks"] == 2
+    client = mlflow.MlflowClient(sqlite_uri(runs / "mlflow.db"))
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    assert [run.info.run_name for run in client.search_runs(experiments)] == ["complete"]
+
+    folder = runs / "a"
+    process = start(tmp_path, "train", *SETTINGS, "--name", "a", "--nproc", "2")
+    out, err = kill_rank(process, 1, folder, 5)
+    assert err == (
+        "error: rank 1 was killed by SIGKILL (as the system does when memory runs out); "
+        "continue with: bandpo train --resume a --nproc 2\n"
+    )
+    assert (summary(folder)["status"], summary(folder)["error"]) == (
+        "FAILED",
+        "LostRankError: lost the connection to another rank, whose process has ended",
+    )
+    assert "resume with: bandpo train --resume a --nproc 2" in out
+
+    process = start(tmp_path, "train", "--resume", "a", "--nproc", "2")
+    wait_until(process, lambda: count_lines(folder) > 7)
+    ranks = children(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    check_ended(ranks)
+    assert (
+        err == "stopping: the step is finished and a checkpoint written first; once more to drop the step\n"
+    )
+    stopped = summary(folder)["steps"]
+    assert f"stopped by Ctrl-C after step {stopped}" in out
+    assert summary(folder)["status"] == "KILLED"
+    assert (folder / "checkpoints" / f"step-{stopped:06d}").is_dir()
+
+    process = start(tmp_path, "train", "--resume", "a", "--nproc", "2")
+    out, err = kill_rank(process, 0, folder, stopped + 2)
+    assert err.startswith("error: rank 0 was killed by SIGKILL")
+    assert err.count("\n") == 1
+    assert not (folder / "summary.json").exists()
+
+    script = tmp_path / "resume.py"
+    script.write_text(RESUME_SCRIPT)
+    torchrun = start_torchrun(tmp_path, str(script), "a")
+    out, err = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, out + err
+    results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
+    assert results[0][:3] == results[1][:3] == ["runs/a", "FINISHED", STEPS + 1]
+    assert results[0][3] > 0  # callbacks of rank 0 receive the steps, those of others do not
+    assert results[1][3] == 0
+
+    assert record(folder) == record(runs / "complete")
+    ours, theirs = file_contents(folder), file_contents(runs / "complete")
+    kept = [
+        name for name in theirs if name.startswith(("samples/", "evals/", f"checkpoints/step-{STEPS:06d}/"))
+    ]
+    assert any(name.endswith("model.safetensors") for name in kept)
+    # The optimizer's files have no fixed order of tensors; the steps after each resume compare their content.
+    assert not [name for name in kept if "/trainer/" not in name and ours[name] != theirs[name]]
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_writes_a_checkpoint(tmp_path: Path) -> None:
+    settings = ["--steps", "400", *SMALL, "--set", "checkpoint.every=400", "--set", "evaluation.every=0"]
+    process = start_torchrun(tmp_path, "-m", "bandpo_cli", "train", *settings, "--name", "a")
+    folder = tmp_path / "runs" / "a"
+    wait_until(process, lambda: count_lines(folder) > 1)
+    ranks = children(process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    check_ended(ranks)
+    done = summary(folder)
+    assert done["status"] == "KILLED", out + err
+    assert (folder / "checkpoints" / f"step-{done['steps']:06d}").is_dir()
+    assert f"stopped by SIGTERM after step {done['steps']}" in out
+
+
+RANK_SCRIPT = """
+import os, time
+from pathlib import Path
+from bandpo_cli.sweeps.pool import exit_with_parent
+exit_with_parent()
+Path("pid-" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+LAUNCH_SCRIPT = """
+import sys
+from bandpo_cli.cli.launch import launch
+from bandpo_cli.config.run import ModelConfig
+
+launch(2, ModelConfig(), lambda: "", arguments=["-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH_SCRIPT, RANK_SCRIPT],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_until(process, lambda: all(path.exists() and path.read_text() for path in files))
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{path.read_text()}").exists() for path in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,94 @@
+"""Ranks of an experiment: a lost connection is one error, and settings must be equal on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import LostRankError, RunError, UserError
+from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
+from bandpo_cli.ranks import SINGLE, Ranks, connected
+from tests.training.several_ranks import run_ranks
+
+
+def lose_rank_1(ranks: Ranks, place: str) -> str:
+    """End rank 1, and return the error of a collective of rank 0."""
+    model = torch.nn.Linear(4, 4)
+    if place == "fsdp":
+        fully_shard(model)
+    ranks.wait()
+    if ranks.rank == 1:
+        return ""
+    try:
+        with lost_rank_errors():
+            if place == "gather":
+                ranks.gather(1)
+            elif place == "columns":
+                ranks.concatenate([torch.ones(2)])
+            else:
+                model(torch.ones(1, 4)).sum().backward()
+    except RunError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("place", ["gather", "columns", "fsdp"])
+def test_the_end_of_another_rank_is_one_error(tmp_path: Path, place: str) -> None:
+    """In a gloo collective, also one that FSDP calls in a forward pass."""
+    errors = run_ranks(2, tmp_path, lose_rank_1, place)
+    assert errors[0] == "LostRankError: lost the connection to another rank, whose process has ended"
+
+
+def test_a_store_that_cannot_be_reached_is_a_lost_rank() -> None:
+    with pytest.raises(LostRankError), lost_rank_errors():
+        dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(milliseconds=1))
+
+
+def test_other_errors_are_unchanged() -> None:
+    for error in (RuntimeError("shape mismatch"), ValueError("gloo/transport"), RunError("disk full")):
+        with pytest.raises(type(error)) as raised, lost_rank_errors():
+            raise error
+        assert raised.value is error
+
+
+def compare_settings(ranks: Ranks, differ: bool) -> str:
+    try:
+        check_same_on_all(ranks, "steps: 1", f"{ranks.rank}" if differ else "")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_all_ranks_find_that_their_settings_differ(tmp_path: Path, differ: bool) -> None:
+    errors = run_ranks(2, tmp_path, compare_settings, differ)
+    assert ["different settings" in error for error in errors] == [differ, differ]
+
+
+def test_without_torchrun_nothing_is_connected() -> None:
+    assert "RANK" not in os.environ
+    with connected_ranks(ModelConfig()) as ranks:
+        assert ranks == SINGLE
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_on_gpus_do_not_wait_for_each_other_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    closed = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
+    with contextlib.suppress(RunError), connected(Ranks(0, 2), "cuda"):
+        if fails:
+            raise RunError("disk full")
+    assert closed == ([] if fails else [True])
