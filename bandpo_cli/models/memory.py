@@ -99,9 +99,7 @@ def estimate_memory(
     sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
     if ranks == 1:
         return MemoryEstimate(sharded.total, always, update, sampling, trained=sharded.trained)
-    # Several ranks write no checkpoint in the background; rank 0 has a copy of the weights, in the memory of the host.
-    always.pop("copy for a checkpoint", None)
-    if device == "cpu":
+    if device == "cpu":  # rank 0 has a copy of the weights, in the memory of the host
         saved = sharded.trained if config.model.lora is not None else sharded.total
         always["complete weights for a checkpoint"] = saved * sharded.itemsize
     update |= sharded.update_bytes()
@@ -124,11 +122,14 @@ def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str
     if model.ranks == 1 and model.itemsize != FLOAT32_BYTES:
         held["master weights"] = model.trained_share * FLOAT32_BYTES
     copied = sum(held.values())
-    if (
-        config.model.lora is not None
-    ):  # its checkpoints have the adapters alone, and its reference is the same model
+    has_lora = config.model.lora is not None
+    if model.ranks > 1:  # rank 0 copies the complete weights; masters are saved where the weights are rounded
+        copied = held["AdamW"]
+        if model.itemsize != FLOAT32_BYTES:
+            copied += model.trained_share * FLOAT32_BYTES
+    elif has_lora:  # its checkpoints have the adapters alone
         copied -= model.untrained_bytes
-    elif config.objective.reference_kl > 0:
+    if config.objective.reference_kl > 0 and not has_lora:  # with adapters the reference is the same model
         held["reference model"] = model.frozen_bytes
     if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
         held["copy for a checkpoint"] = copied

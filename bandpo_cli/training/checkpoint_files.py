@@ -2,8 +2,8 @@
 
 A checkpoint is a Hugging Face model folder with a subfolder `trainer/` for the optimizer state and the progress. It
 contains no pickle: tensors are safetensors, everything else is JSON. vLLM loads every *.safetensors file at the top
-level of a model folder, so the optimizer state is one level below. `bandpo_cli.storage.checkpoints` defines when a
-checkpoint is complete.
+level of a model folder, so the optimizer state is one level below: one file, or files with the shards of several ranks.
+`bandpo_cli.storage.checkpoints` defines when a checkpoint is complete.
 """
 
 from __future__ import annotations

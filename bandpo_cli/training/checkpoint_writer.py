@@ -5,6 +5,9 @@ flushes metrics.jsonl, writes and renames the checkpoint, and removes older ones
 on the disk, and after a kill in between the run resumes from the checkpoint before. One checkpoint is written at a
 time. That of the last step is written without a thread, before the step's line; so are all of them with
 `checkpoint.background=false`, or where there is too little memory for the copy.
+
+With several ranks each has a writer and calls its methods in the same order. Rank 0 flushes metrics.jsonl and removes
+older checkpoints.
 """
 
 from __future__ import annotations

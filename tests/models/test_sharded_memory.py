@@ -182,7 +182,10 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
     in_background = config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"every": 10})}
     )
-    assert estimate_memory(in_background, True, ranks=2).always == estimate.always
+    copied = {"copy for a checkpoint": 12 * share}  # masters and two moments of the rank
+    assert estimate_memory(in_background, True, ranks=2).always == estimate.always | copied
+    float32 = in_background.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    assert estimate_memory(float32, True, ranks=2).always["copy for a checkpoint"] == 8 * share
     assert "complete weights for a checkpoint" not in estimate_memory(config, True, "cuda", ranks=2).always
     assert estimate.update["gradients"] == estimate.reduction["gradients"] == 4 * share
     assert estimate.update["complete parameters outside of the layers"] == 2 * outside

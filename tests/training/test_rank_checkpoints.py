@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, OptimConfig
@@ -117,28 +118,54 @@ def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> Non
             save_file(state, root / result / name / "state.safetensors")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """1 → 2 → 4 → 1, bit for bit; the last state is that of one process that did all updates."""
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """1 → 2 → 1 and 1 → 2 → 4 → 1, bit for bit; the last state is that of one process that did all updates."""
     for kind, dtype in CASES:
-        folder = tmp_path / "one" / f"{kind}-{dtype}"
+        folder = tmp_path / "1" / f"{kind}-{dtype}"
         one = trained(kind, dtype)
         update(one, 1)
         save_checkpoint(*one, STEP, folder / "step-000010")
         save_file(complete_state(one), folder / "state.safetensors")
-    run_ranks(2, tmp_path / "results-2", continue_on_ranks, tmp_path, "one", "two")
-    run_ranks(4, tmp_path / "results-4", continue_on_ranks, tmp_path, "two", "four")
+    for before, size in pairwise((1, *sizes)):
+        run_ranks(size, tmp_path / f"results-{size}", continue_on_ranks, tmp_path, str(before), str(size))
     for kind, dtype in CASES:
         uninterrupted = trained(kind, dtype)
-        for seed in (1, 2, 4):
+        for seed in (1, *sizes):
             update(uninterrupted, seed)
-        for name in ("two", "four"):
-            folder = tmp_path / name / f"{kind}-{dtype}"
-            one = trained(kind, dtype, seed=7)
-            load_checkpoint(*one, folder / "step-000010")
-            assert not differences(complete_state(one), load_file(folder / "state.safetensors"))
-            check_files(folder / "step-000010", dtype)
+        folder = tmp_path / str(sizes[-1]) / f"{kind}-{dtype}"
+        one = trained(kind, dtype, seed=7)
+        load_checkpoint(*one, folder / "step-000010")
+        assert not differences(complete_state(one), load_file(folder / "state.safetensors"))
+        check_files(folder / "step-000010", dtype)
         torch.testing.assert_close(complete_state(one), complete_state(uninterrupted), rtol=1e-6, atol=1e-7)
+
+
+def mixture(ranks: Ranks, seed: int) -> Trained:
+    """Return a sharded mixture of experts, whose weights transformers stores under other names and in other forms."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+    model: Any = MixtralForCausalLM(config).eval()
+    if ranks.size > 1:
+        shard(model, ranks, torch.device("cpu"))
+    return Trained(replace(embedded(), model=model, ranks=ranks), Optimizer(model, OptimConfig(), 100))
+
+
+def save_and_load_mixture(ranks: Ranks, folder: Path) -> list[str]:
+    one, other = mixture(ranks, 0), mixture(ranks, 1)
+    save_checkpoint(*one, STEP, folder)
+    load_checkpoint(*other, folder)
+    return differences(complete_state(one), complete_state(other))
+
+
+@pytest.mark.slow
+def test_weights_that_are_stored_in_another_form_are_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "results", save_and_load_mixture, tmp_path / "step-000010") == [[], []]
+    stored, one = load_file(tmp_path / "step-000010" / "model.safetensors"), mixture(SINGLE, 0)
+    assert stored.keys() ^ dict(one.policy.model.named_parameters()).keys(), "the names differ"
+    loaded = mixture(SINGLE, 2)
+    load_checkpoint(*loaded, tmp_path / "step-000010")
+    assert not differences(complete_state(loaded), complete_state(one))
 
 
 def check_files(folder: Path, dtype: torch.dtype) -> None:
