@@ -10,6 +10,11 @@ from bandpo_cli.errors import ConfigError
 MAX_CONFIG_BYTES = 2**20
 """Maximum size of a file of settings in bytes, more than ten thousand times what one needs."""
 
+MODEL_CONFIG = "config.json"
+"""The file by which a folder with a complete model is recognized."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which a folder with an adapter for a model is recognized, in the format of peft."""
+
 
 def user_path(text: str) -> Path:
     """Return the path with ~ expanded to the home folder; a ~name of an unknown user stays unchanged."""
@@ -25,6 +30,11 @@ def path_exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder holds an adapter for a model in place of a complete model."""
+    return path_exists(folder / ADAPTER_CONFIG) and not path_exists(folder / MODEL_CONFIG)
 
 
 def relative_to_cwd(path: Path) -> Path:

@@ -66,7 +66,7 @@ def evaluate(
         typer.Option(
             metavar="MODEL",
             help="A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
-            "folder or hub id.",
+            "folder, an adapter folder of peft, or a hub id.",
             show_default="the embedded model",
             autocompletion=folder_of("run"),
         ),

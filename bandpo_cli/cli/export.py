@@ -1,4 +1,4 @@
-"""`bandpo export`: the files with which another engine runs an experiment."""
+"""`bandpo export`: an experiment as files with which another engine runs it, and a run's policy as a model folder."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import Assignments, ConfigFiles
+from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles
 
 export_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Write the files with which another engine runs an experiment.",
+    help="Write an experiment for verl, or the policy of a run as a model folder.",
 )
 
 
 @export_app.callback()
 def export() -> None:
-    """Write the files with which another engine runs an experiment."""
+    """Write an experiment for verl, or the policy of a run as a model folder."""
 
 
 @export_app.command()
@@ -70,3 +71,33 @@ def verl(
     ]
     for heading, line in rows:
         print_line(console, line, heading)
+
+
+@export_app.command()
+def merged(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.",
+            autocompletion=folder_of("run"),
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+    runs_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs.")] = RUNS,
+) -> None:
+    """Write the policy of a run as a model folder, which transformers and vLLM load.
+
+    The adapters of a run with LoRA are merged into the weights of its base
+    model. Of a run that trains all weights, the model files of the checkpoint
+    are copied.
+
+    [bold]bandpo export merged NAME --out model[/bold]  the latest checkpoint
+
+    [bold]bandpo export merged NAME@100 --out model[/bold]  that of step 100
+    """
+    from bandpo_cli.cli.console import open_console, print_line
+    from bandpo_cli.experiments.export_merged import export_merged
+
+    folder = export_merged(model, out, runs_dir)
+    print_line(open_console(), str(folder), "model")

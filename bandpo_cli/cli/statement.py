@@ -14,7 +14,7 @@ from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings
+from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings, with_all_weights
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.link import ui_text
 from bandpo_cli.tracking.store import tracking_store
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def describe_model(config: RunConfig) -> str:
-    """Return the model and its dtype."""
-    path = config.model.path
+    """Return the model, its dtype and its adapters."""
+    path, lora = config.model.path, config.model.lora
     name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
-    return f"{name}, {_dtype_text(config.model)}"
+    adapters = "" if lora is None else f", LoRA {lora.describe()}"
+    return f"{name}, {_dtype_text(config.model)}{adapters}"
 
 
 def _dtype_text(config: ModelConfig) -> str:
@@ -128,6 +129,13 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
         f"{'fits' if report.fits else 'too much'}"
     )
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
+    if config.model.lora is not None:
+        full = memory_report(with_all_weights(config), ranks)
+        trained = (
+            f"{report.estimate.trained / 1e6:,.1f}M of {report.estimate.parameters / 1e6:,.1f}M parameters"
+        )
+        line = f"trains {trained}; training all weights takes {_gib(full.peak)} at the peak"
+        console.print(Text.assemble(("LoRA", "bold"), "  ", line), highlight=False)
     if not report.fits:
         print_warning(console, memory_saving_settings(config, report.on_gpu))
     return True

@@ -46,6 +46,29 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+class LoraSettings(Section):
+    """Low-rank adapters on linear layers, which are trained in place of the model's own weights (LoRA)."""
+
+    rank: PositiveInt
+    """Rank of the product B·A that an adapter adds to the weights of its layer."""
+    alpha: Positive | None = None
+    """The product is multiplied by alpha / rank; null for twice the rank."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Names of the linear layers that get an adapter, such as q_proj; null for all but the output layer."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the product B·A."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+    def describe(self) -> str:
+        """Return rank, alpha and target layers in one line."""
+        targets = "all linear layers but the output layer"
+        if self.target_modules is not None:
+            targets = ", ".join(self.target_modules)
+        return f"of rank {self.rank}, alpha {self.scaling * self.rank:g}, on {targets}"
+
+
 class ModelConfig(Section):
     """The policy that is trained."""
 
@@ -68,6 +91,8 @@ class ModelConfig(Section):
     architectures that transformers does not know need it; weights are read from safetensors files only in any case."""
     device: str = "auto"
     """A torch device name; `auto` is a GPU where there is one, else the CPU."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters and keep the model's own weights as they are; null trains all weights."""
 
 
 class VllmConfig(Section):

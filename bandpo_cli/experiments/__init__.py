@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bandpo_cli.experiments.compare import compare
     from bandpo_cli.experiments.evaluate import evaluate
+    from bandpo_cli.experiments.export_merged import export_merged
     from bandpo_cli.experiments.export_verl import export_verl
     from bandpo_cli.experiments.import_verl import import_verl
     from bandpo_cli.experiments.resume import resume
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.sync import sync
     from bandpo_cli.experiments.train import train
 
-__all__ = ["compare", "evaluate", "export_verl", "import_verl", "resume", "sweep", "sync", "train"]
+__all__ = [
+    "compare",
+    "evaluate",
+    "export_merged",
+    "export_verl",
+    "import_verl",
+    "resume",
+    "sweep",
+    "sync",
+    "train",
+]
 
 
 class _Package(ModuleType):

@@ -201,7 +201,9 @@ def model_request(
     ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
     own = resolve(base) if base else None
-    config = resolve([*base, eval_task_layer(tasks, own), *layers, {"model": {"path": ref.path}}])
+    # Adapters are merged into the weights when a model is loaded.
+    model_layer = {"model": {"path": ref.path, "lora": None}}
+    config = resolve([*base, eval_task_layer(tasks, own), *layers, model_layer])
     check_engine(config.sampling.engine)
     check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)

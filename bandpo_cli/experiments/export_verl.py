@@ -13,7 +13,12 @@ from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import check_embedded_task, check_graders, check_model_path
+from bandpo_cli.experiments.preflight import (
+    check_embedded_task,
+    check_graders,
+    check_is_no_adapter,
+    check_model_path,
+)
 from bandpo_cli.exports import verl_data, verl_files
 from bandpo_cli.exports.verl_files import Machines
 from bandpo_cli.exports.verl_losses import Overrides
@@ -82,6 +87,7 @@ def export_verl(
     differences = differences_of(config)
     _check_differences(config, differences, allow_differences)
     check_model_path(config.model.path)
+    check_is_no_adapter(config.model.path)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     training, heldout = task.train_problems(), verl_data.heldout_problems(config, task)

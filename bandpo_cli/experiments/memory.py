@@ -103,6 +103,11 @@ def memory_report_on(
     return memory_report_on(without, device, available, on_gpu, ranks)
 
 
+def with_all_weights(config: RunConfig) -> RunConfig:
+    """Return the settings of a run without LoRA, which trains all weights."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+
+
 def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:
     vllm = config.sampling.vllm
     return int(available * vllm.memory_fraction) if on_gpu else int(vllm.kv_cache_gb * GIB)
@@ -134,6 +139,8 @@ def memory_saving_settings(config: RunConfig, on_gpu: bool, training: bool = Tru
         found.append("model.dtype=bfloat16")
     found += _engine_settings(config, on_gpu, training)
     found.append(f"sampling.max_tokens={max(1, config.sampling.max_tokens // 2)}")
+    if training and config.model.lora is None:
+        found.append("model.lora.rank=16")
     return "for less memory, in this order: " + ", ".join(f"--set {setting}" for setting in found)
 
 

@@ -19,7 +19,7 @@ from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading.pool import check_grader
-from bandpo_cli.paths import folders_containing, path_exists, user_path
+from bandpo_cli.paths import MODEL_CONFIG, folders_containing, is_adapter_folder, path_exists, user_path
 from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.files import step_of
@@ -80,6 +80,7 @@ def check_config(config: RunConfig) -> Task:
     if METHODS[config.bounds.method].bounds is not None:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     check_model_path(config.model.path)
+    check_is_no_adapter(config.model.path)
     check_revision(config.model)
     check_engine(config.sampling.engine)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
@@ -189,7 +190,7 @@ def data_warnings(config: RunConfig, task: Task) -> list[str]:
 
 
 def check_model_path(path: str) -> None:
-    """Check that `path` is a model folder or can be a hub id.
+    """Check that `path` is the folder of a model or an adapter, or can be a hub id.
 
     Raises:
         ConfigError: no such folder, a folder without config.json, or a malformed id.
@@ -198,7 +199,7 @@ def check_model_path(path: str) -> None:
         return
     folder = user_path(path)
     if path_exists(folder):
-        if not (folder / "config.json").is_file():
+        if not (folder / MODEL_CONFIG).is_file() and not is_adapter_folder(folder):
             raise ConfigError(
                 f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"
             )
@@ -209,6 +210,15 @@ def check_model_path(path: str) -> None:
         raise ConfigError(
             f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
             f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+        )
+
+
+def check_is_no_adapter(path: str) -> None:
+    """Raise ConfigError for an adapter in place of a model: training starts from a complete model."""
+    if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
+        raise ConfigError(
+            f"model.path = {path!r}: an adapter, and training starts from a complete model; write it with "
+            f"bandpo export merged {path} --out DIR"
         )
 
 

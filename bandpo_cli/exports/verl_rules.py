@@ -69,6 +69,32 @@ def passes_dtype(config: RunConfig) -> Overrides:
     }
 
 
+def lora(config: RunConfig) -> Overrides:
+    """Return the adapters, whose product verl merges into the weights that it sends to vLLM, as it is done here.
+
+    Where no layers are named, verl has them on all linear layers but the output layer, too.
+    """
+    settings = config.model.lora
+    if settings is None:
+        return {}
+    found: Overrides = {
+        f"{MODEL}.lora_rank": settings.rank,
+        f"{MODEL}.lora_alpha": int(settings.scaling * settings.rank),
+        f"{MODEL}.lora.merge": True,
+    }
+    if settings.target_modules is not None:
+        found[f"{MODEL}.target_modules"] = list(settings.target_modules)
+    return found
+
+
+def lora_differences(config: RunConfig) -> list[str]:
+    """Return a line for an alpha that verl cannot have."""
+    settings = config.model.lora
+    if settings is None or (settings.scaling * settings.rank).is_integer():
+        return []
+    return [f"model.lora.alpha = {settings.scaling * settings.rank:g}: verl has whole numbers only"]
+
+
 def revision_differences(config: RunConfig) -> list[str]:
     """Return a line for a model of a given revision."""
     revision = config.model.revision

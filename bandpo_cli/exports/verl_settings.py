@@ -107,6 +107,11 @@ RULES: dict[str, Rule] = {
         to=f"{MODEL}.trust_remote_code",
         overrides=lambda config: {"data.trust_remote_code": config.model.trust_remote_code},
     ),
+    "model.lora": Rule(
+        f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM",
+        overrides=rules.lora,
+        differences=rules.lora_differences,
+    ),
     "model.device": Rule("the GPUs of the job", differences=rules.device_differences),
     "task": Rule("train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
     "sampling.engine": Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.hub import cached_commit
+from bandpo_cli.models.adapter_files import adapter_folder, base_config, merge_adapter
 from bandpo_cli.models.checks import (
     check_declared_size,
     check_loaded_weights,
@@ -35,6 +36,7 @@ from bandpo_cli.models.checks import (
     loading_errors,
 )
 from bandpo_cli.models.device import dtype_here
+from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
 from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
@@ -57,6 +59,7 @@ class Policy:
         commit: the commit of a model on the hub; None for a folder.
         ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
             (`models.sharding`).
+        is_base: the policy is that of the model without its adapters (`models.lora`).
     """
 
     model: PreTrainedModel
@@ -65,6 +68,13 @@ class Policy:
     pad_id: int
     commit: str | None = None
     ranks: Ranks = SINGLE
+    is_base: bool = False
+
+    @contextmanager
+    def passes(self) -> Iterator[PreTrainedModel]:
+        """Yield the model for passes of this policy: without its adapters if the policy is that of the base."""
+        with adapters_disabled(self.model) if self.is_base else nullcontext():
+            yield self.model
 
     @property
     def device(self) -> torch.device:
@@ -91,6 +101,12 @@ def model_location(config: ModelConfig) -> str:
     return str(folder) if path_exists(folder) else config.path
 
 
+def _absolute_location(config: ModelConfig) -> str:
+    """Return the absolute path of the model's folder, or its hub id."""
+    location = model_location(config)
+    return location if _is_on_hub(config) else str(Path(location).absolute())
+
+
 def _is_on_hub(config: ModelConfig) -> bool:
     """Return whether the model is loaded from the hub, not from a folder."""
     return not path_exists(Path(model_location(config)))
@@ -106,34 +122,47 @@ def _commit(config: ModelConfig) -> str | None:
     return cached_commit(config.path, "model", config.revision) if _is_on_hub(config) else None
 
 
-def load_policy(config: ModelConfig, for_training: bool = True, ranks: Ranks = SINGLE) -> Policy:
+def load_policy(
+    config: ModelConfig, for_training: bool = True, ranks: Ranks = SINGLE, seed: int = 0
+) -> Policy:
     """Load model and tokenizer onto the configured device.
 
     The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights.
 
+    A folder with an adapter gives its base model with the adapter merged into the weights.
+
     Args:
         config: path, dtype, device and attention of the model.
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
-            gradient checkpointing if it is configured.
+            gradient checkpointing and add adapters to train (LoRA) if that is configured.
         ranks: the processes of the run; all of them must call this together. A model for training is sharded over
             them, any other is complete on each.
+        seed: seed of the run, for the initial adapters.
 
     Raises:
         UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
+    adapter = adapter_folder(config)
+    if adapter is not None:
+        config = base_config(config, adapter)
     model_config = read_config(config)
     commit = _commit(config)
     if commit is not None:  # a repository that changes in between gives no mixture of two commits
         config = config.model_copy(update={"revision": commit})
     model, tokenizer = _load(config, model_config, attention)
+    if adapter is not None:
+        merge_adapter(model, adapter)
+        tokenizer = adapter_tokenizer(config, adapter) or tokenizer
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
         check_output_layer(model)
         if config.gradient_checkpointing:
             _enable_gradient_checkpointing(model)
+        if config.lora is not None:
+            add_adapters(model, config.lora, seed, _absolute_location(config), commit)
     _place(model, device, ranks if for_training else SINGLE)
     if for_training:
         check_packed_forward(model)
@@ -172,6 +201,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(
             model_location(config), trust_remote_code=config.trust_remote_code, **_revision(config)
         )
+
+
+def adapter_tokenizer(config: ModelConfig, adapter: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in the folder of an adapter; None if it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if not path_exists(adapter / "tokenizer_config.json"):
+        return None
+    return load_tokenizer(config.model_copy(update={"path": str(adapter)}))
 
 
 def _load(
@@ -217,6 +257,8 @@ def _silenced_logger(name: str) -> Iterator[None]:
 def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     """Return the initial policy without gradients: the reference of the KL penalty.
 
+    With LoRA it is the policy's own model, which is passed through without its adapters.
+
     Args:
         policy: the policy, before its first update.
         config: the settings that it was loaded with.
@@ -224,6 +266,8 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     Raises:
         UserError: the model cannot be loaded again.
     """
+    if has_adapters(policy.model):
+        return replace(policy, is_base=True)
     if not is_sharded(policy.model):
         return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
     if policy.commit is not None:
@@ -236,15 +280,19 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer.
 
+    With LoRA it has the adapters alone, in the format of peft, and the tokenizer.
+
     Args:
-        weights: a copy of the model's state dict to write in its place; tied weights share their memory.
+        weights: what `models.weights.weights_to_save` returns, or a copy; None for the weights in use.
     """
-    policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-    if is_sharded(
-        policy.model
-    ):  # transformers states the dtype of the parameters, and the weights are rounded
-        policy.model.config.dtype = forward_dtype(policy.model)
-        policy.model.config.save_pretrained(folder)
+    if has_adapters(policy.model):
+        save_adapter(policy.model, folder, weights)
+    else:
+        policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        if is_sharded(policy.model):
+            # transformers states the dtype of the parameters, and the weights are rounded.
+            policy.model.config.dtype = forward_dtype(policy.model)
+            policy.model.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 

@@ -17,6 +17,7 @@ from bandpo_cli.models.checks import check_declared_size, loading_errors
 from bandpo_cli.models.device import dtype_here
 from bandpo_cli.models.load import model_location, read_config
 from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.packing import MAX_SHARED_ROW_TOKENS, Packing, Row, batch_rows
 from bandpo_cli.models.sharded_memory import FLOAT32_BYTES, ShardedModel, sharded_model
 from bandpo_cli.storage.checkpoints import is_written_in_background
@@ -27,12 +28,13 @@ class MemoryEstimate:
     """Memory in bytes by component; with several ranks, that of one rank.
 
     Attributes:
-        parameters: number of parameters of the model (not bytes); tied parameters count once.
+        parameters: number of parameters of the model (not bytes), its adapters included; tied parameters count once.
         always: memory that is held during the complete run: weights, optimizer state, reference model.
         update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
         sampling: additional memory of sampling with the trainer's own model, or of sending it to another engine.
         reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
         ranks: number of ranks.
+        trained: number of parameters that are trained: all of them, or those of the adapters (LoRA).
     """
 
     parameters: int
@@ -41,6 +43,7 @@ class MemoryEstimate:
     sampling: dict[str, int]
     reduction: dict[str, int] = field(default_factory=dict)
     ranks: int = 1
+    trained: int = 0
 
     @property
     def updating(self) -> int:
@@ -95,16 +98,17 @@ def estimate_memory(
     update = gradients | _pass_bytes(config, model, device)
     sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
     if ranks == 1:
-        return MemoryEstimate(sharded.total, always, update, sampling)
+        return MemoryEstimate(sharded.total, always, update, sampling, trained=sharded.trained)
     if device == "cpu":  # rank 0 has a copy of the weights, in the memory of the host
-        always["complete weights for a checkpoint"] = sharded.total * sharded.itemsize
+        saved = sharded.trained if config.model.lora is not None else sharded.total
+        always["complete weights for a checkpoint"] = saved * sharded.itemsize
     update |= sharded.update_bytes()
     reduction = gradients | sharded.reduction_bytes()
     if trainer_samples:
         sampling |= {"complete parameters": sharded.sampling_bytes()}
     else:
         sampling = {"a complete weight, to send it to the engine": sharded.sync_bytes()}
-    return MemoryEstimate(sharded.total, always, update, sampling, reduction, ranks)
+    return MemoryEstimate(sharded.total, always, update, sampling, reduction, ranks, sharded.trained)
 
 
 def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str, int]:
@@ -118,11 +122,14 @@ def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str
     if model.ranks == 1 and model.itemsize != FLOAT32_BYTES:
         held["master weights"] = model.trained_share * FLOAT32_BYTES
     copied = sum(held.values())
+    has_lora = config.model.lora is not None
     if model.ranks > 1:  # rank 0 copies the complete weights; masters are saved where the weights are rounded
         copied = held["AdamW"]
         if model.itemsize != FLOAT32_BYTES:
             copied += model.trained_share * FLOAT32_BYTES
-    if config.objective.reference_kl > 0:
+    elif has_lora:  # its checkpoints have the adapters alone
+        copied -= model.untrained_bytes
+    if config.objective.reference_kl > 0 and not has_lora:  # with adapters the reference is the same model
         held["reference model"] = model.frozen_bytes
     if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
         held["copy for a checkpoint"] = copied
@@ -137,13 +144,16 @@ def _pass_bytes(config: RunConfig, model: PreTrainedModel, device: str) -> dict[
     attended = attended_tokens(config, text, tokens)
     tile = min(TILE_BYTES[device], tokens * text.vocab_size * FLOAT32_BYTES)
     # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
-    return {
+    found = {
         f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attended),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
         "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
-        # before it is added to the gradient of the other micro-batches
-        "gradient of the output layer": text.vocab_size * text.hidden_size * model.dtype.itemsize,
     }
+    if config.model.lora is None:
+        # before it is added to the gradient of the other micro-batches
+        output = text.vocab_size * text.hidden_size * model.dtype.itemsize
+        found["gradient of the output layer"] = output
+    return found
 
 
 def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, int]:
@@ -166,10 +176,10 @@ def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> di
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
-    """Return the model on the meta device, built from its config.json without its weights.
+    """Return the model on the meta device, built from its config.json without its weights, with adapters if configured.
 
     Raises:
-        UserError: there is no config, or transformers does not support its architecture.
+        UserError: there is no config, transformers does not support its architecture, or the adapters cannot be added.
     """
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
@@ -181,7 +191,9 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
                 attn_implementation=_SHAPES_ONLY,
                 trust_remote_code=config.trust_remote_code,
             )
-    model.tie_weights()
+            model.tie_weights()
+            if config.lora is not None:
+                add_adapters(model, config.lora, seed=0, base=config.path)
     return model.eval()
 
 

@@ -25,6 +25,7 @@ class ShardedModel:
         share: parameters that a rank stores: the first dimension of each is divided, rounded up.
         trained_share: those of them that require a gradient.
         total: parameters of the model.
+        trained: those of them that require a gradient.
         layer: parameters of the largest decoder layer.
         trained_layer: the most parameters that require a gradient in a decoder layer.
         outside: parameters outside of the layers.
@@ -37,6 +38,7 @@ class ShardedModel:
     share: int
     trained_share: int
     total: int
+    trained: int
     layer: int
     trained_layer: int
     outside: int
@@ -49,6 +51,11 @@ class ShardedModel:
     def weight_bytes(self) -> int:
         """Bytes of the parameters that a rank stores: those that are trained are float32, the master weights."""
         return FLOAT32_BYTES * self.trained_share + self.itemsize * (self.share - self.trained_share)
+
+    @property
+    def untrained_bytes(self) -> int:
+        """Bytes of the parameters that a rank stores and does not train."""
+        return self.itemsize * (self.share - self.trained_share)
 
     @property
     def frozen_bytes(self) -> int:
@@ -93,15 +100,17 @@ def sharded_model(model: nn.Module, itemsize: int, ranks: int) -> ShardedModel:
     parameters = list(model.parameters())
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     sizes = [_count(list(layer.parameters())) for layer in layers]
-    trained = [_count(_trained(list(layer.parameters()))) for layer in layers]
+    of_layers = [_count(_trained(list(layer.parameters()))) for layer in layers]
+    trained = _count(_trained(parameters))
     return ShardedModel(
         share=_share(parameters, ranks),
         trained_share=_share(_trained(parameters), ranks),
         total=_count(parameters),
+        trained=trained,
         layer=max(sizes, default=0),
-        trained_layer=max(trained, default=0),
+        trained_layer=max(of_layers, default=0),
         outside=_count(parameters) - sum(sizes),
-        trained_outside=_count(_trained(parameters)) - sum(trained),
+        trained_outside=trained - sum(of_layers),
         largest=max(parameter.numel() for parameter in parameters),
         itemsize=itemsize,
         ranks=ranks,

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -124,6 +124,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a parameter that this rank holds, which shares its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def sharded_like(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complete tensor on the device of `target` and sharded as it is, without communication."""
+    tensor = tensor.to(target.device)
+    if not isinstance(target, DTensor):
+        return tensor
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _groups(model: nn.Module) -> list[FSDPModule]:

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded
+from bandpo_cli.models.lora import (
+    ADAPTER_WEIGHTS,
+    MergedWeights,
+    adapter_weights,
+    has_adapters,
+    load_adapter,
+)
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, sharded_like
 from bandpo_cli.models.shards import read_shards, saved_shapes
 from bandpo_cli.ranks import Ranks
 
@@ -18,29 +25,37 @@ from bandpo_cli.ranks import Ranks
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of every weight, in the dtype of forward passes; tied weights appear once.
 
+    Adapters are merged into the weights of their layers, which have the names that they have without adapters.
+
     A sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
+    merged = MergedWeights(model)
     for name, parameter in model.named_parameters():
+        if merged.is_adapter(parameter):
+            continue
         # Rounded before it is gathered: half as many bytes to send.
-        yield name, full_tensor(parameter.detach().to(dtype))
+        weight = full_tensor(parameter.detach().to(dtype))
+        yield merged.original_name(name), merged.merge(name, weight)
 
 
 def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, torch.Tensor]:
-    """Return the weights of a checkpoint, which rank 0 writes.
+    """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
 
     Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
     rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
     together.
     """
     if not is_sharded(model):
+        if has_adapters(model):
+            return dict(adapter_weights(model))
         return cast(Mapping[str, torch.Tensor], model.state_dict())
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in checkpoint_weights(model):
+    for name, tensor in adapter_weights(model) if has_adapters(model) else checkpoint_weights(model):
         if ranks.is_main:
             weights[name] = tensor.cpu()
-    if ranks.is_main:
+    if ranks.is_main and not has_adapters(model):
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {name: each for name, each in model.state_dict().items() if name not in parameters}
         weights |= {name: each.cpu().clone() for name, each in buffers.items()}
@@ -56,6 +71,9 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     Raises:
         OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
     """
+    if has_adapters(model):
+        ranks.agree(lambda: load_adapter(model, load_file(folder / ADAPTER_WEIGHTS)))
+        return
     if not is_sharded(model):
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
         model.load_state_dict(saved.state_dict())
@@ -77,12 +95,4 @@ def _copy_complete(model: PreTrainedModel, folder: Path, targets: Mapping[str, t
     with torch.no_grad():
         for name, tensor in complete.state_dict().items():
             if name in targets:
-                targets[name].copy_(_like(targets[name], tensor))
-
-
-def _like(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complete tensor on the device of `target` and sharded as it is, without communication."""
-    tensor = tensor.to(target.device)
-    if not isinstance(target, DTensor):
-        return tensor
-    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
+                targets[name].copy_(sharded_like(targets[name], tensor))

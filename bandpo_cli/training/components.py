@@ -118,7 +118,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model, ranks=ranks)
+    policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)
     encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
     notes: list[str] = []

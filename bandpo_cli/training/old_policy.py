@@ -198,9 +198,10 @@ class _Step:
         """Return log-probs and entropies of all tokens of the batches, of those of all ranks, [N] each."""
         temperature = self.config.sampling.temperature
         outputs = []
-        for each in batches:
-            outputs.append(token_logprobs(policy.model, each.tokens, temperature, with_entropy))
-            each.tokens.packing.drop_masks()
+        with policy.passes() as model:
+            for each in batches:
+                outputs.append(token_logprobs(model, each.tokens, temperature, with_entropy))
+                each.tokens.packing.drop_masks()
         found = [torch.cat([output.logprobs for output in outputs])]
         if with_entropy:
             found.append(torch.cat([output.entropy for output in outputs if output.entropy is not None]))

@@ -66,8 +66,8 @@ class PackedWork:
     """Counts of the packed forward passes since the last call of `metrics`.
 
     Attributes:
-        flops: model FLOPs of the passes: a forward pass once, with its backward pass three times. Recomputation
-            (gradient checkpointing, tiles of logits) is not counted.
+        flops: model FLOPs of the passes: a forward pass once, with its backward pass three times, but twice for weights
+            that are not trained (LoRA). Recomputation (gradient checkpointing, tiles of logits) is not counted.
         positions: positions that attention computed, padding and copies of prompts included.
         padding: number of these positions that are padding.
     """
@@ -86,7 +86,9 @@ class PackedWork:
     def add(self, packing: Packing, with_gradient: bool) -> None:
         """Count a forward pass over `packing`."""
         tokens = sum(map(sum, packing.rows))
-        self.flops += (3 if with_gradient else 1) * self._cost.forward_flops(packing.rows)
+        self.flops += self._cost.forward_flops(packing.rows)
+        if with_gradient:
+            self.flops += self._cost.backward_flops(packing.rows)
         # Kernels for sequences of any length use no blocks and so no padding.
         blocks = packing.blocks if "blocks" in vars(packing) else ()
         positions = sum(block.shape[0] * block.shape[1] for block in blocks)
@@ -162,12 +164,16 @@ class _PassCost:
         embeddings = {
             id(module.weight) for module in model.base_model.modules() if isinstance(module, nn.Embedding)
         }
-        self._weights = sum(
-            parameter.numel()
+        weights = [
+            parameter
             for parameter in model.base_model.parameters()
             if parameter.ndim > 1 and id(parameter) not in embeddings
-        )
-        self._head: int = model.get_output_embeddings().weight.numel()
+        ]
+        self._weights = sum(parameter.numel() for parameter in weights)
+        self._frozen = sum(parameter.numel() for parameter in weights if not parameter.requires_grad)
+        head = model.get_output_embeddings().weight
+        self._head: int = head.numel()
+        self._frozen_head: int = 0 if head.requires_grad else self._head
         heads = getattr(text, "num_attention_heads", 0)
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
         self._per_pair = 4 * text.num_hidden_layers * heads * head_dim
@@ -182,6 +188,13 @@ class _PassCost:
             pairs = _causal_pairs(prompt) + sum(prompt * each + _causal_pairs(each) for each in completions)
             total += 2 * self._weights * tokens + 2 * self._head * sum(completions) + self._per_pair * pairs
         return total
+
+    def backward_flops(self, rows: Sequence[Sequence[int]]) -> float:
+        """Return the FLOPs of the backward pass: twice the forward pass, less the gradients of frozen weights."""
+        tokens: int = sum(map(sum, rows))
+        predicted: int = sum(sum(completions) for _, *completions in rows)
+        frozen: float = 2 * self._frozen * tokens + 2 * self._frozen_head * predicted
+        return 2 * self.forward_flops(rows) - frozen
 
 
 def _causal_pairs(length: int) -> int:

@@ -62,6 +62,10 @@ CPU_GIB = 8
 _MODEL_HEADER = re.compile(
     r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\.\n"
 )
+_LORA_HEADER = re.compile(
+    r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\. With\n"
+    r"# sampling\.vllm\.memory_fraction (0\.\d+) it is one of (\d+) GB\.\n"
+)
 _EIGHT_GPUS = re.compile(
     r"\n# On 8 GPUs of (\d+) GB, with eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
     r"always\.\n"
@@ -104,6 +108,38 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     assert report.engine > 1.5 * estimate.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
+
+
+def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> None:
+    """The base in bfloat16, and adapters with 14 bytes per parameter: 2, a master and two moments."""
+    file, model = PAPER / "lora-7b.yaml", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+    header = _LORA_HEADER.search(file.read_text("utf-8"))
+    assert header is not None
+    size, peak, held, smaller = (int(header[group]) for group in (1, 2, 3, 5))
+    files = (PAPER / "base.yaml", PAPER / "models" / "r1-distill-qwen-7b.yaml", file)
+    config = config_on_disk(tmp_path, model, *map(read_layer, files))
+    report = report_on_gpu(config, size)
+    # inputs and outputs of q, k, v, o, gate, up and down, times the rank, in 28 layers
+    adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert report.estimate.trained == adapters
+    assert report.estimate.parameters - adapters == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert round(report.peak / GIB) == peak
+    assert sum(report.estimate.always.values()) / GIB == pytest.approx(held, abs=0.5)
+    assert sum(report.estimate.always.values()) == pytest.approx(
+        2 * PARAMETERS[model] + 14 * adapters, rel=0.005
+    )
+    less = resolve(
+        [
+            config.model_dump(mode="json"),
+            {"sampling": {"vllm": {"memory_fraction": float(header[4])}}},
+        ]
+    )
+    for each, gigabytes in ((config, size), (less, smaller)):
+        on_gpu = report_on_gpu(each, gigabytes)
+        assert on_gpu.fits
+        assert on_gpu.engine > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
+        before = GPU_SIZES[GPU_SIZES.index(gigabytes) - 1]
+        assert not fits(each, on_gpu, before * 10**9)
 
 
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
@@ -163,7 +199,7 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
 def test_no_other_header_names_a_gpu() -> None:
     """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
-    assert files == {*MODELS, CONFIGS / "gsm8k.yaml"}
+    assert files == {*MODELS, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}
 
 
 def test_the_table_of_several_gpus_has_the_numbers_of_the_headers() -> None:

@@ -66,6 +66,7 @@ def without_effect(key: str) -> bool:
 COMBINATIONS = [
     *((PAPER / "base.yaml", model, *overlay) for model, overlay in product(MODELS, OVERLAYS.values())),
     *((PAPER / "base.yaml", MODELS[0], method) for method in METHOD_FILES),
+    (PAPER / "base.yaml", PAPER / "models" / "r1-distill-qwen-7b.yaml", PAPER / "lora-7b.yaml"),
 ]
 
 

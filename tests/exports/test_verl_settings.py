@@ -262,3 +262,21 @@ def test_each_setting_of_a_method_reaches_verl(method: str) -> None:
         assert getattr(config.bounds, name) != value
         assert loss_overrides(config) != loss_overrides(default), name
         assert loss_differences(config) == loss_differences(default)
+
+
+def test_adapters_are_those_of_verls_fsdp_engine() -> None:
+    """Names of verl 0.9.1 in trainer/config/model/hf_model.yaml; `lora.merge` sends merged weights to vLLM."""
+    found = overrides_of(
+        config_of(model__lora={"rank": 16, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    )
+    assert found[f"{MODEL}.lora_rank"] == 16
+    assert found[f"{MODEL}.lora_alpha"] == 8
+    assert found[f"{MODEL}.target_modules"] == ["q_proj", "v_proj"]
+    assert found[f"{MODEL}.lora.merge"] is True
+    default = config_of(model__lora={"rank": 16})
+    assert overrides_of(default)[f"{MODEL}.lora_alpha"] == 32
+    assert f"{MODEL}.target_modules" not in overrides_of(default)
+    assert not [key for key in overrides_of(config_of()) if "lora" in key]
+    assert differences_of(default) == []
+    (line,) = differences_of(config_of(model__lora={"rank": 16, "alpha": 0.5}))
+    assert line.startswith("model.lora.alpha = 0.5: ")

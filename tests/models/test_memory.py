@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.memory import (
     AttendedTokens,
     activation_bytes,
@@ -84,6 +85,43 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     without = estimate_memory(config, trainer_samples=False)
     assert without.sampling == {}
     assert without.peak == sum(without.always.values()) + sum(without.update.values())
+
+
+def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path) -> None:
+    real = random_model()  # 2 layers, 32 wide, 2 heads of 8 for keys and values
+    real.save_pretrained(tmp_path)
+    numel = sum(parameter.numel() for parameter in real.parameters())
+    linear = [each for name, each in real.named_parameters() if "proj.weight" in name]
+    adapters = sum(4 * sum(each.shape) for each in linear)
+    assert len(linear) == 14
+    layer = {
+        "model": {"path": str(tmp_path), "dtype": "bfloat16", "lora": {"rank": 4}},
+        "objective": {"reference_kl": 0.1},
+    }
+    config = resolve([layer])
+    estimate = estimate_memory(config, trainer_samples=True)
+    assert (estimate.parameters, estimate.trained) == (numel + adapters, adapters)
+    assert estimate.always == {
+        "weights": 2 * (numel + adapters),
+        "AdamW": 8 * adapters,
+        "master weights": 4 * adapters,
+        "copy for a checkpoint": 14 * adapters,
+    }
+    assert estimate.update["gradients"] == 4 * adapters
+    assert "gradient of the output layer" not in estimate.update
+    full = estimate_memory(resolve([layer, {"model": {"lora": None}}]), trainer_samples=True)
+    assert full.trained == full.parameters == numel
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_estimated_activations_with_lora_equal_those_of_a_real_model(tmp_path: Path, kind: str) -> None:
+    real, lora = random_model(kind), LoraSettings(rank=4)
+    real.save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), lora=lora)
+    add_adapters(real, lora, seed=0, base="")
+    meta = build_on_meta_device(settings)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert activation_bytes(meta, TOKENS, settings) == pytest.approx(saved_for_backward(real), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"sampling": {"dynamic": True, "dynamic_batches": 3}},
     "micro-batches": {"optim": {"micro_batch_tokens": 128, "weight_decay": 0.1}},
     "checkpointing": {"model": {"gradient_checkpointing": True}},
+    "lora": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 1e-2}},
+    "lora-bfloat16": {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}, "optim": {"lr": 1e-4}},
     "no-evaluation": {"evaluation": {"every": 0}},
 }
 

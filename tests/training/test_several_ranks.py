@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import ModelConfig, OptimConfig
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
+from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.lora import adapter_parameters, adapter_weights, save_adapter
 from bandpo_cli.models.packing import Row, collate, empty_batch
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, shard, unsharded
-from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
@@ -29,6 +32,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
+from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.conftest import random_model
 from tests.training.recording import SETTINGS
@@ -92,6 +96,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "ratios of completions": {"bounds": {"method": "gspo"}},
     "more ranks than groups of an update": {"optim": {"updates": 4}},
     "gradient checkpointing": {"model": {"gradient_checkpointing": True}},
+    "LoRA with a reference": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.05}},
     "log-probs of the sampler": {"objective": {"old_logprobs": "sampler", "aggregation": "token-mean"}},
 }
 VARIANTS = FAST | SLOW
@@ -167,6 +172,73 @@ def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(
         with torch.no_grad():
             outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
         torch.testing.assert_close(found["inside"], outside, atol=1e-5, rtol=0)
+
+
+def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
+    """Return what a sharded policy with adapters computes, its reference first; rank 1 has one of three rows."""
+    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
+    policy = load_policy(settings, ranks=ranks, seed=3)
+    start = dict(adapter_weights(policy.model))
+    reference = load_reference(policy, settings)
+    batch = collate(ROWS, policy.device)
+    with torch.no_grad(), reference.passes() as model:
+        of_reference = token_logprobs(model, batch).logprobs
+    load_weights(policy.model, saved, ranks)
+    optimizer = Optimizer(policy.model, OptimConfig(warmup_steps=0, max_grad_norm=None), 10)
+    logprobs = token_logprobs(
+        policy.model, collate(ROWS[:2] if ranks.is_main else ROWS[2:], policy.device)
+    ).logprobs
+    logprobs.backward(torch.ones_like(logprobs))
+    trained = {name: each for name, each in adapter_parameters(policy.model) if each.grad is not None}
+    return {
+        "start": start,
+        "reference": of_reference,
+        "gradient": {name: full_tensor(each.grad) for name, each in trained.items()},
+        "stored": {name: each.dtype for name, each in policy.model.named_parameters()},
+        "norm": optimizer.step(),
+        "saved": weights_to_save(policy.model, ranks),
+        "weights": dict(checkpoint_weights(policy.model)),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, dtype: str) -> None:
+    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
+    policy = load_policy(settings, seed=3)
+    model, start = policy.model, {name: each.clone() for name, each in adapter_weights(policy.model)}
+    with torch.no_grad():
+        base = token_logprobs(model, collate(ROWS, model.device)).logprobs  # B is 0
+        for _, parameter in adapter_parameters(model):
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    save_adapter(model, tmp_path)
+    optimizer = Optimizer(model, OptimConfig(warmup_steps=0, max_grad_norm=None), 10)
+    gradient = dict(adapter_parameters(model))
+    logprobs = token_logprobs(model, collate(ROWS, model.device)).logprobs
+    logprobs.backward(torch.ones_like(logprobs))
+    norm = optimizer.step()
+    # Without a limit on its norm the gradient stays as it was; AdamW's first moment is a tenth of it.
+    state = optimizer.state()
+    names = {id(each): name for name, each in model.named_parameters()}
+    masters = {name: 10 * state[f"{names[id(each)]}.exp_avg"] for name, each in gradient.items()}
+    weights = dict(checkpoint_weights(model))
+    tolerance = 1e-5 if dtype == "float32" else 0.02
+    narrow = getattr(torch, dtype)
+    for rank, found in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, dtype, tmp_path)):
+        assert torch.equal(found["reference"], base)
+        assert found["norm"] == pytest.approx(norm, rel=tolerance)
+        assert set(found["gradient"]) == set(masters)
+        for name, expected in masters.items():
+            assert torch.equal(found["start"][name], start[name])
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(found["gradient"][name], expected, atol=tolerance * scale, rtol=0)
+        for name, stored in found["stored"].items():
+            assert stored == (torch.float32 if "lora_" in name else narrow)
+        assert found["saved"].keys() == (gradient.keys() if rank == 0 else set())
+        assert found["weights"].keys() == weights.keys()
+        for name, weight in weights.items():
+            assert found["weights"][name].dtype == narrow
+            torch.testing.assert_close(found["weights"][name], weight, atol=tolerance / 10, rtol=tolerance)
 
 
 class OneRankFails:

@@ -1,0 +1,268 @@
+"""LoRA: low-rank adapters of peft on the linear layers of a policy, whose own weights are not trained.
+
+An adapted layer computes W·x + s·B·(A·x), with its weights W as they were loaded and s = alpha / rank. A and B have the
+dtype of W, so that the optimizer has float32 masters of them as of any other parameter, or the sharding stores them in
+float32. B starts at 0: the policy starts as the model that was loaded. Without its adapters, the same model is the
+reference of the KL penalty.
+
+All functions also accept a model without adapters, and all but `add_adapters` a sharded one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from bandpo_cli.config.run import LoraSettings
+from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, sharded_like
+from bandpo_cli.paths import ADAPTER_CONFIG
+from bandpo_cli.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The file with the tensors of an adapter, in the format of peft."""
+ADAPTER_PREFIX = "base_model.model."
+"""Beginning of the names of an adapter's tensors in the format of peft."""
+
+_NAME = "default"
+"""The name by which peft knows the adapters of a policy."""
+
+
+def add_adapters(
+    model: PreTrainedModel, settings: LoraSettings, seed: int, base: str, revision: str | None = None
+) -> None:
+    """Add an adapter to each target layer, in place, and freeze all other parameters.
+
+    Args:
+        model: the complete model, on the CPU or the meta device.
+        seed: seed of the run; with the shapes of the layers it determines the initial adapters.
+        base: folder or hub id that the model was loaded from, for the config of the adapters.
+        revision: commit of a model on the hub.
+
+    Raises:
+        UserError: a target is no linear layer of the model or its output layer, or the rank is too large.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = target_names(model, settings)
+    alpha = settings.scaling * settings.rank
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        r=settings.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=targets,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "lora"))
+        inject_adapter_in_model(config, model)
+    for name, layer in lora_layers(model).items():
+        dtype = model.get_submodule(name).base_layer.weight.dtype
+        for adapter in (layer.lora_A, layer.lora_B):
+            adapter.to(dtype)  # peft stores the adapters of 16-bit weights in float32
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether `add_adapters` was called for the model."""
+    return isinstance(getattr(model, "peft_config", None), dict)
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the layers with an adapter, by the names of the layers."""
+    if not has_adapters(model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
+    """Return the names of the layers that get an adapter, as peft matches them: equal, or the end after a dot.
+
+    Raises:
+        UserError: as `add_adapters`.
+    """
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linear = {name for name in linear if modules[name] is not model.get_output_embeddings()}
+    if not linear:
+        raise UserError(f"model.lora: {model.config.model_type} models have no linear layers to adapt")
+    short = sorted({name.rpartition(".")[2] for name in linear})
+    if settings.target_modules is None:
+        targets = []
+        for name in short:
+            matching = _matching(name, modules)
+            # A name that other modules have, too, is replaced by the complete names.
+            targets += [name] if matching <= linear else sorted(matching & linear)
+    else:
+        targets = sorted(set(settings.target_modules))
+        for name in targets:
+            _check_target(name, model, modules, linear, short)
+    widest = max(min(modules[each].weight.shape) for name in targets for each in _matching(name, modules))
+    if settings.rank > widest:
+        raise UserError(
+            f"model.lora.rank = {settings.rank}: the largest of the layers to adapt has rank {widest}; "
+            "take a smaller one, or train all weights with model.lora=null"
+        )
+    return targets
+
+
+def _matching(target: str, modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of the modules that a target means."""
+    return {name for name in modules if name == target or name.endswith(f".{target}")}
+
+
+def _check_target(
+    target: str,
+    model: PreTrainedModel,
+    modules: Mapping[str, nn.Module],
+    linear: set[str],
+    names: list[str],
+) -> None:
+    """Raise UserError if a target of the settings is not a linear layer, or is the output layer."""
+    matching = _matching(target, modules)
+    if matching and matching <= linear:
+        return
+    if any(modules[name] is model.get_output_embeddings() for name in matching):
+        why = "is the output layer, which gets no adapter"
+    elif any(isinstance(modules[name], nn.Embedding) for name in matching):
+        why = "is an embedding, which gets no adapter"
+    elif matching:
+        why = "is not a linear layer"
+    else:
+        why = f"the model has no such layer{nearest(target, names)}"
+    raise UserError(f"model.lora.target_modules: {target!r}: {why}; its linear layers: {', '.join(names)}")
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of the adapters, by their names in a file of peft."""
+    for name, layer in lora_layers(model).items():
+        for part, adapter in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            yield f"{ADAPTER_PREFIX}{name}.{part}.weight", adapter[_NAME].weight
+
+
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and complete tensor of the adapters, in the dtype of forward passes; names as in a file of peft.
+
+    All ranks must iterate together. The tensors of a model that is not sharded are those in use.
+    """
+    dtype = forward_dtype(model)
+    for name, parameter in adapter_parameters(model):
+        yield name, full_tensor(parameter.detach().to(dtype))
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Compute with the model's own weights within the block: passes without gradient only."""
+    layers = lora_layers(model).values()
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+            # peft also freezes them. Sharding notes at its first pass which parameters are trained.
+            for adapter in (layer.lora_A, layer.lora_B):
+                adapter.requires_grad_(True)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+class MergedWeights:
+    """The weights of adapted layers with their adapters: W + s·B·A, computed in float32 and rounded once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the adapted layers of `model`."""
+        self._dtype = forward_dtype(model)
+        self._layers = {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model).items()}
+        self._adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
+
+    def is_adapter(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter belongs to an adapter, so that it has no place in a complete model."""
+        return id(parameter) in self._adapters
+
+    def original_name(self, name: str) -> str:
+        """Return the name that a parameter has in the model without adapters."""
+        layer, _, parameter = name.rpartition(".base_layer.")
+        return f"{layer}.{parameter}" if layer and f"{layer}.base_layer.weight" in self._layers else name
+
+    def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the complete weight of a parameter with the adapter of its layer; unchanged if it has none.
+
+        The adapters are rounded to the dtype of forward passes first, in which they are computed with.
+        """
+        if name not in self._layers:
+            return weight
+        layer = self._layers[name]
+        a, b = (
+            full_tensor(each[_NAME].weight.detach().to(self._dtype)) for each in (layer.lora_A, layer.lora_B)
+        )
+        return merged_weight(weight, a, b, layer.scaling[_NAME])
+
+
+def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return W + s·B·A, computed in float32 and rounded once to the dtype of W.
+
+    Args:
+        weight: W, [out, in].
+        a: A, [rank, in].
+        b: B, [out, rank].
+        scaling: s.
+    """
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
+
+
+def save_adapter(
+    model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
+
+    Args:
+        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
+    """
+    tensors = dict(adapter_weights(model)) if weights is None else weights
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / ADAPTER_WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    (folder / ADAPTER_CONFIG).write_text(_config_text(model), encoding="utf-8")
+
+
+def _config_text(model: PreTrainedModel) -> str:
+    """Return adapter_config.json. peft would write its sets in an order that changes from process to process."""
+    config = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
+    plain: dict[str, Any] = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+    return json.dumps(plain, indent=2, sort_keys=True) + "\n"
+
+
+def load_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tensors of an adapter file into the adapters of the model, which stay the same objects.
+
+    Raises:
+        ValueError: the tensors belong to other adapters.
+    """
+    parameters = dict(adapter_parameters(model))
+    if parameters.keys() != tensors.keys():
+        other = min(parameters.keys() ^ tensors.keys())
+        raise ValueError(f"the adapters belong to other layers ({other} among them)")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ValueError(f"the adapters have another rank ({name})")
+            parameter.copy_(sharded_like(parameter, tensors[name]))

@@ -1,0 +1,192 @@
+"""Commands with LoRA: train, resume, eval, export merged, --dry-run, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.experiments import export_merged
+from bandpo_cli.models.load import embedded_model_path, load_policy
+from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
+from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, truncate_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LORA = ["--set", "model.lora.rank=4", "--set", "model.lora.alpha=12", "--lr", "1e-2"]
+EVAL = [
+    "--task",
+    "countdown",
+    "--set",
+    "task.max_number=5",
+    "--n",
+    "4",
+    "--k",
+    "1",
+    "--limit",
+    "4",
+    "--no-mlflow",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the runs `lora` and `full` of 2 steps."""
+    place = tmp_path_factory.mktemp("lora")
+    for name, flags in (("lora", LORA), ("full", [])):
+        succeed("train", "--steps", "2", *SMALL, *flags, "--name", name, cwd=place)
+    return place
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+
+
+def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
+    done = succeed("train", "--steps", "2", *SMALL, *LORA, "--dry-run", cwd=tmp_path)
+    printed = " ".join(done.out.split())
+    assert "LoRA of rank 4, alpha 12, on all linear layers but the output layer" in printed
+    assert "LoRA trains 0.1M of 1.1M parameters; training all weights takes" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path, tmp_path: Path) -> None:
+    checkpoint = place / "runs" / "lora" / "checkpoints" / "step-000002"
+    done = succeed("export", "merged", "lora", "--out", str(tmp_path / "out"), cwd=place)
+    assert str(tmp_path / "out") in done.out.replace("\n", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    found, base = weights_of(tmp_path / "out"), weights_of(embedded_model_path())
+    expected = load_policy(ModelConfig(path=str(checkpoint), device="cpu"), for_training=False).model
+    assert found.keys() == base.keys()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found[name], weight)
+    assert sum(not torch.equal(found[name], base[name]) for name in base) > 10
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("1 2")["input_ids"] == AutoTokenizer.from_pretrained(checkpoint)("1 2")["input_ids"]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044
+
+
+def test_of_a_run_that_trains_all_weights_the_files_are_copied(place: Path, tmp_path: Path) -> None:
+    folder = export_merged("full@2", tmp_path / "out", place / "runs")
+    checkpoint = place / "runs" / "full" / "checkpoints" / "step-000002"
+    names = {path.name for path in checkpoint.iterdir() if path.is_file()}
+    assert {path.name for path in folder.iterdir()} == names
+    assert all((folder / name).read_bytes() == (checkpoint / name).read_bytes() for name in names)
+
+
+def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place: Path, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(place / "runs" / "lora" / "checkpoints" / "step-000002", adapter)
+    model = load_policy(ModelConfig(device="cpu", dtype="bfloat16"))
+    model.model.save_pretrained(base)
+    model.tokenizer.save_pretrained(base)
+    stated = json.loads((adapter / "adapter_config.json").read_text())
+    stated["base_model_name_or_path"] = str(base)
+    (adapter / "adapter_config.json").write_text(json.dumps(stated))
+    succeed("export", "merged", str(adapter), "--out", "merged", cwd=tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_evaluations_of_run_adapter_and_merged_model_are_equal(place: Path, tmp_path: Path) -> None:
+    export_merged("lora", tmp_path / "merged", place / "runs")
+    adapter = place / "runs" / "lora" / "checkpoints" / "step-000002"
+    found: list[Any] = []
+    for number, model in enumerate(("lora", "lora@2", str(adapter), str(tmp_path / "merged"), "embedded")):
+        succeed(
+            "eval", "--model", model, *EVAL, "--seed", "0", "--name", f"{tmp_path.name}-{number}", cwd=place
+        )
+        folder = place / "runs" / f"{tmp_path.name}-{number}"
+        assert record_of(folder)["config"]["model"]["lora"] is None
+        found.append(samples_of(folder)["text"].tolist())
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[4] != found[0]
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "output layer": (["rank=2", "target_modules=[lm_head]"], ["'lm_head'", "output layer"]),
+    "unknown": (["rank=2", "target_modules=[q_prj]"], ["'q_prj'", "did you mean 'q_proj'"]),
+    "none": (["rank=2", "target_modules=[]"], ["model.lora.target_modules = []"]),
+    "rank 0": (["rank=0"], ["model.lora.rank = 0"]),
+    "no rank": (["alpha=2"], ["model.lora.rank", "required"]),
+    "alpha": (["rank=2", "alpha=-1"], ["model.lora.alpha = -1"]),
+    "too large": (["rank=4096"], ["model.lora.rank = 4096", "has rank 128"]),
+    "unknown key": (["rank=2", "alfa=3"], ["model.lora.alfa", "did you mean 'alpha'"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    settings, parts = MISTAKES[name]
+    flags = [flag for each in settings for flag in ("--set", f"model.lora.{each}")]
+    done = bandpo("train", "--steps", "1", *SMALL, *flags, cwd=tmp_path)
+    assert done.code == 2
+    (line,) = [each for each in done.err.splitlines() if each.startswith("error: ")]
+    assert done.err.splitlines() == [line]
+    for part in parts:
+        assert part in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_from_an_adapter_is_refused(place: Path) -> None:
+    adapter = "runs/lora/checkpoints/step-000002"
+    verl = ["export", "verl", "--out", "job", "--set", "optim.warmup_steps=0"]
+    for command in (["train", "--steps", "1"], verl):
+        line = usage_error(*command, "--set", f"model.path={adapter}", cwd=place)
+        assert f"bandpo export merged {adapter}" in line
+
+
+def test_what_cannot_be_exported_is_refused(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
+    for arguments, part in (
+        (["nothing", "--out", "x"], "no such run or folder"),
+        (["lora@1", "--out", "x"], "there are: 2"),
+        (["embedded", "--out", "x"], "neither a run nor an adapter folder"),
+        (["lora", "--out", str(tmp_path / "there")], "exists already"),
+        (["lora", "--out", str(tmp_path / "file" / "x")], "cannot be written"),
+    ):
+        assert part in usage_error("export", "merged", *arguments, cwd=place)
+    assert not (place / "x").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
+
+
+def test_a_resume_with_other_adapters_is_refused(place: Path) -> None:
+    for setting in ("rank=8", "alpha=3", "target_modules=[q_proj]"):
+        flags = ["--set", f"model.lora.{setting}", "--steps", "4"]
+        line = usage_error("train", "--resume", "lora", *flags, cwd=place)
+        assert "a run is resumed with its own settings" in line
+        assert f"model.lora.{setting.partition('=')[0]}" in line
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_a_crash(tmp_path: Path) -> None:
+    succeed("train", "--steps", "6", *SMALL, *LORA, "--name", "a", cwd=tmp_path)
+    uninterrupted = tmp_path / "uninterrupted"
+    shutil.copytree(tmp_path / "runs" / "a", uninterrupted)
+    crashed = tmp_path / "runs" / "a"
+    truncate_metrics(crashed, 5)
+    drop_checkpoints(crashed, 6)
+    succeed("train", "--resume", "a", cwd=tmp_path)
+    check_equal(crashed, uninterrupted)
+    assert yaml.safe_load((crashed / "config.yaml").read_text())["model"]["lora"]["rank"] == 4
+
+
+@pytest.mark.slow
+def test_peft_is_imported_only_with_adapters() -> None:
+    """The import takes a fraction of a second of every start."""
+    code = (
+        "import sys; from bandpo_cli.models.load import load_policy; from bandpo_cli.config.run import ModelConfig; "
+        "import bandpo_cli.training.components; load_policy(ModelConfig(device='cpu')); print('peft' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

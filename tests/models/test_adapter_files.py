@@ -1,0 +1,172 @@
+"""Adapter folders: what peft writes is merged as peft merges it, and anything else is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.adapter_files import base_config
+from bandpo_cli.models.load import embedded_model_path, load_policy
+from bandpo_cli.models.lora import adapter_parameters, save_adapter
+from bandpo_cli.models.weights import checkpoint_weights
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def load(path: Path, **settings: Any) -> Any:
+    return load_policy(ModelConfig(path=str(path), device="cpu", **settings), for_training=False)
+
+
+def edit(folder: Path, **settings: Any) -> None:
+    content = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(content | settings))
+
+
+@pytest.fixture
+def written_by_peft(tmp_path: Path) -> Path:
+    """Return an adapter of the embedded model that peft has made and saved, with weights that change the model."""
+
+    def write(**settings: Any) -> Path:
+        base = load(embedded_model_path()).model
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], **settings)
+        model = peft.get_peft_model(base, config)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape))
+        folder = tmp_path / "adapter"
+        model.save_pretrained(folder)
+        return folder
+
+    return write  # type: ignore[return-value]
+
+
+Write = Callable[..., Path]
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"rank_pattern": {"down_proj": 2}}], ids=str)
+def test_an_adapter_of_peft_is_merged_as_by_peft(written_by_peft: Write, settings: dict[str, Any]) -> None:
+    folder = written_by_peft(**settings)
+    base = load(embedded_model_path()).model
+    unmerged = {name: each.clone() for name, each in base.named_parameters()}
+    merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    found = dict(load(folder).model.named_parameters())
+    changed = 0
+    for name, parameter in merged.named_parameters():
+        torch.testing.assert_close(found[name].detach(), parameter.detach(), atol=1e-6, rtol=1e-6)
+        changed += not torch.equal(parameter, unmerged[name])
+    assert changed == 2 * len(base.model.layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path: Path, dtype: Any) -> None:
+    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
+    policy = load_policy(settings)
+    with torch.no_grad():
+        for _, parameter in adapter_parameters(policy.model):
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    save_adapter(policy.model, tmp_path)
+    policy.tokenizer.add_special_tokens({"additional_special_tokens": ["7"]})
+    policy.tokenizer.save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype=dtype)
+    expected = dict(checkpoint_weights(policy.model))
+    assert loaded.model.dtype == getattr(torch, dtype)
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    assert "7" in loaded.tokenizer.all_special_tokens  # the tokenizer of the folder, not of the base
+
+
+def test_the_config_names_the_base_by_its_absolute_path(tmp_path: Path) -> None:
+    save_adapter(load_policy(ModelConfig(device="cpu", lora={"rank": 2})).model, tmp_path)  # type: ignore[arg-type]
+    stated = json.loads((tmp_path / CONFIG).read_text())
+    assert stated["base_model_name_or_path"] == str(embedded_model_path().absolute())
+    assert stated["target_modules"] == sorted(stated["target_modules"])
+    assert stated["inference_mode"] is True
+
+
+def test_the_base_of_another_installation_is_the_embedded_model(written_by_peft: Write) -> None:
+    folder = written_by_peft()
+    edit(folder, base_model_name_or_path="/elsewhere/bandpo_cli/models/embedded")
+    assert base_config(ModelConfig(path=str(folder)), folder).path == "embedded"
+
+
+def test_a_base_on_the_hub_has_its_revision(written_by_peft: Write) -> None:
+    folder = written_by_peft()
+    edit(folder, base_model_name_or_path="owner/model", revision="abc")
+    config = base_config(ModelConfig(path=str(folder), dtype="bfloat16"), folder)
+    assert (config.path, config.revision, config.dtype) == ("owner/model", "abc", "bfloat16")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_model.bin").write_bytes(b"a pickle")
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return apply
+
+
+def setting(**settings: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, **settings)
+
+
+A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"
+DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no base": (setting(base_model_name_or_path="/nowhere"), ["/nowhere does not exist", "base_model_name_or_path"]),
+    "base is null": (setting(base_model_name_or_path=None), ["names no model"]),
+    "alpha": (setting(lora_alpha="many"), ["lora_alpha = 'many'"]),
+    "alpha is not finite": (setting(lora_alpha=float("inf")), ["lora_alpha = inf"]),
+    "not LoRA": (setting(peft_type="IA3"), ["peft_type = IA3", "merge_and_unload"]),
+    "dora": (setting(use_dora=True), ["use_dora = True", "merge_and_unload"]),
+    "bias": (setting(bias="all"), ["bias = all"]),
+    "pissa": (setting(init_lora_weights="pissa"), ["init_lora_weights = pissa"]),
+    "alpha pattern": (setting(alpha_pattern={"q_proj": 3}), ["alpha_pattern"]),
+    "a later variant": (setting(use_something_new={"k": 1}), ["use_something_new"]),
+    "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), ["not readable as JSON"]),
+    "a list": (lambda folder: (folder / CONFIG).write_text("[]"), ["expected a JSON object"]),
+    "a pickle": (no_weights, [f"it has no {WEIGHTS}", "safetensors"]),
+    "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"half"), ["cannot be read"]),
+    "no pair": (change_tensors(lambda each: each.pop(B)), ["no pair", "q_proj"]),
+    "rank": (change_tensors(lambda each: each.update({B: torch.zeros(128, 3)})), ["matrices of [128, 3] and [4, 128]"]),
+    "shape": (change_tensors(lambda each: each.update({B: torch.zeros(7, 4)})), ["for weights of [128, 128]"]),
+    "other layer": (
+        change_tensors(lambda each: each.update({key.replace("s.0.", "s.9."): each.pop(key) for key in (A, B)})),
+        ["no layer model.layers.9.self_attn.q_proj"],
+    ),
+    "embedding": (
+        change_tensors(lambda each: each.update({"base_model.model.model.embed_tokens.weight": torch.zeros(2)})),
+        ["embed_tokens"],
+    ),
+    "no tensors": (change_tensors(lambda each: each.clear()), ["no tensor"]),
+    "NaN": (change_tensors(lambda each: each[A].fill_(float("nan"))), ["NaN or infinity", "lora_A"]),
+    "integers": (change_tensors(lambda each: each.update({A: each[A].int()})), ["no floating-point numbers"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_what_cannot_be_merged_is_refused_in_one_line(written_by_peft: Write, name: str) -> None:
+    folder = written_by_peft()
+    damage, parts = DEFECTS[name]
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+    for part in parts:
+        assert part in str(error.value)

@@ -1,0 +1,338 @@
+"""LoRA: adapters compute, train, merge and load as their definition and peft say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.load import load_policy, load_reference
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.lora import (
+    adapter_parameters,
+    adapter_weights,
+    add_adapters,
+    load_adapter,
+    lora_layers,
+    save_adapter,
+    target_names,
+)
+from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
+from bandpo_cli.ranks import SINGLE
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.training.optimizer import Optimizer
+from tests.conftest import random_model
+
+BATCH = collate([Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])], torch.device("cpu"))
+SETTINGS = LoraSettings(rank=3, alpha=12)
+PREFIX = "base_model.model."
+
+
+def adapted(
+    kind: str = "qwen2", dtype: torch.dtype = torch.float32, settings: LoraSettings = SETTINGS
+) -> PreTrainedModel:
+    """Return a random model whose adapters are not at their start, where they change nothing."""
+    model = random_model(kind).to(dtype)
+    add_adapters(model, settings, seed=5, base="base")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in adapter_parameters(model):
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+    return model
+
+
+def logprobs_of(model: Any) -> torch.Tensor:
+    return token_logprobs(model, BATCH).logprobs
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
+    """The model without adapters, with weights W + s·B·A that plain autograd differentiates."""
+    model, plain = adapted(kind), random_model(kind)
+    found = logprobs_of(model)
+    found.square().sum().backward()
+
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, parameter in adapter_parameters(model):
+        if ".lora_A." in name:
+            other = dict(adapter_parameters(model))[name.replace("lora_A", "lora_B")]
+            leaves = (each.detach().clone().requires_grad_() for each in (parameter, other))
+            factors[name.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = tuple(leaves)  # type: ignore[assignment]
+    weights = {name: each.detach() for name, each in plain.named_parameters()}
+    changed = {
+        f"{name}.weight": weights[f"{name}.weight"] + 12 / 3 * b @ a for name, (a, b) in factors.items()
+    }
+    # The linear layers of two decoder layers: q, k, v, o, gate, up, down.
+    assert len(changed) == 14
+    expected = functional_call(_Passes(plain), {f"model.{key}": each for key, each in changed.items()})
+    expected.square().sum().backward()
+
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in adapter_parameters(model)}
+    for name, (a, b) in factors.items():
+        for part, leaf in (("lora_A", a), ("lora_B", b)):
+            gradient = gradients[f"{PREFIX}{name}.{part}.weight"]
+            assert leaf.grad is not None
+            assert gradient is not None
+            scale = leaf.grad.abs().max().item()
+            assert scale > 0
+            torch.testing.assert_close(gradient, leaf.grad, atol=2e-5 * scale, rtol=0)
+    with_gradient = {name for name, each in model.named_parameters() if each.grad is not None}
+    assert with_gradient == {name for name, each in model.named_parameters() if each.requires_grad}
+    assert len(with_gradient) == 2 * len(factors)
+
+
+class _Passes(nn.Module):
+    """A module whose forward pass returns log-probs, for `functional_call`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        return logprobs_of(self.model)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    found = []
+    for checkpointing in (False, True):
+        settings = ModelConfig(device="cpu", gradient_checkpointing=checkpointing, lora=SETTINGS)
+        model = load_policy(settings).model
+        with torch.no_grad():
+            for _, parameter in adapter_parameters(model):
+                parameter.fill_(0.01)
+        logprobs_of(model).sum().backward()
+        found.append([parameter.grad for _, parameter in adapter_parameters(model)])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, checkpointed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trained_parameters_are_those_of_the_adapters(dtype: str) -> None:
+    """rank × (inputs + outputs) per layer, in the dtype of the weights; the optimizer has state of these only."""
+    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
+    model, base = load_policy(settings).model, load_policy(settings.model_copy(update={"lora": None})).model
+    linear = [each for each in base.modules() if isinstance(each, nn.Linear) and each is not base.lm_head]
+    expected = sum(4 * (each.in_features + each.out_features) for each in linear)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert sum(each.numel() for each in trained) == expected
+    assert {each.dtype for each in model.parameters()} == {getattr(torch, dtype)}
+    assert model.dtype == getattr(torch, dtype)
+    optimizer = Optimizer(model, OptimConfig(warmup_steps=0), 10)
+    logprobs_of(model).sum().backward()
+    optimizer.step()
+    moments = {key: each for key, each in optimizer.state().items() if each.ndim}
+    assert all("lora_" in key for key in moments)
+    assert {each.dtype for each in moments.values()} == {torch.float32}
+    assert sum(each.numel() for each in moments.values()) == (2 if dtype == "float32" else 3) * expected
+
+
+def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> None:
+    def start(seed: int) -> dict[str, torch.Tensor]:
+        return dict(adapter_weights(load_policy(settings, seed=seed).model))
+
+    settings = ModelConfig(device="cpu", lora=SETTINGS)
+    torch.manual_seed(1)
+    first = start(7)
+    torch.manual_seed(2)
+    before = torch.random.get_rng_state()
+    again, other = start(7), start(8)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        if ".lora_B." in name:
+            assert not tensor.any()
+        else:
+            assert not torch.equal(tensor, other[name])
+    model, base = load_policy(settings).model, load_policy(ModelConfig(device="cpu")).model
+    assert torch.equal(logprobs_of(model), logprobs_of(base))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_merged_weights_are_those_that_peft_merges(tmp_path: Path, kind: str) -> None:
+    model, base = adapted(kind), random_model(kind)
+    save_adapter(model, tmp_path)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
+    found, expected = dict(checkpoint_weights(model)), dict(merged.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name].detach(), atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs_of(merged), logprobs_of(model), atol=2e-5, rtol=0)
+
+
+def test_merged_weights_are_rounded_once() -> None:
+    """The exact sum in float64 of what the passes compute with, rounded to bfloat16."""
+    model = adapted(dtype=torch.bfloat16)
+    weights, parameters = dict(checkpoint_weights(model)), dict(model.named_parameters())
+    layers = lora_layers(model)
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        a, b = (each["default"].weight.double() for each in (layer.lora_A, layer.lora_B))
+        base = parameters[f"{name}.base_layer.weight"]
+        exact = base.double() + 4 * b @ a
+        # float32 has 16 bits more than bfloat16: a sum that lies between two numbers may round either way.
+        assert (weights[f"{name}.weight"] == exact.bfloat16()).float().mean() > 0.999
+        assert not torch.equal(weights[f"{name}.weight"], base)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peft_loads_saved_adapters(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = adapted(dtype=dtype)
+    save_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(random_model().to(dtype), tmp_path, autocast_adapter_dtype=False)
+    config = loaded.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (3, 12, "base")
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_adapters_load_into_the_same_tensors(tmp_path: Path) -> None:
+    model, other = adapted(), random_model()
+    add_adapters(other, SETTINGS, seed=9, base="base")
+    save_adapter(
+        model, tmp_path, {name: each.clone() for name, each in weights_to_save(model, SINGLE).items()}
+    )
+    before = [parameter for _, parameter in adapter_parameters(other)]
+    load_weights(other, tmp_path, SINGLE)
+    assert all(one is two for one, (_, two) in zip(before, adapter_parameters(other), strict=True))
+    with torch.no_grad():
+        assert torch.equal(logprobs_of(other), logprobs_of(model))
+
+
+def test_adapters_of_other_layers_or_ranks_are_refused() -> None:
+    model = adapted()
+    for settings, message in (
+        (LoraSettings(rank=3, target_modules=("q_proj",)), "other layers"),
+        (LoraSettings(rank=2), "another rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
+    """It has no copy of the model, and training goes on after its passes."""
+    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
+    policy = load_policy(settings)
+    optimizer = Optimizer(policy.model, OptimConfig(warmup_steps=0, lr=1e-2), 10)
+    with torch.no_grad():
+        for _, parameter in adapter_parameters(policy.model):
+            parameter.fill_(0.02)
+    reference = load_reference(policy, settings)
+    assert reference.model is policy.model
+    base = load_policy(settings.model_copy(update={"lora": None})).model
+    with torch.no_grad(), reference.passes() as model:
+        found = logprobs_of(model)
+        # A sharded model notes at its first pass, which may be one of the reference, which parameters are trained.
+        assert all(parameter.requires_grad for _, parameter in adapter_parameters(model))
+    with torch.no_grad(), policy.passes() as model:
+        assert not torch.equal(logprobs_of(model), found)
+        assert torch.equal(found, logprobs_of(base))
+    before = {name: each.clone() for name, each in adapter_weights(policy.model)}
+    logprobs_of(policy.model).sum().backward()
+    assert optimizer.step() > 0
+    assert all(not torch.equal(each, before[name]) for name, each in adapter_weights(policy.model))
+
+
+def test_an_error_in_a_pass_of_the_reference_leaves_the_adapters_on() -> None:
+    policy = load_policy(ModelConfig(device="cpu", lora=SETTINGS))
+    with pytest.raises(RuntimeError, match="stop"), replace(policy, is_base=True).passes():
+        raise RuntimeError("stop")
+    assert not any(layer.disable_adapters for layer in lora_layers(policy.model).values())
+
+
+def test_log_probs_of_the_sampler_are_the_trainers() -> None:
+    model = adapted()
+    params = SamplingParams(samples=4, temperature=0.8, max_tokens=10, stop_ids=(2,))
+    prompts = [(1, 2, 3), (4,)]
+    groups = TransformersSampler(model, 0).sample(prompts, params, seed=3)
+    rows = [
+        Row(prompt, [each.token_ids for each in group]) for prompt, group in zip(prompts, groups, strict=True)
+    ]
+    with torch.no_grad():
+        expected = token_logprobs(model, collate(rows, model.device), temperature=0.8).logprobs
+    reported = torch.tensor([value for group in groups for each in group for value in each.logprobs])
+    torch.testing.assert_close(reported, expected, atol=1e-5, rtol=0)
+
+
+def test_targets_are_names_as_peft_matches_them() -> None:
+    model = random_model()
+    every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert target_names(model, LoraSettings(rank=2)) == every
+    one = LoraSettings(rank=2, target_modules=("mlp.up_proj", "layers.1.self_attn.q_proj"))
+    layers = lora_layers(adapted(settings=one))
+    assert set(layers) == {
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.1.self_attn.q_proj",
+    }
+
+
+def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
+    """An output layer of the same name as a layer inside gets no adapter."""
+    model = random_model("llama")
+    inner = nn.Linear(4, 4)
+    model.model.layers[0].mlp.lm_head = inner  # type: ignore[union-attr]
+    names = target_names(model, LoraSettings(rank=2))
+    assert "model.layers.0.mlp.lm_head" in names
+    assert "lm_head" not in names
+
+
+@pytest.mark.parametrize(
+    ("targets", "parts"),
+    [
+        (["lm_head"], ["'lm_head'", "output layer", "q_proj"]),
+        (["q_proj", "embed_tokens"], ["'embed_tokens'", "embedding"]),
+        (["input_layernorm"], ["'input_layernorm'", "not a linear layer"]),
+        (["self_attn"], ["'self_attn'", "not a linear layer"]),
+        (["q_prj"], ["'q_prj'", "no such layer", "did you mean 'q_proj'", "down_proj, gate_proj"]),
+        (["proj"], ["'proj'", "no such layer"]),
+    ],
+)
+def test_targets_that_get_no_adapter_are_refused(targets: list[str], parts: list[str]) -> None:
+    settings = ModelConfig.model_validate({"device": "cpu", "lora": {"rank": 2, "target_modules": targets}})
+    with pytest.raises(UserError) as error:
+        load_policy(settings)
+    assert str(error.value).startswith("model.lora.target_modules: ")
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_rank_above_that_of_all_layers_is_refused() -> None:
+    model = random_model()  # 32 wide
+    with pytest.raises(UserError, match=r"model.lora.rank = 33: .* has rank 32"):
+        target_names(model, LoraSettings(rank=33))
+    with pytest.raises(UserError, match=r"model.lora.rank = 17: .* has rank 16"):
+        target_names(model, LoraSettings(rank=17, target_modules=("k_proj",)))
+    target_names(model, LoraSettings(rank=32))
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    model = random_model()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, nn.Identity())
+    with pytest.raises(UserError, match="qwen2 models have no linear layers"):
+        target_names(model, LoraSettings(rank=2))
+
+
+def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:
+    assert LoraSettings(rank=16).scaling == 2.0
+    assert LoraSettings(rank=16, alpha=8).scaling == 0.5
+    (layer, *_) = lora_layers(adapted(settings=LoraSettings(rank=3, alpha=1.5))).values()
+    assert layer.scaling["default"] == 0.5

@@ -1,0 +1,170 @@
+"""Training with LoRA: the base stays as it is, checkpoints hold the adapters, and any number of ranks resumes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.lora import adapter_parameters, add_adapters
+from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.sharding import full_tensor, shard
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.training.checkpoint_files import load_checkpoint, save_checkpoint
+from bandpo_cli.training.components import build_components
+from bandpo_cli.training.loop import train
+from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.performance import packed_work
+from tests.conftest import random_model
+from tests.training.recording import SETTINGS
+from tests.training.several_ranks import run_ranks
+from tests.training.trained import STEP, Trained
+
+LORA = LoraSettings(rank=3)
+
+
+def test_a_run_trains_the_adapters_alone(tmp_path: Path, small_model: Path) -> None:
+    layer = {
+        "steps": 3,
+        "model": {"path": str(small_model), "lora": {"rank": 4}},
+        "objective": {"reference_kl": 0.01},
+        "optim": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+    }
+    config = resolve([SETTINGS, layer])
+    base = load_policy(ModelConfig(path=str(small_model), device="cpu")).model
+    components = build_components(config, build_task(config.task))
+    try:
+        policy = components.policy.model
+        start = {name: each.detach().clone() for name, each in policy.named_parameters()}
+        lines = [report.record for report in train(config, components, RunFolder.create(tmp_path, "run"))]
+    finally:
+        components.close()
+    moved = {name for name, each in policy.named_parameters() if not torch.equal(each, start[name])}
+    assert moved == {name for name, _ in policy.named_parameters() if "lora_" in name}
+    assert components.reference is not None
+    assert components.reference.model is policy
+    # In the first step the policy is its reference up to the second update; later it moves away.
+    assert lines[3]["kl/ref"] > lines[1]["kl/ref"] >= 0.0
+    assert all(line["sampler/logprob_gap_max"] < 1e-5 for line in lines[1:])
+
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000003"
+    files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    assert files >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "trainer/state.json",
+    }
+    assert not any(name in files for name in ("config.json", "model.safetensors"))
+    loaded = peft.PeftModel.from_pretrained(base, checkpoint)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, policy(input_ids=ids).logits)
+        with loaded.disable_adapter():
+            assert not torch.equal(loaded(input_ids=ids).logits, policy(input_ids=ids).logits)
+
+
+def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
+    """Forward: 2 per weight and token. Backward: 4 of those that are trained, 2 of the others, and attention twice."""
+    model = (
+        random_model()
+    )  # 2 layers, 32 wide, 4 heads of 8 and 2 of keys and values, tied output layer of 23 words
+    plain = sum(
+        each.numel() for name, each in model.named_parameters() if "layers" in name and each.ndim == 2
+    )
+    add_adapters(model, LORA, seed=0, base="")
+    adapters = sum(each.numel() for _, each in adapter_parameters(model))
+    with packed_work(model) as work:
+        token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
+        with_gradient = work.flops
+        work.flops = 0.0
+        with torch.no_grad():
+            token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
+    tokens, predicted, pairs = 5, 2, 15  # pairs of a token with itself and those before it
+    attention = 4 * 2 * 32 * pairs
+    assert work.flops == 2 * (plain + adapters) * tokens + 2 * 23 * 32 * predicted + attention
+    backward = (2 * plain + 4 * adapters) * tokens + 2 * 23 * 32 * predicted + 2 * attention
+    assert with_gradient == work.flops + backward
+
+
+def trained(dtype: torch.dtype, ranks: Ranks = SINGLE, seed: int = 0) -> Trained:
+    """Return a policy with adapters, whose start depends on the seed, and its optimizer."""
+    model = random_model().to(dtype)
+    add_adapters(model, LORA, seed, base="base")
+    if ranks.size > 1:
+        shard(model, ranks, torch.device("cpu"))
+    policy = replace(load_policy(ModelConfig(device="cpu")), model=model, ranks=ranks)
+    return Trained(policy, Optimizer(model, OptimConfig(lr=1e-2, warmup_steps=0, max_grad_norm=None), 100))
+
+
+def update(one: Trained, seed: int) -> None:
+    """Apply an update with gradients that depend on the seed and not on the number of ranks."""
+    torch.manual_seed(seed)
+    one.optimizer.zero_grad()
+    for _, parameter in adapter_parameters(one.policy.model):
+        gradient = torch.randn(parameter.shape).bfloat16().to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+        else:
+            (parameter * gradient).sum().backward()
+    one.optimizer.step()
+
+
+def masters_of(one: Trained) -> dict[str, torch.Tensor]:
+    """Return float32 masters and moments, complete; a sharded model has the masters as its parameters."""
+    state = {name: full_tensor(each).clone() for name, each in one.optimizer.state().items()}
+    for name, parameter in one.policy.model.named_parameters():
+        if parameter.requires_grad and f"{name}.master" not in state:
+            state[f"{name}.master"] = full_tensor(parameter).clone()
+    return state
+
+
+def continued(ranks: Ranks, root: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Resume from the checkpoint of one rank, update and save; return the state after it."""
+    one = trained(dtype, ranks, seed=5)
+    assert load_checkpoint(*one, root / "one" / "step-000010") == STEP
+    update(one, 2)
+    save_checkpoint(*one, replace(STEP, updates=3), root / "two" / "step-000010")
+    return masters_of(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_resume_on_any_number_of_ranks(tmp_path: Path, dtype: torch.dtype) -> None:
+    """1 → 2 → 1, bit for bit those of one process that did all updates."""
+    one, uninterrupted = trained(dtype), trained(dtype)
+    update(one, 1)
+    save_checkpoint(*one, STEP, tmp_path / "one" / "step-000010")
+    results = run_ranks(2, tmp_path / "results", continued, tmp_path, dtype)
+    last = trained(dtype, seed=7)
+    load_checkpoint(*last, tmp_path / "two" / "step-000010")
+    for seed in (1, 2):
+        update(uninterrupted, seed)
+    expected = masters_of(uninterrupted)
+    assert any("lora_B" in name and each.any() for name, each in expected.items())
+    for found in (*results, masters_of(last)):
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(*trained(torch.float32), STEP, tmp_path / "step-000010")
+    model: Any = random_model()
+    add_adapters(model, LoraSettings(rank=2), 0, base="base")
+    policy = replace(load_policy(ModelConfig(device="cpu")), model=model)
+    with pytest.raises(UserError, match="the adapters have another rank") as error:
+        load_checkpoint(policy, Optimizer(model, OptimConfig(), 10), tmp_path / "step-000010")
+    assert "\n" not in str(error.value)
