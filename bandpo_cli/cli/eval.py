@@ -238,7 +238,7 @@ def evaluate(
         legacy_best_at_k=legacy_best_at_k,
         runs_dir=runs_dir,
     )
-    folder_name = choose_run_name(runs_dir, name or launched_name(), request.default_name())
+    folder_name = choose_run_name(runs_dir, launched_name() if name is None else name, request.default_name())
     if (ranks := ranks_to_start(nproc)) is not None:
         return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
     print_request(console, request)

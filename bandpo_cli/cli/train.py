@@ -202,7 +202,7 @@ def _train(
     profilers = _profilers(profile, 0, config.steps)
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
-    plan = plan_training(config, runs_dir, name or launched_name(), ranks)
+    plan = plan_training(config, runs_dir, launched_name() if name is None else name, ranks)
     if to_start is not None and not dry_run:
         return _launch(to_start, config, RunFolder(runs_dir / plan.name), runs_dir)
     console = open_console()

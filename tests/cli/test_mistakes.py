@@ -212,11 +212,12 @@ def test_lr_and_max_tokens_are_flags(
 
 
 def test_suggested_settings_exist() -> None:
-    """Of all methods: a suggestion may be a setting of one method only."""
+    """Of all methods and with LoRA: a suggestion may be a setting of one method only."""
+    lora = {"model": {"lora": {"rank": 8}}}
     keys = {
         key
         for method in METHODS
-        for key in flatten(resolve([{"bounds": {"method": method}}]).model_dump(), keep_empty=True)
+        for key in flatten(resolve([{"bounds": {"method": method}}, lora]).model_dump(), keep_empty=True)
     }
     assert set(SETTINGS_ELSEWHERE.values()) <= keys
 

@@ -84,8 +84,8 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
     compare(tmp_path / "one", tmp_path / "three")
-    assert json.loads((tmp_path / "three" / "env.json").read_text())["hardware"]["ranks"] == 3
-    assert json.loads((tmp_path / "one" / "env.json").read_text())["hardware"]["ranks"] == 1
+    assert json.loads((tmp_path / "three" / "env.json").read_text())["ranks"] == 3
+    assert json.loads((tmp_path / "one" / "env.json").read_text())["ranks"] == 1
     (record, scores, events), *others = results
     assert events.steps == [8, 8, 8, 4]
     assert events.ends == 1
