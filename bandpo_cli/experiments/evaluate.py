@@ -140,7 +140,7 @@ def evaluate(
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     name = choose_run_name(runs_dir, name, request.default_name())
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config.model))
+        ranks = stack.enter_context(connected_ranks(request.config))
         events = Dispatcher(callbacks if ranks.is_main else ())
         source = open_completion_source(request, ranks, events.phase, stack)
         request = replace(request, config=source.config)
@@ -187,7 +187,7 @@ def resume_evaluation(
     request = request or plan_evaluation_resume(folder, tracking)
     is_complete = folder.samples_path.exists()
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config.model))
+        ranks = stack.enter_context(connected_ranks(request.config))
         events = Dispatcher(callbacks if ranks.is_main else ())
         result = None
         if is_complete:

@@ -145,7 +145,7 @@ def train(
     events = train_events(plan.config, callbacks)
     config = settings_here(plan.config, events)
     with (
-        connected_ranks(config.model) as ranks,
+        connected_ranks(config) as ranks,
         loaded_components(config, plan.task, ranks) as components,
         _new_folder(config, plan, components) as folder,
     ):
