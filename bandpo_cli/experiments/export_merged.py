@@ -72,8 +72,14 @@ def _write_merged(ref: ModelRef, adapter: Path, folder: Path) -> None:
     with out_of_memory_errors(trained, training=False):
         from bandpo_cli.models.load import load_policy, save_policy
 
-        where = {"path": str(adapter), "revision": None, "device": "cpu", "attention": "auto", "lora": None}
-        settings = trained.model.model_copy(update=where)
+        overrides = {
+            "path": str(adapter),
+            "revision": None,
+            "device": "cpu",
+            "attention": "auto",
+            "lora": None,
+        }
+        settings = trained.model.model_copy(update=overrides)
         if ref.run is None:
             settings = settings.model_copy(update={"dtype": _stored_dtype(settings, adapter)})
         save_policy(load_policy(settings, for_training=False), folder)
