@@ -251,6 +251,7 @@ def evaluate(
 def _launch(count: int, request: EvalRequest, folder: EvalFolder, runs_dir: Path) -> int:
     """Start this command in `count` processes, and return its exit code."""
     from bandpo_cli.cli.launch import continue_with, launch
+    from bandpo_cli.experiments.rank_group import check_rank_settings
     from bandpo_cli.storage.run_folder import resume_command
 
     def how_to_continue() -> str:
@@ -258,6 +259,7 @@ def _launch(count: int, request: EvalRequest, folder: EvalFolder, runs_dir: Path
             return "nothing has been written yet: start the evaluation again"
         return continue_with(resume_command("eval", folder.path, runs_dir), count)
 
+    check_rank_settings(request.config, count)
     return launch(count, request.config.model, how_to_continue, folder.path.name)
 
 

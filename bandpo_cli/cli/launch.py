@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 POLL_INTERVAL_S = 0.1
-"""Seconds between two looks at the ranks."""
+"""Seconds between two polls of the ranks."""
 
 ENDING_S = 15.0
 """Seconds after the error of a rank in which the others can notice it and write the run's summary. Then they are
@@ -134,7 +134,7 @@ def _started_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = [rank_variables(rank, count, store.port, name, os.environ) for rank in range(count)]
     with SignalForwarder() as forwarder:
-        with _own_handlers():
+        with _preserved_handlers():
             context = start_processes(
                 "rank",
                 sys.executable,
@@ -187,7 +187,7 @@ def rank_variables(
 
 
 @contextmanager
-def _own_handlers() -> Iterator[None]:
+def _preserved_handlers() -> Iterator[None]:
     """Keep torch's launcher from replacing the handlers of signals: its own ones end the ranks after 30 s."""
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before, handler = os.environ.get(variable), signal.getsignal(signal.SIGQUIT)

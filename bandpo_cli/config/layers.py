@@ -170,7 +170,8 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
 
 def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first error as `key = value: what is wrong and what is allowed`, with the number of further errors."""
-    errors = error.errors(include_url=False)
+    # A setting may be missing because its name is misspelt.
+    errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return _one_message(errors[0], model) + more
 
@@ -271,8 +272,13 @@ def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not path:
         return message
+    if kind == "missing":
+        return f"{path}: no value is given; add --set {path}=VALUE, or the key in a file"
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
-        return f"{path} = {_short_repr(value)}: a section is expected here, with keys below it"
+        field = owner.model_fields.get(path.split(".")[-1]) if owner else None
+        inner = None if field is None or choice_of(field) is not None else _nested_section(field)
+        known = "" if inner is None else f": {', '.join(inner.model_fields)}"
+        return f"{path} = {_short_repr(value)}: a section is expected here, with keys below it{known}"
     return f"{path} = {_short_repr(value)}: {message[0].lower()}{message[1:]}"
 
 

@@ -44,8 +44,8 @@ def check_tensor_parallel(tensor_parallel: int, ranks: int) -> None:
     """
     if ranks > 1 and tensor_parallel > 1:
         raise ConfigError(
-            f"sampling.vllm.tensor_parallel = {tensor_parallel}: with {ranks} processes, each has an engine on its own "
-            "GPU; set it to 1, or use one process"
+            f"sampling.vllm.tensor_parallel = {tensor_parallel}: each of {ranks} ranks has an engine on its own GPU; "
+            "set it to 1, or start one rank"
         )
 
 

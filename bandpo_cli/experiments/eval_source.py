@@ -163,3 +163,13 @@ def _open_model(
         tuple(left_out),
         describe_sampler(sampler),
     )
+
+
+def sample_share(source: CompletionSource, stored: set[PartKey]) -> None:
+    """Sample and grade the share of a rank other than 0, which stores nothing.
+
+    Args:
+        stored: keys of the batches that rank 0 has stored.
+    """
+    for _ in source.batches(stored):
+        pass

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
-from bandpo_cli.experiments.eval_ranks import result_of_main, sample_share
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
     EvalRequest,
@@ -27,9 +26,9 @@ from bandpo_cli.experiments.eval_request import (
     plan_evaluation,
     request_from_record,
 )
-from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
+from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source, sample_share
 from bandpo_cli.experiments.preflight import choose_run_name
-from bandpo_cli.experiments.rank_group import connected_ranks
+from bandpo_cli.experiments.rank_group import connected_ranks, result_of_main
 from bandpo_cli.grading.rewards import check_not_all_failed
 from bandpo_cli.storage.environment import describe_environment, redact_credentials
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
@@ -140,7 +139,7 @@ def evaluate(
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     name = choose_run_name(runs_dir, name, request.default_name())
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config.model))
+        ranks = stack.enter_context(connected_ranks(request.config))
         events = Dispatcher(callbacks if ranks.is_main else ())
         source = open_completion_source(request, ranks, events.phase, stack)
         request = replace(request, config=source.config)
@@ -187,7 +186,7 @@ def resume_evaluation(
     request = request or plan_evaluation_resume(folder, tracking)
     is_complete = folder.samples_path.exists()
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config.model))
+        ranks = stack.enter_context(connected_ranks(request.config))
         events = Dispatcher(callbacks if ranks.is_main else ())
         result = None
         if is_complete:

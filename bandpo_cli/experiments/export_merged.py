@@ -35,12 +35,12 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
     out = Path(out)
     if path_exists(out) or out.is_symlink():
         raise UserError(f"--out {out}: exists already; name a new folder")
-    ref = resolve_model(model, Path(runs_dir))
+    ref = resolve_model(model, Path(runs_dir), "RUN")
     source = user_path(ref.path)
     is_adapter = is_adapter_folder(source)
     if not is_adapter and ref.run is None:
         raise UserError(
-            f"{model[:200]}: neither a run nor an adapter folder; name a run (or RUN@STEP), or a folder with an "
+            f"RUN {model[:200]}: neither a run nor an adapter folder; name a run (or RUN@STEP), or a folder with an "
             "adapter: a complete model has nothing to merge"
         )
     folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -72,8 +72,14 @@ def _write_merged(ref: ModelRef, adapter: Path, folder: Path) -> None:
     with out_of_memory_errors(trained, training=False):
         from bandpo_cli.models.load import load_policy, save_policy
 
-        where = {"path": str(adapter), "revision": None, "device": "cpu", "attention": "auto", "lora": None}
-        settings = trained.model.model_copy(update=where)
+        overrides = {
+            "path": str(adapter),
+            "revision": None,
+            "device": "cpu",
+            "attention": "auto",
+            "lora": None,
+        }
+        settings = trained.model.model_copy(update=overrides)
         if ref.run is None:
             settings = settings.model_copy(update={"dtype": _stored_dtype(settings, adapter)})
         save_policy(load_policy(settings, for_training=False), folder)

@@ -248,10 +248,13 @@ class ModelRef:
         return Path(self.path).absolute().name or "model"
 
 
-def resolve_model(text: str, runs_dir: Path) -> ModelRef:
+def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRef:
     """Return what `text` means: `embedded`, RUN, RUN@STEP, a folder, or else a hub id.
 
     RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
+
+    Args:
+        option: the option or argument of the command line that `text` was given with, for messages.
 
     Raises:
         UserError: there is no such checkpoint, or nothing of that name.
@@ -261,16 +264,16 @@ def resolve_model(text: str, runs_dir: Path) -> ModelRef:
     found = find_run(text, runs_dir)
     if found is not None:
         run, step = found
-        return _checkpoint(run, step)
+        return _checkpoint(run, step, option)
     folder = user_path(text).absolute()
     run_path = folder.parent.parent
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and is_run_folder(run_path):
-        return _checkpoint(RunFolder(run_path), step_of(folder))
+        return _checkpoint(RunFolder(run_path), step_of(folder), option)
     if not text or (not path_exists(folder) and not _looks_like_hub_id(text, runs_dir)):
         names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(
-            f"--model {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
+            f"{option} {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
             f"Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
         )
     path = str(user_path(text)) if path_exists(folder) else text
@@ -278,15 +281,15 @@ def resolve_model(text: str, runs_dir: Path) -> ModelRef:
     return ModelRef(path)
 
 
-def _checkpoint(run: RunFolder, step: int | None) -> ModelRef:
+def _checkpoint(run: RunFolder, step: int | None, option: str) -> ModelRef:
     checkpoints = model_checkpoints(run)
     if not checkpoints:
-        raise UserError(f"--model {run.name}: the run in {run.path} has no checkpoint yet")
+        raise UserError(f"{option} {run.name}: the run in {run.path} has no checkpoint yet")
     if step is None:
         step = max(checkpoints)
     if step not in checkpoints:
         there = ", ".join(map(str, checkpoints))
-        raise UserError(f"--model {run.name}@{step}: no checkpoint of that step; there are: {there}")
+        raise UserError(f"{option} {run.name}@{step}: no checkpoint of that step; there are: {there}")
     return ModelRef(str(checkpoints[step]), run, step)
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
+
+T = TypeVar("T")
 
 LOST_RANK = "lost the connection to another rank, whose process has ended"
 
@@ -21,10 +25,10 @@ _GLOO_ERROR = "gloo/transport"
 
 
 def check_ranks(config: RunConfig, count: int) -> None:
-    """Raise ConfigError where a run with these settings cannot be divided among `count` processes."""
+    """Raise ConfigError where a training run with these settings cannot be divided among `count` processes."""
     if count == 1:
         return
-    check_rank_device(config.model, count)
+    check_rank_settings(config, count)
     prompts = config.sampling.prompts
     if prompts < count:
         raise ConfigError(
@@ -33,13 +37,17 @@ def check_ranks(config: RunConfig, count: int) -> None:
         )
 
 
-def check_rank_device(model: ModelConfig, count: int) -> None:
-    """Raise ConfigError where `model.device` is one GPU, and there are several ranks."""
-    if count > 1 and ":" in model.device:
+def check_rank_settings(config: RunConfig, count: int) -> None:
+    """Raise ConfigError where several ranks, of a run or an evaluation, cannot have a model and an engine each.
+
+    `model.device` must not be one GPU, and an engine must not be spread over several.
+    """
+    if count > 1 and ":" in config.model.device:
         raise ConfigError(
-            f"model.device = '{model.device}': {count} ranks use a GPU each, that of their number; leave it out, and "
-            "choose GPUs with CUDA_VISIBLE_DEVICES"
+            f"model.device = '{config.model.device}': {count} ranks use a GPU each, that of their number; leave it "
+            "out, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
+    check_tensor_parallel(config.sampling.vllm.tensor_parallel, count)
 
 
 def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
@@ -64,13 +72,13 @@ def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
 
 
 @contextmanager
-def connected_ranks(model: ModelConfig) -> Iterator[Ranks]:
+def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
     """Connect this process with the other ranks that torchrun has started for the duration of the block.
 
     Without torchrun there is one rank, nothing is connected, and torch is not imported.
 
     Raises:
-        UserError: ranks on this machine would have to share a GPU.
+        UserError: ranks on this machine would have to share a GPU, or as `check_rank_settings`.
         LostRankError: in place of the backend's error where the process of another rank has ended.
     """
     ranks = ranks_from_environment()
@@ -79,9 +87,9 @@ def connected_ranks(model: ModelConfig) -> Iterator[Ranks]:
         return
     from bandpo_cli.models.device import is_on_cuda
 
-    check_rank_device(model, ranks.size)
-    check_gpu_count(model, local_rank_count(), f"{local_rank_count()} ranks on this machine")
-    with lost_rank_errors(), connected(ranks, "cuda" if is_on_cuda(model) else "cpu"):
+    check_rank_settings(config, ranks.size)
+    check_gpu_count(config.model, local_rank_count(), f"{local_rank_count()} ranks on this machine")
+    with lost_rank_errors(), connected(ranks, "cuda" if is_on_cuda(config.model) else "cpu"):
         yield ranks
 
 
@@ -115,3 +123,10 @@ def check_same_on_all(ranks: Ranks, *values: str) -> None:
         raise UserError(
             "the ranks were started with different settings; start all of them with one command line and equal files"
         )
+
+
+def result_of_main(result: T | None, ranks: Ranks) -> T:
+    """Return the result of rank 0, which is None elsewhere, on every rank."""
+    found = ranks.gather(result)[0]
+    assert found is not None
+    return found

@@ -229,7 +229,7 @@ def _resume(
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
     plan = replace(plan, config=plan.config.model_copy(update={"model": model}), pinned=pinned)
     with (
-        connected_ranks(pinned.model) as ranks,
+        connected_ranks(pinned) as ranks,
         loaded_components(pinned, task, ranks) as components,
     ):
         check_same_on_all(ranks, to_yaml(plan.config), str(plan.step))

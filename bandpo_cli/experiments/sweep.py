@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.rank_group import check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
 from bandpo_cli.experiments.sweep_tracking import sweep_mlflow_run
 from bandpo_cli.storage.environment import usable_cores
@@ -164,6 +165,7 @@ def sweep(
             executor = replace(executor, gpus_per_run=folder.gpus_per_run)
             check_executor(executor)
     else:
+        check_run_ranks((run.config for run in request.runs), executor)
         folder = create_sweep(request, runs_dir, name, executor.ranks)
     return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
@@ -172,6 +174,7 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
     runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in request.runs]
     configs = {run.name: run.config for run in request.runs}
+    check_run_ranks(configs.values(), executor)
     with closing(_local_pool(executor, len(runs), {})) as pool:
         return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads, executor.ranks)
 
@@ -221,6 +224,15 @@ def check_executor(executor: Executor) -> None:
             raise ConfigError(f"--gpus-per-run {executor.ranks}: this machine has {plural(len(gpus), 'GPU')}")
 
 
+def check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
+    """Raise ConfigError where one of the runs cannot be divided among the processes of a run."""
+    for config in configs:
+        try:
+            check_ranks(config, executor.ranks)
+        except ConfigError as error:
+            raise ConfigError(f"--gpus-per-run {executor.ranks}: {error}") from None
+
+
 def _run_pending(
     folder: SweepFolder,
     executor: Executor,
@@ -231,6 +243,7 @@ def _run_pending(
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
     stopped = folder.stopped()
     pending = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped]
+    check_run_ranks((configs[run.name] for run in pending), executor)
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.

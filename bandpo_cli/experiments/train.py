@@ -11,7 +11,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,7 @@ def train(
     events = train_events(plan.config, callbacks)
     config = settings_here(plan.config, events)
     with (
-        connected_ranks(config.model) as ranks,
+        connected_ranks(config) as ranks,
         loaded_components(config, plan.task, ranks) as components,
         _new_folder(config, plan, components) as folder,
     ):
@@ -197,8 +197,12 @@ def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
 
 @contextmanager
 def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[Components]:
-    """Load model, sampler, grader and optimizer, and close them at the end."""
+    """Load model, sampler, grader and optimizer, and close them at the end.
+
+    After the block, rank 0 warns of the grader errors of all ranks; after an error in it, each rank of its own.
+    """
     with out_of_memory_errors(config):
+        from bandpo_cli.grading.pool import failure_warnings
         from bandpo_cli.training.components import build_components
 
         components = build_components(config, task, ranks)
@@ -208,13 +212,16 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
         except GraderFailedError:  # it reports what the warnings would
             raise
         except BaseException:
-            _log_grader_warnings(components)
+            # The other ranks may never get here: this rank reports its own answers, and waits for none of them.
+            _log_warnings(components.grader.warnings())
             raise
-        _log_grader_warnings(components)
+        warnings = failure_warnings(ranks.gather(components.grader.uses()))
+        if ranks.is_main:
+            _log_warnings(warnings)
 
 
-def _log_grader_warnings(components: Components) -> None:
-    for line in components.grader.warnings():
+def _log_warnings(lines: Iterable[str]) -> None:
+    for line in lines:
         log.warning("%s", line)
 
 

@@ -47,7 +47,7 @@ _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json states.
+    """The settings of adapter_config.json that are read.
 
     Attributes:
         base: folder or hub id of the base model.

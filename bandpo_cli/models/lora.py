@@ -144,8 +144,10 @@ def _check_target(
     elif matching:
         why = "is not a linear layer"
     else:
-        why = f"the model has no such layer{nearest(target, names)}"
-    raise UserError(f"model.lora.target_modules: {target!r}: {why}; its linear layers: {', '.join(names)}")
+        why = f"is no layer of the model{nearest(target, names)}"
+    raise UserError(
+        f"model.lora.target_modules: {target!r} {why}; choose among {', '.join(names)}, or leave it out for all of them"
+    )
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

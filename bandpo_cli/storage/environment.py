@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.rank_process import rank_count
+
 PACKAGES = (
     "bandpo",
     "torch",
@@ -56,7 +58,7 @@ def describe_environment(
             "memory_gib": _memory_gib(),
             **_torch_hardware(),
         },
-        "ranks": int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1,
+        "ranks": rank_count(),
         **engine,
     }
 

@@ -353,6 +353,10 @@ def test_ranks_are_at_most_the_prompts_of_a_step_and_use_a_gpu_each() -> None:
     check_ranks(config, 1)
     with pytest.raises(ConfigError, match=r"model.device = 'cuda:1'"):
         check_ranks(config, 2)
+    config = resolve([{"sampling": {"vllm": {"tensor_parallel": 2}}}])
+    check_ranks(config, 1)
+    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 2 ranks"):
+        check_ranks(config, 2)
 
 
 def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown": (["rank=2", "target_modules=[q_prj]"], ["'q_prj'", "did you mean 'q_proj'"]),
     "none": (["rank=2", "target_modules=[]"], ["model.lora.target_modules = []"]),
     "rank 0": (["rank=0"], ["model.lora.rank = 0"]),
-    "no rank": (["alpha=2"], ["model.lora.rank", "required"]),
+    "no rank": (["alpha=2"], ["model.lora.rank", "no value is given"]),
     "alpha": (["rank=2", "alpha=-1"], ["model.lora.alpha = -1"]),
     "too large": (["rank=4096"], ["model.lora.rank = 4096", "has rank 128"]),
     "unknown key": (["rank=2", "alfa=3"], ["model.lora.alfa", "did you mean 'alpha'"]),

@@ -99,7 +99,7 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     assert "Traceback" not in err
     assert out.count("run folder") == 2  # at the start and in the summary, of rank 0 alone
     assert "2 processes, 2 of a step's 4 prompts each" in out
-    assert json.loads((runs / "complete" / "env.json").read_text())["hardware"]["ranks"] == 2
+    assert json.loads((runs / "complete" / "env.json").read_text())["ranks"] == 2
     client = mlflow.MlflowClient(sqlite_uri(runs / "mlflow.db"))
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     assert [run.info.run_name for run in client.search_runs(experiments)] == ["complete"]

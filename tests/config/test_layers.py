@@ -163,6 +163,15 @@ def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
             ["task.heldout[0].fields.qestion: no such setting (did you mean 'question'?)"],
         ),
         ({"steps": "many"}, ["steps = 'many'", "integer"]),
+        (
+            {"model": {"lora": {"alpha": 2}}},
+            ["model.lora.rank: no value is given; add --set model.lora.rank=VALUE"],
+        ),
+        (
+            {"model": {"lora": {"rnk": 4}}},
+            ["model.lora.rnk: no such setting (did you mean 'rank'?)", "(and 1 more)"],
+        ),
+        ({"model": {"lora": True}}, ["model.lora = True", "with keys below it: rank, alpha, target_modules"]),
     ],
 )
 def test_an_invalid_setting_gives_a_one_line_message(layer: dict[str, Any], parts: list[str]) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-import os
-import socket
-import subprocess
-import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult, 
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import Callback
-from tests.training.several_ranks import run_ranks
+from tests.training.several_ranks import run_module, run_ranks
 
 SETTINGS = {
     "task": {"max_number": 5},
@@ -174,20 +170,9 @@ def test_warnings_of_graders_count_the_answers_of_all_ranks() -> None:
 def test_torchrun_evaluates_as_one_process_does(tmp_path: Path) -> None:
     settings = ["--set", "task.max_number=5", "--set", "evaluation.batch=24", "--limit", "7"]
     settings += ["--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]"]
-    command = ["-m", "bandpo_cli", "eval", "--no-mlflow", "--runs-dir", str(tmp_path), *settings]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    for name, prefix in (("one", []), ("two", launcher)):
-        done = subprocess.run(
-            [sys.executable, *prefix, *command, "--name", name],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    command = ["bandpo_cli", "eval", "--no-mlflow", "--runs-dir", str(tmp_path), *settings]
+    for size, name in ((1, "one"), (2, "two")):
+        run_module(size, *command, "--name", name)
     one, two = (pd.read_parquet(tmp_path / name / "samples.parquet") for name in ("one", "two"))
     assert len(one) == 56
     pd.testing.assert_frame_equal(one.drop(columns="logprob_sum"), two.drop(columns="logprob_sum"))

@@ -6,15 +6,19 @@ import contextlib
 import os
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
+from bandpo_cli.experiments.train import loaded_components
+from bandpo_cli.grading.pool import GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks, connected
 from tests.training.several_ranks import run_ranks
 
@@ -73,9 +77,50 @@ def test_all_ranks_find_that_their_settings_differ(tmp_path: Path, differ: bool)
     assert ["different settings" in error for error in errors] == [differ, differ]
 
 
+class FailingGrader:
+    """In place of a pool: it has graded 10 answers on rank 0, 20 on rank 1, and failed on one per rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.use = {"math": GraderUse(10 * (ranks.rank + 1), 1, f"error of rank {ranks.rank}")}
+
+    def uses(self) -> dict[str, GraderUse]:
+        return self.use
+
+    def warnings(self) -> list[str]:
+        return failure_warnings([self.use])
+
+
+def grader_warnings(ranks: Ranks, fails: bool) -> list[str]:
+    """Return the warnings of a run on this rank; with `fails`, rank 0 ends with an error and rank 1 does not."""
+    components = SimpleNamespace(grader=FailingGrader(ranks), close=lambda: None)
+    lines: list[str] = []
+    with (
+        mock.patch("bandpo_cli.training.components.build_components", return_value=components),
+        mock.patch("bandpo_cli.experiments.train.log.warning", lambda form, line: lines.append(line)),
+        contextlib.suppress(RunError),
+        lost_rank_errors(),
+        loaded_components(RunConfig(), SimpleNamespace(), ranks),  # type: ignore[arg-type]
+    ):
+        if fails and ranks.is_main:
+            raise RunError("disk full")
+    return [line.partition(", which")[0] + line.partition("the first error")[2] for line in lines]
+
+
+def test_rank_0_reports_the_grader_errors_of_all_ranks(tmp_path: Path) -> None:
+    main, other = run_ranks(2, tmp_path, grader_warnings, False)
+    assert main == ["grader 'math' failed on 2 of 30 answers (6.7%): error of rank 0"]
+    assert other == []
+
+
+def test_a_rank_that_fails_reports_its_own_grader_errors_and_waits_for_no_other(tmp_path: Path) -> None:
+    main, other = run_ranks(2, tmp_path, grader_warnings, True)
+    assert main == ["grader 'math' failed on 1 of 10 answers (10.0%): error of rank 0"]
+    assert other == []  # the connection is lost before it has the answers of rank 0
+
+
 def test_without_torchrun_nothing_is_connected() -> None:
     assert "RANK" not in os.environ
-    with connected_ranks(ModelConfig()) as ranks:
+    with connected_ranks(RunConfig()) as ranks:
         assert ranks == SINGLE
         assert not dist.is_initialized()
 

@@ -70,6 +70,25 @@ def test_more_gpus_per_run_than_there_are_is_refused(tmp_path: Path, monkeypatch
     check_executor(Executor(gpus_per_run=2))
 
 
+def test_runs_that_cannot_be_divided_are_refused_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, "")
+    request, executor = request_of(tmp_path), Executor(gpus_per_run=65)
+    for start in (
+        lambda: run_sweep(request, executor=executor, runs_dir=tmp_path, name="s"),
+        lambda: dry_run_info(request, executor),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64: .* at most 64 ranks"
+        ):
+            start()
+    assert not (tmp_path / "s").exists()
+    commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
+    with pytest.raises(ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64"):
+        commands(monkeypatch, "s", 65, tmp_path)
+
+
 class RecordedPool(LocalPool):
     """A pool that records the commands and environments, and fails each run at once."""
 

@@ -299,8 +299,8 @@ def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
         (["q_proj", "embed_tokens"], ["'embed_tokens'", "embedding"]),
         (["input_layernorm"], ["'input_layernorm'", "not a linear layer"]),
         (["self_attn"], ["'self_attn'", "not a linear layer"]),
-        (["q_prj"], ["'q_prj'", "no such layer", "did you mean 'q_proj'", "down_proj, gate_proj"]),
-        (["proj"], ["'proj'", "no such layer"]),
+        (["q_prj"], ["'q_prj'", "no layer of the model", "did you mean 'q_proj'", "down_proj, gate_proj"]),
+        (["proj"], ["'proj'", "no layer of the model"]),
     ],
 )
 def test_targets_that_get_no_adapter_are_refused(targets: list[str], parts: list[str]) -> None:

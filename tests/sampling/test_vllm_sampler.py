@@ -129,7 +129,7 @@ def test_an_engine_over_several_gpus_with_several_ranks_is_refused(calls: list[s
         ranks=Ranks(1, 4, 1),
     )
     config = RunConfig.model_validate({"sampling": {"vllm": {"tensor_parallel": 2}}})
-    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: with 4 processes, each has"):
+    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 4 ranks has"):
         VllmSampler(config.sampling, policy)
 
 

@@ -1,4 +1,4 @@
-"""Several ranks in forked processes, connected by gloo as torchrun's are: they need no second import of torch."""
+"""Several ranks, connected by gloo: forked processes, which need no second import of torch, and those of torchrun."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +27,7 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any)
         folder: an empty folder for the results.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_run, args=(rank, size, port, folder, function, args)) for rank in range(size)
@@ -43,6 +43,33 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any)
     assert not errors, "\n".join(errors)
     assert not alive, "a rank waits for another one"
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(size)]
+
+
+def free_port() -> int:
+    """Return a port on which no process listens."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def run_module(size: int, *arguments: str) -> None:
+    """Run `python -m ARGUMENTS` as torchrun's ranks of one thread each; one rank runs without torchrun."""
+    launcher = [
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(size),
+        "--master-port",
+        str(free_port()),
+        "-m",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *(launcher if size > 1 else []), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _run(

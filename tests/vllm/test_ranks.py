@@ -6,10 +6,6 @@ The engines of two processes on a CPU share its cores: these tests take a minute
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +16,13 @@ import torch
 pytest.importorskip("vllm")
 
 from bandpo_cli.sampling.base import SampleRequest
+from tests.training.several_ranks import run_module
 from tests.vllm.conftest import Running
 from tests.vllm.test_sampling import PARAMS, PROMPTS
 
 pytestmark = pytest.mark.vllm
 
 STEPS = 5
-
-
-def run_module(ranks: int, *arguments: str) -> None:
-    """Run `python -m ARGUMENTS` in several ranks; one rank runs without torchrun."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if ranks > 1 else []), "-m", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def trained(folder: Path, ranks: int) -> dict[str, Any]:
@@ -95,7 +76,7 @@ def test_two_ranks_evaluate_as_one(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(two.drop(columns="logprob_sum"), one.drop(columns="logprob_sum"))
     pd.testing.assert_series_equal(two["logprob_sum"], one["logprob_sum"], atol=1e-4, rtol=0)
     env = json.loads((tmp_path / "ranks-2" / "env.json").read_text())
-    assert (env["hardware"]["ranks"], env["sampler"]["engine"]) == (2, "vllm")
+    assert (env["ranks"], env["sampler"]["engine"]) == (2, "vllm")
 
 
 def test_a_share_without_prompts_keeps_its_place_in_a_stream(running: Running) -> None:
