@@ -300,18 +300,20 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
     """Return the rank whose failure ended the run; None where all ranks succeeded or were stopped.
 
     A rank that was killed comes before one with an error, and a lost connection comes last, because it has one of the
-    others as its cause.
+    others as its cause. So may SIGABRT: NCCL's watchdog aborts a process that has lost the connection to another rank.
 
     Args:
         signals: those that asked for the end of the run; ranks that they ended have not failed.
     """
     asked = {*signals, *FORWARDED} if signals else set()
-    killed = [each for each in exits if each.code < 0 and -each.code not in asked and not each.by_launcher]
+    ended = [each for each in exits if each.code < 0 and -each.code not in asked and not each.by_launcher]
+    killed = [each for each in ended if each.code != -signal.SIGABRT]
+    aborted = [each for each in ended if each.code == -signal.SIGABRT]
     errors = [each for each in exits if each.error is not None and not each.error.lost_rank]
     errors.sort(key=lambda each: each.error.time_ns if each.error is not None else 0)
     others = [each for each in exits if each.error is None and each.code > 0 and each.code - 128 not in asked]
     lost = [each for each in exits if each.error is not None and each.error.lost_rank]
-    return next(iter([*killed, *errors, *others, *lost]), None)
+    return next(iter([*killed, *errors, *others, *aborted, *lost]), None)
 
 
 def describe_death(end: RankExit) -> str:

@@ -19,6 +19,7 @@ import threading
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
@@ -196,6 +197,10 @@ class CheckpointWriter:
     def _write(self, pending: _Pending) -> None:
         """Write a pending checkpoint and keep its error; runs in the thread."""
         try:
+            if pending.policy.device.type == "cuda":
+                # A new thread has GPU 0, and DCP synchronizes a stream of its thread's GPU: each rank would take
+                # memory of GPU 0 for a context.
+                torch.cuda.set_device(pending.policy.device)
             self._thread_ranks.on_main(self._folder.sync_metrics)
             folder = self._folder.checkpoint_dir(pending.progress.step)
             write_checkpoint(pending.policy, pending.state, pending.progress, folder, self._check_abandoned)

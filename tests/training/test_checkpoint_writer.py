@@ -397,6 +397,18 @@ def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(
         assert list(complete_checkpoints(setting.run).complete) == [1]
 
 
+def test_the_thread_of_a_gpu_uses_no_other_gpu(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins record the call: there is no GPU here. A new thread has GPU 0, where DCP would make a context."""
+    chosen: list[tuple[str, str]] = []
+    monkeypatch.setattr(Policy, "device", property(lambda _: torch.device("cuda:3")))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, str(device)))
+    )
+    with setting.writer() as writer:
+        setting.save(writer, 1)
+    assert chosen == [("checkpoint", "cuda:3")]
+
+
 def test_readers_see_no_checkpoint_before_it_is_complete(setting: Setting, gate: Gate) -> None:
     """`eval` and `show` list what has a model, `resume` what is complete."""
     with setting.writer() as writer:
