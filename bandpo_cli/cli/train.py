@@ -242,7 +242,7 @@ def _resume(
     ranks = to_start or rank_count()
     with locked_resume(run, runs_dir, layers, read_only=dry_run, ranks=ranks) as plan:
         profilers = _profilers(profile, plan.step + 1, plan.config.steps)
-        if to_start is None or dry_run:
+        if to_start is None or dry_run or plan.is_trained:  # plots and the summary need one process
             _resume_plan(plan, runs_dir, dry_run, profilers, ranks)
             return None
     # The lock is released: rank 0 takes it.

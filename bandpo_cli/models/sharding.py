@@ -44,7 +44,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model):
+    for module in (*reversed(layers), model):  # a layer within another one comes first
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
