@@ -57,7 +57,7 @@ def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_pa
 def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
     for name, method in (("soft", "sapo"), ("hard", "clip")):
-        succeed("train", "--method", method, *TINY, "--name", name, cwd=tmp_path)
+        succeed("train", "--method", method, *TINY, "--seed", "2", "--name", name, cwd=tmp_path)
     records = [json.loads(line) for line in (tmp_path / "runs/soft/metrics.jsonl").read_text().splitlines()]
     for record in records[1:]:
         assert "clip/outside_fraction" not in record
