@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, resolve_model
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
-from bandpo_cli.storage.files import apply_umask, sync_file, sync_folder
+from bandpo_cli.storage.files import apply_umask, export_folder, sync_file, sync_folder
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:
@@ -43,9 +42,7 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
             f"RUN {model[:200]}: neither a run nor an adapter folder; name a run (or RUN@STEP), or a folder with an "
             "adapter: a complete model has nothing to merge"
         )
-    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        folder.mkdir(parents=True)
+    with export_folder(out) as folder:
         if is_adapter:
             _write_merged(ref, source, folder)
         else:
@@ -56,12 +53,6 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
             apply_umask(path)
             sync_file(path)
         sync_folder(folder)
-        folder.rename(out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    sync_folder(out.absolute().parent)
     return out
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +24,7 @@ from bandpo_cli.exports.verl_rules import MODEL, InFolder, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import path_exists
-from bandpo_cli.storage.files import sync_folder, write_text
+from bandpo_cli.storage.files import export_folder, write_text
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Problem
 
@@ -106,18 +104,10 @@ def export_verl(
         ("train", verl_files.TRAIN_FILE, _by_source(training)),
         ("test", verl_files.HELDOUT_FILE, heldout),
     )
-    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        folder.mkdir(parents=True)
+    with export_folder(out) as folder:
         for split, file, problems in sets:
             verl_data.write_problems(folder / file, split, problems, join_messages=template is not None)
         _write_texts(folder, config, overrides, differences, arithmetic)
-        folder.rename(out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    sync_folder(out.absolute().parent)
     return VerlExport(
         folder=out,
         overrides=overrides,

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -110,6 +111,25 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of the content of `path`, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def export_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder that becomes `out` at the end of the block; after an error neither of them exists.
+
+    Raises:
+        UserError: in place of an error of the file system; it names the option `--out`.
+    """
+    hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        hidden.rename(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    sync_folder(out.absolute().parent)
 
 
 def remove_temporary_files(folder: Path) -> None:
