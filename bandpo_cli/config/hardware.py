@@ -1,7 +1,8 @@
-"""Settings whose value `auto` depends on the device of the policy."""
+"""Settings whose value `auto` depends on the device of the policy, and the GPU of an engine process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from bandpo_cli.config.run import RunConfig
@@ -20,3 +21,17 @@ def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     """Return the settings with the dtype that `model.dtype` is on the device of the policy."""
     model = config.model.model_copy(update={"dtype": dtype_on(config.model.dtype, on_gpu)})
     return config.model_copy(update={"model": model})
+
+
+def engine_card(trainers: Sequence[int], rank: int, cards: int) -> int:
+    """Return the number of the GPU on which the engine process of a rank runs (`sampling.max_lag`).
+
+    It is a GPU that trains nothing if there is one for the engine of every rank, else the GPU of the rank.
+
+    Args:
+        trainers: the GPU of each rank on this machine.
+        rank: the number of the rank on this machine.
+        cards: number of GPUs of this machine that the run sees.
+    """
+    free = [card for card in range(cards) if card not in trainers]
+    return free[rank] if len(free) >= len(trainers) else trainers[rank]

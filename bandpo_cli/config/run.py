@@ -133,6 +133,9 @@ class SamplingConfig(Section):
     from further prompts."""
     dynamic_batches: PositiveInt = 10
     """With `dynamic`: maximum number of batches sampled for one step; the step then uses the groups it has."""
+    max_lag: Annotated[int, Field(ge=0, le=1)] = 0
+    """Steps by which the weights that sample a batch may be older than those that train on it. With 1 a process of the
+    engine samples the batch of the next step while the trainer updates; the importance correction is on."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -349,6 +352,20 @@ class RunConfig(Section):
             raise ValueError(
                 f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
                 f"take prompts = {max(1, prompts // updates) * updates} or another number of updates"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lag_is_corrected(self) -> RunConfig:
+        if self.sampling.max_lag and self.objective.old_logprobs != "trainer":
+            raise ValueError(
+                f"sampling.max_lag = {self.sampling.max_lag}: the ratio of each token starts from the weights of its "
+                "step, so objective.old_logprobs must be 'trainer'"
+            )
+        if self.sampling.max_lag and self.objective.importance_cap is None:
+            raise ValueError(
+                f"sampling.max_lag = {self.sampling.max_lag}: completions are samples of older weights, which the "
+                "importance correction accounts for; set objective.importance_cap, such as 2.0"
             )
         return self
 
