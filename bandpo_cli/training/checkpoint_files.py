@@ -38,11 +38,14 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.files import apply_umask, sync_file, sync_folder
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
 """Folder of the optimizer state that several ranks have written, in place of the file."""
+ROLLOUTS = f"{TRAINER}/rollouts.safetensors"
+"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`)."""
 
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
@@ -101,7 +104,9 @@ def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, fo
     write_checkpoint(policy, state, progress, folder)
 
 
-def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
+def check_savable(
+    policy: Policy, state: TrainedState, folder: Path, ahead: SampledGroups | None = None
+) -> None:
     """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
 
     All ranks must call this together; an error on one of them is raised on all.
@@ -111,7 +116,8 @@ def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
         RunError: the disk has less free space than the checkpoint needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
-    policy.ranks.on_main(lambda: _check_disk_space(state, folder))
+    nbytes = state.nbytes + (0 if ahead is None else ahead.nbytes)
+    policy.ranks.on_main(lambda: _check_disk_space(nbytes, folder))
 
 
 def write_checkpoint(
@@ -120,6 +126,7 @@ def write_checkpoint(
     progress: Progress,
     folder: Path,
     check: Callable[[], None] = _never_abandon,
+    ahead: SampledGroups | None = None,
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
@@ -129,6 +136,7 @@ def write_checkpoint(
     Args:
         policy: the model's configuration and the tokenizer; the weights are those of `state`.
         check: called before each file and within large ones; raises AbandonedError to give up the checkpoint.
+        ahead: the batch of the next step, where it was sampled ahead.
 
     Raises:
         RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
@@ -143,6 +151,8 @@ def write_checkpoint(
                 write_tensors(hidden / OPTIMIZER, state.optimizer, check)
         else:
             _write_sharded_optimizer(state, folder, ranks)
+        if ahead is not None:
+            ranks.on_main(partial(_write_ahead, ahead, folder))
         ranks.on_main(partial(_complete, policy, progress, folder, check))
     except BaseException:
         if ranks.is_main:
@@ -157,6 +167,12 @@ def _write_model(policy: Policy, state: TrainedState, folder: Path, check: Calla
         (hidden / TRAINER).mkdir(parents=True)
         save_policy(policy, hidden, state.weights)
         check()
+
+
+def _write_ahead(ahead: SampledGroups, folder: Path) -> None:
+    """Write the batch of the next step into the hidden folder of the checkpoint `folder`."""
+    with _write_errors(folder):
+        write_sampled(hidden_folder(folder, "writing") / ROLLOUTS, ahead)
 
 
 def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> None:
@@ -256,19 +272,26 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
     """
     ranks = policy.ranks
     progress = ranks.agree(lambda: read_trainer_state(folder))[0]
-    try:
+    with reading_errors(folder):
         # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
         load_weights(policy.model, folder, ranks)
         state = _saved_optimizer(optimizer, folder, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ShardError) as error:
+    return progress
+
+
+@contextmanager
+def reading_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError in one line in place of an error of a damaged file of the checkpoint `folder`."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, ShardError) as error:
         if is_out_of_memory(error):
             raise
         raise UserError(
             f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "
             "previous one"
         ) from None
-    return progress
 
 
 def _saved_optimizer(optimizer: Optimizer, folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
@@ -283,9 +306,9 @@ def _saved_optimizer(optimizer: Optimizer, folder: Path, ranks: Ranks) -> Mappin
     return targets
 
 
-def _check_disk_space(state: TrainedState, folder: Path) -> None:
-    """Raise RunError if the disk has less free space than the checkpoint needs."""
-    needed = state.nbytes + RESERVED_BYTES
+def _check_disk_space(nbytes: int, folder: Path) -> None:
+    """Raise RunError if the disk has less free space than a checkpoint with `nbytes` bytes of tensors needs."""
+    needed = nbytes + RESERVED_BYTES
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < needed:

@@ -41,6 +41,7 @@ from bandpo_cli.training.checkpoint_files import (
     write_checkpoint,
 )
 from bandpo_cli.training.components import Components
+from bandpo_cli.training.sampled_groups import SampledGroups
 from bandpo_cli.training.state_copy import StateCopy
 
 MAX_SHARE = 0.5
@@ -56,6 +57,7 @@ class _Pending:
     policy: Policy
     state: TrainedState
     progress: Progress
+    ahead: SampledGroups | None
 
 
 class CheckpointWriter:
@@ -107,13 +109,17 @@ class CheckpointWriter:
             RunError: the disk is too full for the checkpoint, or cannot be written to.
         """
         self.wait()
-        state = TrainedState.of(self._components.policy, self._components.optimizer)
-        check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
+        state = self._savable_state(step)
         copied = self._copied(state) if self._in_background and step < self._config.steps else None
         if copied is None:
             self._write_directly(state, step)
         else:
-            self._pending = _Pending(self._policy_of_thread(), copied, self._components.progress(step))
+            self._pending = _Pending(
+                self._policy_of_thread(),
+                copied,
+                self._components.progress(step),
+                self._components.ahead.batch,
+            )
 
     def commit(self) -> None:
         """Write the copy of `prepare` in a thread; the step's line is in metrics.jsonl by now.
@@ -152,10 +158,15 @@ class CheckpointWriter:
         """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
         self.wait()
         if step > 0 and self._ranks.on_main(lambda: step not in complete_checkpoints(self._folder).complete):
-            state = TrainedState.of(self._components.policy, self._components.optimizer)
-            check_savable(self._components.policy, state, self._folder.checkpoint_dir(step))
-            self._write_directly(state, step)
+            self._write_directly(self._savable_state(step), step)
             self._prune(self._ranks)
+
+    def _savable_state(self, step: int) -> TrainedState:
+        """Return the state after `step`. Raises NonFiniteError or RunError if it cannot be saved."""
+        components = self._components
+        state = TrainedState.of(components.policy, components.optimizer)
+        check_savable(components.policy, state, self._folder.checkpoint_dir(step), components.ahead.batch)
+        return state
 
     def _prune(self, ranks: Ranks) -> None:
         """Remove the checkpoints that the settings do not keep."""
@@ -191,7 +202,11 @@ class CheckpointWriter:
         """Write the checkpoint of `step`; the lines before it are flushed first, which a resume needs."""
         self._ranks.on_main(self._folder.sync_metrics)
         write_checkpoint(
-            self._components.policy, state, self._components.progress(step), self._folder.checkpoint_dir(step)
+            self._components.policy,
+            state,
+            self._components.progress(step),
+            self._folder.checkpoint_dir(step),
+            ahead=self._components.ahead.batch,
         )
 
     def _write(self, pending: _Pending) -> None:
@@ -203,7 +218,14 @@ class CheckpointWriter:
                 torch.cuda.set_device(pending.policy.device)
             self._thread_ranks.on_main(self._folder.sync_metrics)
             folder = self._folder.checkpoint_dir(pending.progress.step)
-            write_checkpoint(pending.policy, pending.state, pending.progress, folder, self._check_abandoned)
+            write_checkpoint(
+                pending.policy,
+                pending.state,
+                pending.progress,
+                folder,
+                self._check_abandoned,
+                pending.ahead,
+            )
             self._prune(self._thread_ranks)
         except AbandonedError:
             pass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler, des
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,
+    decode_completions,
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
@@ -27,8 +29,9 @@ from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.base import ProblemStream, Task
-from bandpo_cli.training.checkpoint_files import load_checkpoint
+from bandpo_cli.training.checkpoint_files import ROLLOUTS, load_checkpoint, reading_errors
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledAhead, read_sampled
 from bandpo_cli.types import Problem
 
 
@@ -46,6 +49,7 @@ class Components:
         sampler: the sampling engine, with the policy's weights.
         optimizer: the optimizer of the policy's weights.
         params: sampling parameters of training.
+        ahead: the batch of the next step, where it is sampled ahead; a checkpoint stores it.
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
     """
@@ -61,6 +65,7 @@ class Components:
     params: SamplingParams
     problems_digest: str
     notes: list[str]
+    ahead: SampledAhead = field(default_factory=SampledAhead)
 
     @property
     def ranks(self) -> Ranks:
@@ -91,8 +96,24 @@ class Components:
                 "restore the original data, or start a new run"
             )
         self.stream.position = progress.position
+        self.ranks.agree(lambda: self._read_ahead(checkpoint, progress.step))
         self.sampler.sync(self.policy.model, progress.updates)
         return progress
+
+    def _read_ahead(self, checkpoint: Path, step: int) -> None:
+        """Load the batch of the step after `step`, if the checkpoint has it."""
+        path = checkpoint / ROLLOUTS
+        if not path.exists():
+            return
+        with reading_errors(checkpoint):
+            self.ahead.batch = read_sampled(
+                path,
+                self.stream.take,
+                self.encoder.encode,
+                partial(decode_completions, self.policy.tokenizer),
+            )
+            if self.ahead.batch.step != step + 1:
+                raise ValueError(f"{ROLLOUTS} holds step {self.ahead.batch.step}")
 
     def sampler_description(self) -> dict[str, str]:
         """Return the name of the sampling engine and what else decides how it computes, for env.json."""
@@ -140,7 +161,11 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
             sampler=sampler,
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
             params=SamplingParams(
-                sampling.samples, sampling.temperature, sampling.max_tokens, stop_ids, entropy=True
+                sampling.samples,
+                sampling.temperature,
+                sampling.max_tokens,
+                stop_ids,
+                entropy=sampling.max_lag == 0,  # those of older weights are of no use
             ),
             problems_digest=_problems_digest(train, heldout),
             notes=notes,

@@ -8,30 +8,31 @@ With several ranks, each of them runs this loop. It samples and grades its share
 the tokens through the model; everything in between is computed from the groups of all ranks, on every rank, and rank 0
 writes the run folder.
 
+With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded while a step is trained
+(`training.batches`).
+
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import check_not_all_failed, first_errors, training_grader
+from bandpo_cli.grading.rewards import check_not_all_failed, first_errors
 from bandpo_cli.models.device import release_cached_memory
-from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
+from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.base import is_exact
-from bandpo_cli.sampling.dynamic import select_groups
-from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
-from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
+from bandpo_cli.training.batches import RolloutBatches
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.experience import UpdateBatch
@@ -46,19 +47,6 @@ from bandpo_cli.training.old_policy import prepare_updates
 from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
-
-
-@dataclass(frozen=True)
-class SampledGroups:
-    """The graded rollouts of a step.
-
-    Attributes:
-        groups: the groups that the step trains on, `sampling.prompts` of them.
-        sampled: all groups sampled in the step; more than `groups` where dynamic sampling dropped some.
-    """
-
-    groups: list[Group]
-    sampled: list[Group]
 
 
 def _ignore_phase(phase: str) -> None:
@@ -100,8 +88,9 @@ def train(
     with (
         CheckpointWriter(config, components, folder) as writer,
         packed_work(components.policy.model, components.ranks) as work,
+        RolloutBatches(config, components) as batches,
     ):
-        yield from _train_steps(config, components, folder, writer, watch, first, stop, work)
+        yield from _train_steps(config, components, folder, writer, batches, watch, first, stop, work)
 
 
 def _train_steps(
@@ -109,12 +98,16 @@ def _train_steps(
     components: Components,
     folder: RunFolder,
     writer: CheckpointWriter,
+    batches: RolloutBatches,
     watch: Callable[[str], None],
     first: int,
     stop: Callable[[], bool],
     work: PackedWork,
 ) -> Iterator[StepReport]:
-    """Yield a report per step; see `train`. `writer` writes the checkpoints, `work` counts the forward passes."""
+    """Yield a report per step; see `train`.
+
+    `writer` writes the checkpoints, `batches` has the rollouts, `work` counts the forward passes.
+    """
     if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
         yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
     for step in range(max(1, first), config.steps + 1):
@@ -125,8 +118,10 @@ def _train_steps(
             return
         timer = StepTimer(watch)
         # problems → rollouts → graded groups
-        rollouts = _sample_groups(config, components, step, timer)
+        rollouts = batches.take(step, timer)
+        lag = components.optimizer.update - rollouts.version
         components.sampler.sleep()
+        batches.start(step + 1)  # only with sampling.max_lag
         with timer.phase("logprobs"):
             # → advantages
             advantages_PG = _advantages(config, rollouts.groups)
@@ -144,59 +139,22 @@ def _train_steps(
             trained: Sequence[UpdateBatch] = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
-            record |= work.metrics(timer, rollouts.sampled, trained)
+            record |= work.metrics(timer, rollouts, trained)
+            if config.sampling.max_lag:
+                record["sampler/lag"] = float(lag)
             if is_main:
                 folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
                 if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                     folder.write_tokens(step, clip_map_columns(updates))
             # No values per token are held while the sampler wakes up and samples.
             del experiences, updates, trained, handler
+        batches.wait(timer)
         with timer.phase("sync"):
             # → weight sync
             components.sampler.sync(components.policy.model, components.optimizer.update)
         # → evaluation and checkpoint where due → the step's line
         sample = rollouts.groups[0].rollouts_G[0]
         yield _finish_step(config, components, folder, writer, step, record, timer, sample)
-
-
-def _sample_groups(config: RunConfig, components: Components, step: int, timer: StepTimer) -> SampledGroups:
-    """Sample and grade the rollouts of a step.
-
-    One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
-    have rewards that differ, at most `sampling.dynamic_batches`.
-    """
-    wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
-    sampled: list[Group] = []
-    for batch in range(config.sampling.dynamic_batches if dynamic else 1):
-        seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
-        sampled += _sample_batch(config, components, seed, timer)
-        if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
-            break
-    return SampledGroups(
-        select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled, sampled
-    )
-
-
-def _sample_batch(config: RunConfig, components: Components, seed: int, timer: StepTimer) -> list[Group]:
-    """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
-    batch, ranks = components.stream.next(config.sampling.prompts), components.ranks
-    problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
-    with timer.phase("sample"):
-        prompts = components.encoder.encode(problems)
-        completions = sample_completions(
-            components.sampler, prompts, components.params, seed, components.optimizer.update
-        )
-    with timer.phase("grade"):
-        groups = grade_groups(
-            components.policy.tokenizer,
-            training_grader(components.grader, config.task.rewards, ranks),
-            problems,
-            prompts,
-            completions,
-            config.reward,
-            components.params.max_tokens,
-        )
-        return ranks.gather_all(groups)
 
 
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.training.experience import UpdateBatch
 from bandpo_cli.training.metrics import StepTimer
-from bandpo_cli.types import Group
+from bandpo_cli.training.sampled_groups import SampledGroups
 
 GIB = 2**30
 
@@ -96,7 +96,7 @@ class PackedWork:
         self.padding += positions - sum(block.tokens for block in blocks)
 
     def metrics(
-        self, timer: StepTimer, sampled: Sequence[Group], trained: Sequence[UpdateBatch]
+        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[UpdateBatch]
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
 
@@ -106,18 +106,20 @@ class PackedWork:
 
         Args:
             timer: the times of the step's phases.
-            sampled: all groups that were sampled.
+            rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their groups without spread count, too.
         """
         sampled_tokens = sum(
-            len(rollout.completion.token_ids) for group in sampled for rollout in group.rollouts_G
+            len(rollout.completion.token_ids) for group in rollouts.sampled for rollout in group.rollouts_G
         )
         trained_tokens = sum(int(each.all_lengths.sum()) for each in trained)
-        sampling, training = timer.seconds("sample"), timer.seconds("logprobs", "update")
+        training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = {
-            "perf/sampled_tokens_per_s": sampled_tokens / sampling,
+        metrics: dict[str, float] = {}
+        if rollouts.seconds:
+            metrics["perf/sampled_tokens_per_s"] = sampled_tokens / rollouts.seconds
+        metrics |= {
             "perf/trained_tokens_per_s": trained_tokens / training,
             "perf/padding_fraction": padding / max(1, positions),
         }

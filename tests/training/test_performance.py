@@ -17,6 +17,7 @@ from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.training import performance
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.training.performance import PEAK_FLOPS, packed_work, peak_flops
+from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.training.recording import Recording, run
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]
@@ -111,7 +112,7 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
     timer._seconds = {"time/sample": 1.0, "time/logprobs": 0.5, "time/update": 1.5, "time/eval": 9.0}
     with packed_work(policy.model) as work:
         work._device, work._peak, work.flops = torch.device("cuda"), 10e12, 1e12
-        metrics = work.metrics(timer, [], [])
+        metrics = work.metrics(timer, SampledGroups(1, 0, 0, 1.0, [], []), [])
     assert metrics["perf/model_flop_utilisation"] == pytest.approx(0.05)
     assert metrics["perf/peak_memory_gib"] == 3.0
     assert resets == [torch.device("cuda")], "the next step has its own peak"

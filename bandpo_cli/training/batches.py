@@ -1,0 +1,160 @@
+"""Batches of graded rollouts: sampling one for a step, in place or in a thread while the step before is trained.
+
+With `sampling.max_lag: 1` the order of a step is: take the batch that was sampled during the step before; start the
+next one with the weights that the engine has, those after the step before; update; wait for the batch that is being
+sampled; send the new weights to the engine. The first batch of a run is sampled in place.
+
+With several ranks each has such a thread, and each gets the groups of all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import warn_on_failure
+from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.objective.advantages import has_reward_spread
+from bandpo_cli.ranks import Ranks
+from bandpo_cli.sampling.dynamic import select_groups
+from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.training.components import Components
+from bandpo_cli.training.metrics import StepTimer
+from bandpo_cli.training.sampled_groups import SampledGroups
+from bandpo_cli.types import Group
+
+STOP_S = 10.0
+"""Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
+
+
+class RolloutBatches:
+    """The batches of a run in the order of its steps; a context manager, within which the run is trained.
+
+    An error in the thread is raised by `wait`. If an exception ends the block while a batch is being sampled, the
+    engine is closed and grading is cancelled.
+    """
+
+    def __init__(self, config: RunConfig, components: Components) -> None:
+        """Set what is sampled; all ranks must call this together."""
+        self._config, self._components = config, components
+        self._is_ahead = config.sampling.max_lag > 0
+        self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> RolloutBatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread = self._thread
+        if thread is None or thread.ident is None:  # a signal may come while it starts
+            return
+        self._components.grader.cancel()
+        with warn_on_failure("the sampling engine could not be closed"):
+            self._components.sampler.close()
+        thread.join(STOP_S)
+
+    def take(self, step: int, timer: StepTimer) -> SampledGroups:
+        """Return the batch of a step: the one that was sampled ahead, or one that is sampled now."""
+        ahead, self._components.ahead.batch = self._components.ahead.batch, None
+        if ahead is not None:
+            assert ahead.step == step, "batches are taken in the order of the steps"
+            return ahead
+        components = self._components
+        return sample_groups(
+            self._config, components, step, components.optimizer.update, timer, components.ranks
+        )
+
+    def start(self, step: int) -> None:
+        """Start sampling the batch of a step in a thread; do nothing without `sampling.max_lag` and after the last."""
+        if not self._is_ahead or step > self._config.steps:
+            return
+        # The number of updates is read here: it grows while the thread runs.
+        arguments = (step, self._components.optimizer.update)
+        self._thread = threading.Thread(target=self._sample, args=arguments, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def wait(self, timer: StepTimer) -> None:
+        """Wait until the batch that was started is sampled and graded; it is then in `Components.ahead`.
+
+        Raises:
+            Exception: what sampling or grading raised.
+        """
+        if self._thread is None:
+            return
+        with timer.phase("sample"):
+            self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _sample(self, step: int, version: int) -> None:
+        """Sample and grade a batch, and keep the error; runs in the thread."""
+        try:
+            timer = StepTimer(_ignore_phase)
+            self._components.ahead.batch = sample_groups(
+                self._config, self._components, step, version, timer, self._thread_ranks
+            )
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
+            self._error = error
+
+
+def sample_groups(
+    config: RunConfig, components: Components, step: int, version: int, timer: StepTimer, ranks: Ranks
+) -> SampledGroups:
+    """Sample and grade the rollouts of a step.
+
+    One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
+    have rewards that differ, at most `sampling.dynamic_batches`.
+
+    Args:
+        version: number of optimizer updates of the weights that the engine has.
+        timer: gets the times of the phases `sample` and `grade`.
+        ranks: the ranks of the run, for the thread that calls this.
+
+    Raises:
+        StaleEngineError: the engine has other weights than those of `version`.
+        GraderFailedError: every answer of a batch is a grader error.
+    """
+    wanted, dynamic, position = config.sampling.prompts, config.sampling.dynamic, components.stream.position
+    before = timer.seconds("sample")
+    sampled: list[Group] = []
+    for batch in range(config.sampling.dynamic_batches if dynamic else 1):
+        seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
+        sampled += _sample_batch(config, components, seed, version, timer, ranks)
+        if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
+            break
+    seconds = timer.seconds("sample") - before
+    groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
+    return SampledGroups(step, version, position, seconds, groups, sampled)
+
+
+def _sample_batch(
+    config: RunConfig, components: Components, seed: int, version: int, timer: StepTimer, ranks: Ranks
+) -> list[Group]:
+    """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
+    batch = components.stream.next(config.sampling.prompts)
+    problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
+    with timer.phase("sample"):
+        prompts = components.encoder.encode(problems)
+        completions = sample_completions(components.sampler, prompts, components.params, seed, version)
+    with timer.phase("grade"):
+        groups = grade_groups(
+            components.policy.tokenizer,
+            training_grader(components.grader, config.task.rewards, ranks),
+            problems,
+            prompts,
+            completions,
+            config.reward,
+            components.params.max_tokens,
+        )
+        return ranks.gather_all(groups)
+
+
+def _ignore_phase(phase: str) -> None:
+    """Do nothing: callbacks are called from the thread that trains."""

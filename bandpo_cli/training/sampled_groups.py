@@ -1,0 +1,158 @@
+"""The graded rollouts of a step, and the file of a checkpoint that stores those that were sampled ahead.
+
+The batch of the next step cannot be sampled again after a resume: it is from the weights before those of the
+checkpoint. The file has what its sampling and grading gave; problems and prompts follow from their place in the stream,
+texts from the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bandpo_cli.sampling.rollouts import EncodedPrompt
+from bandpo_cli.types import Completion, FinishReason, Grade, Group, Problem, Rollout
+
+_METADATA = "rollouts"
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """The graded rollouts of a step.
+
+    Attributes:
+        step: the step that trains on them.
+        version: number of optimizer updates of the weights that sampled them.
+        position: place of their first problem in the stream of training problems.
+        seconds: the time that sampling took; 0 where a file was read, which does not have it.
+        groups: the groups that the step trains on, `sampling.prompts` of them.
+        sampled: all groups sampled for the step, of consecutive problems; more than `groups` where dynamic sampling
+            dropped some.
+    """
+
+    step: int
+    version: int
+    position: int
+    seconds: float
+    groups: Sequence[Group]
+    sampled: Sequence[Group]
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size of the file that `write_sampled` writes, in bytes."""
+        completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
+        return sum(12 * len(each.token_ids) + 128 for each in completions)
+
+
+@dataclass
+class SampledAhead:
+    """The batch of the next step, where it is sampled before the present one has ended (`sampling.max_lag`)."""
+
+    batch: SampledGroups | None = None
+
+
+def write_sampled(path: Path, batch: SampledGroups) -> None:
+    """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
+    rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
+    completions = [rollout.completion for rollout in rollouts]
+    tensors = {
+        "lengths": torch.tensor([len(each.token_ids) for each in completions], dtype=torch.int32),
+        "token_ids": torch.tensor([i for each in completions for i in each.token_ids], dtype=torch.int32),
+        "logprobs": _floats(completions, lambda each: each.logprobs),
+        "entropies": _floats(completions, lambda each: each.entropies),
+    }
+    indices = {id(group): index for index, group in enumerate(batch.sampled)}
+    metadata = {
+        "step": batch.step,
+        "version": batch.version,
+        "position": batch.position,
+        "trained": [indices[id(group)] for group in batch.groups],
+        "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
+        "finish_reasons": [each.finish_reason for each in completions],
+        "grades": [_as_json(rollout.grade) for rollout in rollouts],
+    }
+    save_file(tensors, path, {_METADATA: json.dumps(metadata)})
+
+
+def read_sampled(
+    path: Path,
+    problems_at: Callable[[int, int], Sequence[Problem]],
+    encode: Callable[[Sequence[Problem]], Sequence[EncodedPrompt]],
+    decode: Callable[[Sequence[Sequence[Completion]]], Sequence[str]],
+) -> SampledGroups:
+    """Return the batch that `write_sampled` wrote.
+
+    Args:
+        problems_at: returns the training problems at a place of the stream: (position, count) → [count].
+        encode: returns the prompts of problems.
+        decode: returns the texts of completions, [P][G] → [P·G].
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()[_METADATA])
+        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - not a dict
+    completions_PG = _completions(columns, metadata)
+    problems = problems_at(metadata["position"], len(completions_PG))
+    texts = iter(decode(completions_PG))
+    grades = map(_grade, metadata["grades"])
+    sampled = []
+    for problem, prompt, completions in zip(problems, encode(problems), completions_PG, strict=True):
+        rollouts = [
+            Rollout(problem, prompt.text, prompt.token_ids, each, next(texts), next(grades))
+            for each in completions
+        ]
+        sampled.append(Group(problem, tuple(rollouts)))
+    return SampledGroups(
+        step=metadata["step"],
+        version=metadata["version"],
+        position=metadata["position"],
+        seconds=0.0,
+        groups=[sampled[index] for index in metadata["trained"]],
+        sampled=sampled,
+    )
+
+
+def _completions(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> list[list[Completion]]:
+    """Return the completions of each group, [P][G]."""
+    ends = [0, *accumulate(columns["lengths"])]
+    has_entropies = bool(columns["entropies"])
+    flat = [
+        Completion(
+            tuple(columns["token_ids"][start:end]),
+            tuple(columns["logprobs"][start:end]),
+            cast(FinishReason, reason),
+            metadata["version"],
+            tuple(columns["entropies"][start:end]) if has_entropies else (),
+        )
+        for (start, end), reason in zip(pairwise(ends), metadata["finish_reasons"], strict=True)
+    ]
+    bounds = pairwise([0, *accumulate(metadata["group_sizes"])])
+    return [flat[start:end] for start, end in bounds]
+
+
+def _floats(
+    completions: Sequence[Completion], values: Callable[[Completion], Sequence[float]]
+) -> torch.Tensor:
+    """Return a value per token of all completions, [N]: float32 where that is exact, as for all engines, or float64."""
+    exact = torch.tensor([value for each in completions for value in values(each)], dtype=torch.float64)
+    rounded = exact.float()
+    return rounded if torch.equal(rounded.double(), exact) else exact
+
+
+def _as_json(grade: Grade) -> list[object]:
+    return [grade.reward, grade.correct, grade.verdict, grade.has_reward, dict(grade.components)]
+
+
+def _grade(saved: list[Any]) -> Grade:
+    reward, correct, verdict, has_reward, components = saved
+    return Grade(reward, correct=correct, verdict=verdict, has_reward=has_reward, components=components)
