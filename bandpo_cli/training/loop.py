@@ -183,7 +183,8 @@ def _prepare_updates(
         advantages_PG,
         loss,
         config,
-        sampler_is_exact=is_exact(components.sampler, components.policy),
+        # Those of older weights are not, whichever engine computed them.
+        sampler_is_exact=config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy),
     )
 
 

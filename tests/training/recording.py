@@ -314,7 +314,9 @@ def prepare_run(
         sampler: options of `RecordingSampler`.
     """
     config = resolve([SETTINGS, {"model": {"path": str(model)}}, *layers])
-    components = build_components(config, build_task(config.task))
+    # No process of an engine, which the recording sampler would replace.
+    in_place = resolve([config.model_dump(), {"sampling": {"max_lag": 0}}])
+    components = build_components(in_place, build_task(config.task))
     heldout = components.heldout["countdown"]
     ids = [problem.id for problem in components.stream.take(0, 40)]
     recorder, grader = RecordingSampler(components, **sampler), RecordingGrader(uniform(ids))

@@ -1,0 +1,202 @@
+"""Rollouts one step ahead: which weights sample a batch, what trains on it, and the thread that samples."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from bandpo_cli.errors import RunError
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.training.batches import RolloutBatches
+from bandpo_cli.types import Completion
+from tests.training.by_hand import plain_logprobs, token_advantages
+from tests.training.recording import (
+    Recording,
+    RecordingSampler,
+    SampleCall,
+    Sampled,
+    execute,
+    prepare_run,
+    run,
+)
+
+AHEAD: dict[str, Any] = {"sampling": {"max_lag": 1}, "reward": {"overlong_buffer": 0}}
+STEPS = range(1, 6)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
+    """Return a run of 5 steps of 2 updates whose sampler has a copy of the weights; tests must not change it."""
+    return run(tmp_path_factory.mktemp("ahead") / "run", small_model, AHEAD)
+
+
+def calls(recording: Recording) -> dict[int, SampleCall]:
+    """Return the call that sampled the batch of each step: the first step has two, the last one none."""
+    found = [call for step in STEPS for call in recording.steps[step].training]
+    assert [len(recording.steps[step].training) for step in STEPS] == [2, 1, 1, 1, 0]
+    return dict(zip(STEPS, found, strict=True))
+
+
+def groups(recording: Recording) -> dict[int, list[list[Sampled]]]:
+    """Return the groups that each step trains on."""
+    found = [group for step in STEPS for group in recording.steps[step].training_groups()]
+    size = recording.config.sampling.prompts
+    return {step: found[(step - 1) * size : step * size] for step in STEPS}
+
+
+def tokens(recording: Recording, step: int) -> pd.DataFrame:
+    return pd.read_parquet(recording.folder.path / "tokens" / f"step-{step:06d}.parquet")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording, step: int) -> None:
+    """The first two batches are from the initial weights; version and log-probs agree."""
+    before = max(1, step - 1)
+    reported = [
+        value for group in groups(ahead)[step] for each in group for value in each.completion.logprobs
+    ]
+    of_sampler, of_trainer = (
+        plain_logprobs(ahead.components, ahead.weights_before(number), groups(ahead)[step], temperature=0.7)
+        for number in (before, step)
+    )
+    assert reported == pytest.approx(of_sampler, abs=1e-4)
+    if step > 1:
+        assert max(abs(one - other) for one, other in zip(reported, of_trainer, strict=True)) > 1e-2
+    versions = {each.completion.policy_version for group in groups(ahead)[step] for each in group}
+    assert versions == {2 * (before - 1)}
+    assert ahead.line(step)["sampler/lag"] == (0 if step == 1 else 2)
+
+
+def test_problems_and_seeds_are_those_of_a_run_without_lag(
+    ahead: Recording, recorded: Recording, tmp_path: Path, small_model: Path
+) -> None:
+    for step, call in calls(ahead).items():
+        (plain,) = recorded.steps[step].training
+        assert (call.seed, call.prompts_P) == (plain.seed, plain.prompts_P)
+    assert calls(ahead)[1].completions_PG == recorded.steps[1].training[0].completions_PG
+    assert calls(ahead)[3].completions_PG != recorded.steps[3].training[0].completions_PG
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_a_step_trains_on_its_batch_with_old_logprobs_of_its_own_weights(ahead: Recording, step: int) -> None:
+    """Also advantages, ratios after the first update, and the weights of the importance correction."""
+    batch, table = groups(ahead)[step], tokens(ahead, step)
+    expected = plain_logprobs(ahead.components, ahead.weights_before(step), batch, temperature=0.7)
+    assert list(table["old_logprob"]) == pytest.approx(expected, abs=1e-4)
+    assert list(table["advantage"]) == pytest.approx(token_advantages(batch, ahead.config), abs=1e-5)
+    half = sum(len(each.completion.token_ids) for group in batch[:2] for each in group)
+    moved = plain_logprobs(ahead.components, ahead.weights_before(step, 1), batch, temperature=0.7)
+    ratios = [math.exp(new - old) for new, old in zip(moved, expected, strict=True)]
+    assert list(table["ratio"])[:half] == pytest.approx([1.0] * half, abs=1e-5)
+    assert list(table["ratio"])[half:] == pytest.approx(ratios[half:], abs=1e-3)
+    reported = [value for group in batch for each in group for value in each.completion.logprobs]
+    weights = [min(2.0, math.exp(old - new)) for old, new in zip(expected, reported, strict=True)]
+    assert ahead.line(step)["sampler/importance_mean"] == pytest.approx(sum(weights) / len(weights), abs=1e-4)
+    assert ahead.line(step)["sampler/importance_max"] == pytest.approx(max(weights), abs=1e-3)
+
+
+def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahead: Recording) -> None:
+    for step in STEPS:
+        order = ahead.steps[step].order
+        sync = order.index("sync")
+        last = max(index for index, name in enumerate(order[:sync]) if name in ("grade", "update"))
+        assert order[:sync].count("grade") == order[:sync].count("sample")
+        assert last < sync
+        evaluated = [group for call in ahead.steps[step].evaluation for group in call.completions_PG]
+        assert {each.policy_version for group in evaluated for each in group} <= {2 * step}
+    assert ahead.steps[2].evaluation
+
+
+def test_a_run_without_lag_samples_in_the_thread_that_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_model: Path
+) -> None:
+    monkeypatch.setattr(RolloutBatches, "_sample", None)
+    recording = run(tmp_path / "a", small_model, {"steps": 2})
+    assert "sampler/lag" not in recording.line(2)
+
+
+class WaitingSampler(RecordingSampler):
+    """Returns no batch but the first before an update was applied; `fail` raises in place of that."""
+
+    def __init__(self, components: Any, fail: BaseException | None = None) -> None:
+        super().__init__(components)
+        self.fail, self.updated, self.closed = fail, threading.Event(), threading.Event()
+        self.waited: list[bool] = []
+
+    def sample(
+        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        if threading.current_thread() is not threading.main_thread():
+            if self.fail is not None:
+                raise self.fail
+            self.waited.append(self.updated.wait(60))
+            self.updated.clear()
+            if self.closed.is_set():
+                raise RunError("the engine was closed")
+        return super().sample(prompts_P, params, seed)
+
+    def close(self) -> None:
+        self.closed.set()
+        self.updated.set()
+
+
+def waiting(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Recording:
+    """Return a run that is not started, with a `WaitingSampler`."""
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", WaitingSampler)
+    recording = prepare_run(tmp_path / "a", model, AHEAD, {"evaluation": {"every": 0}, "steps": 3}, **options)
+    sampler, step = recording.components.sampler, recording.components.optimizer.step
+    assert isinstance(sampler, WaitingSampler)
+
+    def note() -> float:
+        norm = step()
+        sampler.updated.set()
+        return norm
+
+    recording.components.optimizer.step = note  # type: ignore[method-assign]
+    return recording
+
+
+def test_a_step_is_trained_while_the_next_batch_is_sampled(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = execute(waiting(tmp_path, small_model, monkeypatch))
+    sampler = recording.components.sampler
+    assert isinstance(sampler, WaitingSampler)
+    assert sampler.waited == [True, True]
+    assert list(recording.steps) == [1, 2, 3]
+
+
+def test_an_error_while_sampling_ahead_ends_the_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = waiting(tmp_path, small_model, monkeypatch, fail=RunError("the engine has gone"))
+    with pytest.raises(RunError, match="the engine has gone"):
+        execute(recording)
+    assert recording.folder.read_metrics() == []
+    assert "rollouts" not in [each.name for each in threading.enumerate()]
+
+
+def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = waiting(tmp_path, small_model, monkeypatch)
+    cancelled: list[bool] = []
+
+    def fail() -> float:
+        raise RunError("no update")
+
+    recording.components.optimizer.step = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(recording.components.grader, "cancel", lambda: cancelled.append(True))
+    with pytest.raises(RunError, match="no update"):
+        execute(recording)
+    sampler = recording.components.sampler
+    assert isinstance(sampler, WaitingSampler)
+    assert sampler.closed.is_set()
+    assert cancelled == [True]
+    assert "rollouts" not in [each.name for each in threading.enumerate()]
