@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.training.batches import RolloutBatches
 from bandpo_cli.types import Completion
@@ -24,6 +25,7 @@ from tests.training.recording import (
     execute,
     prepare_run,
     run,
+    same_weights,
 )
 
 AHEAD: dict[str, Any] = {"sampling": {"max_lag": 1}, "reward": {"overlong_buffer": 0}}
@@ -200,3 +202,52 @@ def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
     assert sampler.closed.is_set()
     assert cancelled == [True]
     assert "rollouts" not in [each.name for each in threading.enumerate()]
+
+
+EVERY_STEP: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": None}, "evaluation": {"every": 2}}
+
+
+@pytest.mark.parametrize("more", [{}, {"sampling": {"dynamic": True, "dynamic_batches": 2}}])
+def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
+    tmp_path: Path, small_model: Path, more: dict[str, Any]
+) -> None:
+    """With dynamic sampling, 3 of 4 groups have no spread: a step draws two batches."""
+
+    def uniform(ids: list[str]) -> list[str]:
+        return [id_ for place, id_ in enumerate(ids) if more and place % 4]
+
+    layers = (AHEAD, EVERY_STEP, {"sampling": {"max_lag": 1, **more.get("sampling", {})}})
+    whole = run(tmp_path / "whole", small_model, *layers, uniform=uniform)
+    resumed = prepare_run(tmp_path / "resumed", small_model, *layers, uniform=uniform)
+    assert resumed.components.resume_from(whole.folder.checkpoint_dir(2)).step == 2
+    assert resumed.components.ahead.batch is not None
+    execute(resumed, first=3)
+    drawn = [whole.line(step)["train/groups_drawn"] for step in STEPS]
+    assert drawn == [8 if more else 4] * 5
+    for step in (3, 4, 5):
+        assert without_clock(resumed.line(step)) == without_clock(whole.line(step))
+        for name in ("samples", "tokens"):
+            paths = [each.folder.path / name / f"step-{step:06d}.parquet" for each in (whole, resumed)]
+            assert paths[0].exists() == paths[1].exists()
+            assert not paths[0].exists() or paths[0].read_bytes() == paths[1].read_bytes()
+    assert same_weights(resumed.steps[5].updates[-1].weights, whole.steps[5].updates[-1].weights)
+    last = whole.folder.checkpoint_dir(5) / "trainer"
+    assert not (last / "rollouts.safetensors").exists(), "nothing is sampled after the last step"
+
+
+@pytest.mark.parametrize("damage", ["cut", "other-step", "no-metadata"])
+def test_a_damaged_batch_is_one_line(tmp_path: Path, small_model: Path, damage: str) -> None:
+    recording = run(tmp_path / "a", small_model, AHEAD, EVERY_STEP, {"steps": 3})
+    folder = recording.folder.checkpoint_dir(1)
+    path = folder / "trainer" / "rollouts.safetensors"
+    size = path.stat().st_size
+    if damage == "cut":
+        path.write_bytes(b"\x10" + bytes(size - 1))
+    elif damage == "other-step":
+        path.write_bytes(path.read_bytes().replace(b'\\"step\\": 2', b'\\"step\\": 3'))
+    else:
+        path.write_bytes(path.read_bytes().replace(b'"rollouts"', b'"rollout_"'))
+    assert path.stat().st_size == size
+    fresh = prepare_run(tmp_path / "b", small_model, AHEAD)
+    with pytest.raises(UserError, match=r"cannot be loaded: .*; remove .*trainer/state.json to resume"):
+        fresh.components.resume_from(folder)

@@ -1,0 +1,128 @@
+"""The file of a batch that was sampled ahead: what is read is what was written, whatever it contains."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.sampling.dynamic import select_groups
+from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
+from bandpo_cli.tasks.base import ProblemStream
+from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
+from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+
+PROBLEMS = [Problem(f"p{n}", f"{n} {n}={2 * n}:", str(n), "t", "g", {"n": n}) for n in range(5)]
+VERSION = 6
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load_policy(ModelConfig())
+
+
+def batch_of(
+    policy: Policy, completions: list[list[Completion]], grades: list[Grade], position: int, wanted: int
+) -> SampledGroups:
+    """Return a batch of the stream's problems from a position, as the loop makes it with dynamic sampling."""
+    stream, encoder = ProblemStream(PROBLEMS, seed=3, position=position), PromptEncoder(policy.tokenizer)
+    given = iter(grades)
+    sampled = []
+    for group in completions:
+        (problem,) = stream.next(1)
+        (prompt,) = encoder.encode([problem])
+        texts = decode_completions(policy.tokenizer, [group])
+        sampled.append(
+            Group(
+                problem,
+                tuple(
+                    Rollout(problem, prompt.text, prompt.token_ids, each, text, next(given))
+                    for each, text in zip(group, texts, strict=True)
+                ),
+            )
+        )
+    return SampledGroups(9, VERSION, position, 1.5, select_groups(sampled, wanted, 1), sampled)
+
+
+def read(path: Path, policy: Policy) -> SampledGroups:
+    encoder = PromptEncoder(policy.tokenizer)
+    return read_sampled(
+        path,
+        ProblemStream(PROBLEMS, seed=3).take,
+        encoder.encode,
+        lambda completions: decode_completions(policy.tokenizer, completions),
+    )
+
+
+float32s = st.floats(-50, 0, width=32)
+float64s = st.floats(-50, 0)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> list[list[Completion]]:
+    values = draw(st.sampled_from([float32s, float64s]))
+    with_entropies = draw(st.booleans())
+
+    def one() -> Completion:
+        ids = tuple(draw(st.lists(st.integers(0, 19), min_size=1, max_size=4)))
+        logprobs, entropies = (tuple(draw(values) for _ in ids) for _ in range(2))
+        reason: Any = draw(st.sampled_from(["stop", "length"]))
+        return Completion(ids, logprobs, reason, VERSION, entropies if with_entropies else ())
+
+    return [[one(), one()] for _ in range(draw(st.integers(2, 7)))]
+
+
+@given(completions(), st.data())
+def test_a_batch_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    policy: Policy,
+    drawn: list[list[Completion]],
+    data: st.DataObject,
+) -> None:
+    count = 2 * len(drawn)
+    rewards = data.draw(st.lists(st.sampled_from([-1.0, 0.1, 1 / 3]), min_size=count, max_size=count))
+    grades = [
+        Grade(
+            reward,
+            reward > 0,
+            "correct" if reward > 0 else "timeout",
+            place % 5 > 0,
+            {"é": None, "b": reward},
+        )
+        for place, reward in enumerate(rewards)
+    ]
+    position = data.draw(st.integers(0, 12))
+    batch = batch_of(policy, drawn, grades, position, wanted=data.draw(st.integers(1, len(drawn))))
+    path = tmp_path_factory.mktemp("sampled") / "rollouts.safetensors"
+    write_sampled(path, batch)
+    found = read(path, policy)
+    assert found == replace(batch, seconds=0.0)
+    assert [each.logprobs for each in flat(found)] == [each.logprobs for each in flat(batch)]
+    assert all(
+        struct.pack("d", one) == struct.pack("d", other)
+        for a, b in zip(flat(found), flat(batch), strict=True)
+        for one, other in zip(a.logprobs, b.logprobs, strict=True)
+    ), "also the sign of 0"
+
+
+def flat(batch: SampledGroups) -> list[Completion]:
+    return [rollout.completion for group in batch.sampled for rollout in group.rollouts_G]
+
+
+def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) -> None:
+    """Engines report float32. A batch of 2 × 500 tokens takes about what its estimate says."""
+    value = struct.unpack("f", struct.pack("f", -1 / 3))[0]
+    group = [Completion((3,) * 500, (value,) * 500, "length", VERSION)] * 2
+    batch = batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1)
+    write_sampled(tmp_path / "a", batch)
+    size = (tmp_path / "a").stat().st_size
+    assert 8 * 1000 < size < batch.nbytes == 2 * (12 * 500 + 128)
+    assert math.isclose(flat(read(tmp_path / "a", policy))[0].logprobs[0], -1 / 3, rel_tol=1e-7)
