@@ -81,6 +81,22 @@ def signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
+def describe_exit(code: int) -> str:
+    """Return how a process ended, after its name: `was killed by SIGKILL (...)` or `ended with exit code 1`.
+
+    Args:
+        code: its exit code; minus the number of the signal that killed it.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # one without a name
+        name = f"signal {-code}"
+    why = " (as the system does when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{why}"
+
+
 class ConfigError(UserError):
     """An invalid setting. The message names the key, the value and what is allowed."""
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import RunError, SignalExit, UserError
+from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
 from bandpo_cli.experiments.rank_group import check_gpu_count
 from bandpo_cli.rank_process import (
     LAUNCHER_VARIABLE,
@@ -318,14 +318,7 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
 
 def describe_death(end: RankExit) -> str:
     """Return how a rank without an error of its own ended."""
-    if end.code >= 0:
-        return f"rank {end.rank} ended with exit code {end.code}"
-    try:
-        name = signal.Signals(-end.code).name
-    except ValueError:  # one without a name
-        name = f"signal {-end.code}"
-    why = " (as the system does when memory runs out)" if name == "SIGKILL" else ""
-    return f"rank {end.rank} was killed by {name}{why}"
+    return f"rank {end.rank} {describe_exit(end.code)}"
 
 
 def continue_with(resume: str, count: int) -> str:
