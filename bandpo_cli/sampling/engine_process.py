@@ -71,6 +71,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._error: str | None = None
         self._child: EngineChild | None = None
+        self._trainer_threads = torch.get_num_threads()
         try:
             self._ranks.agree(lambda: self._start(config, policy))
             self.sync(policy.model, version=0)
@@ -174,6 +175,7 @@ class EngineProcess:
         A thread that waits for the engine gets RunError.
         """
         child, error, self._error = self._child, self._error, self._error or _CLOSED
+        torch.set_num_threads(self._trainer_threads)
         if child is None:
             return
         if error is None and self._lock.acquire(blocking=False):
@@ -187,18 +189,22 @@ class EngineProcess:
 
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
+        on_gpu = policy.device.type == "cuda"
         sampling = _engine_settings(config.sampling, policy)
-        cards = _engine_cards(config, policy) if policy.device.type == "cuda" else []
+        cards = _engine_cards(config, policy) if on_gpu else []
+        threads = engine_threads(self._trainer_threads, on_gpu)
         self._child = EngineChild(engine_environment(os.environ, cards))
         with self._conversation() as channel:
             channel.send(
                 "build",
                 model=_model_settings(config.model, policy).model_dump(mode="json"),
                 sampling=sampling.model_dump(mode="json"),
-                threads=engine_threads(),
+                threads=threads,
             )
             answer = channel.receive()
         _checked(answer)
+        if not on_gpu:
+            torch.set_num_threads(max(1, self._trainer_threads - threads))
 
     @contextmanager
     def _conversation(self) -> Iterator[Channel]:
@@ -231,9 +237,17 @@ class EngineProcess:
             self._lock.release()
 
 
-def engine_threads() -> int:
-    """Return the number of torch threads of an engine process: that of the trainer."""
-    return torch.get_num_threads()
+def engine_threads(threads: int, on_gpu: bool) -> int:
+    """Return the number of torch threads of an engine process.
+
+    On a CPU it is half of the trainer's threads, which the trainer then does without: with more threads than cores,
+    both would wait for threads that do not run, at each operation.
+
+    Args:
+        threads: number of threads of the trainer.
+        on_gpu: the engine runs on a GPU.
+    """
+    return threads if on_gpu else max(1, threads // 2)
 
 
 def _engine_settings(config: SamplingConfig, policy: Policy) -> SamplingConfig:

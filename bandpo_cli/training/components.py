@@ -18,6 +18,7 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler, describe_sampler
+from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,
@@ -149,7 +150,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
-    sampler = build_sampler(config, policy)
+    sampler: Sampler = EngineProcess(config, policy) if sampling.max_lag else build_sampler(config, policy)
     try:
         return Components(
             policy=policy,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, RunError
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import build_components
 
@@ -35,3 +37,20 @@ def test_a_prompt_limit_that_drops_every_problem_is_refused() -> None:
     config = resolve([{"sampling": {"max_prompt_tokens": 3}}])
     with pytest.raises(ConfigError, match="max_prompt_tokens = 3: all "):
         build_components(config, build_task(config.task))
+
+
+def test_an_engine_that_samples_ahead_has_a_process_of_its_own() -> None:
+    """It reports no entropies, which are those of older weights, and ends with the components."""
+    config = resolve([{"sampling": {"max_lag": 1}, "evaluation": {"problems": 2}}])
+    components = build_components(config, build_task(config.task))
+    try:
+        assert not components.sampler.shares_weights
+        assert not components.params.entropy
+        assert components.sampler_description() == {"engine": "transformers"}
+        components.sampler.sync(components.policy.model, 3)
+        ((completion,),) = components.sampler.sample([[2, 3]], replace(components.params, samples=1), seed=1)
+        assert (completion.policy_version, completion.entropies) == (3, ())
+    finally:
+        components.close()
+    with pytest.raises(RunError, match="closed"):
+        components.sampler.sample([[2, 3]], components.params, seed=1)

@@ -97,6 +97,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"model": {"gradient_checkpointing": True}},
     "lora": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 1e-2}},
     "lora-bfloat16": {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}, "optim": {"lr": 1e-4}},
+    "ahead-dynamic": {
+        "sampling": {"max_lag": 1, "dynamic": True, "dynamic_batches": 3},
+        "model": {"lora": {"rank": 4}},
+    },
     "no-evaluation": {"evaluation": {"every": 0}},
 }
 
