@@ -76,6 +76,15 @@ def test_the_engine_takes_gpus_that_train_nothing_first(
     assert engine_process._engine_cards(config, on_gpu) == expected
 
 
+def test_each_rank_takes_another_gpu_that_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for count, expected in ((4, [3]), (3, [1])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda:1"), "ranks": Ranks(5, 8, 1)})
+        assert engine_process._engine_cards(RunConfig(), on_gpu) == expected
+
+
 # The program of the process without an engine: it answers the start and the first sync, then the test's line runs when
 # the trainer asks for completions.
 STAND_IN = """
