@@ -1,7 +1,8 @@
 """Sampling in a process of its own, so that the trainer can update at the same time (`sampling.max_lag`).
 
 The process has the ordinary engine of the settings and a model of its own. The trainer sends it the weights tensor by
-tensor at every sync, which ends with the checks of the engine itself. There is one process per rank.
+tensor at every sync, which ends with the checks of the engine itself. There is one process per rank. Its memory is that
+of a model in the dtype of forward passes, of the engine, and of a second copy of the weights where the engine has one.
 
 The engine never sleeps (`sampling.vllm.sleep` has no effect): it samples while the trainer updates.
 """

@@ -1,0 +1,90 @@
+"""An engine for tests of the engine process: what it does depends on the seed of the request."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.errors import ConfigError, RunError, UserError
+from bandpo_cli.registries import ENGINES, EngineEntry
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.types import Completion
+
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
+
+
+def wrapped_out_of_memory() -> Exception:
+    """Return an error of an engine that a failed allocation has caused."""
+    error = RunError("the engine failed")
+    error.__cause__ = torch.OutOfMemoryError(CUDA_TEXT)
+    return error
+
+
+ERRORS: dict[int, Exception] = {
+    1: UserError("a prompt is too long"),
+    2: ConfigError("not installed"),
+    3: RunError("vLLM failed"),
+    4: StaleEngineError("old weights"),
+    5: torch.OutOfMemoryError(CUDA_TEXT),
+    6: wrapped_out_of_memory(),
+    7: ValueError("no such token\nwith more lines"),
+    8: MemoryError(),
+}
+ENVIRONMENT_SEED, WARNING_SEED = 20, 21
+FLOATS = (0.1, -1e-310, float("-inf"), 1 / 3)
+"""Numbers that float32 does not hold."""
+
+
+class StubSampler:
+    """Raises the error of the seed; otherwise returns the token ids of the prompt in reverse order."""
+
+    shares_weights = False
+
+    def __init__(self, config: SamplingConfig, policy: Any) -> None:
+        self._config = config
+        self._version = 0
+
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        if seed in ERRORS:
+            raise ERRORS[seed]
+        if seed == WARNING_SEED:
+            logging.getLogger("bandpo_cli").warning("a %s of the engine", "warning")
+            logging.getLogger("bandpo_cli").info("not for the user")
+        return [
+            [
+                Completion((*prompt[::-1], number), FLOATS, "stop" if number else "length", self._version)
+                for number in range(params.samples)
+            ]
+            for prompt in prompts_P
+        ]
+
+    def sleep(self) -> None: ...
+
+    def sync(self, model: PreTrainedModel, version: int) -> None:
+        if version == 666:
+            raise StaleEngineError("the engine's check failed")
+        self._version = version
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "engine": self._config.engine,
+            "max_lag": str(self._config.max_lag),
+            "sleep": str(self._config.vllm.sleep),
+            "rank": os.environ.get("RANK", "none"),
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def close(self) -> None: ...
+
+
+def register() -> None:
+    """Add the engine `stub` to the registry."""
+    ENGINES.register(EngineEntry("stub", "a stub", f"{__name__}:StubSampler"))

@@ -1,0 +1,347 @@
+"""Processes of engines: their environment, and how they end, together with the trainer or by themselves.
+
+The program of the process is a stand-in, which starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.ranks import Ranks
+from bandpo_cli.sampling import engine_child, engine_process
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+from bandpo_cli.sampling.engine_channel import Channel, ChannelClosedError, pack_completions
+from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
+from bandpo_cli.sampling.engine_process import EngineProcess
+
+CONFIG = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_lag": 1}})
+PROMPTS = [(1, 2, 3), (4,)]
+PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=8, stop_ids=())
+REQUESTS = [SampleRequest(PROMPTS, 1)]
+WAIT_S = 30
+"""Seconds after which a process that should have ended, or a thread that should have an error, fails the test."""
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load_policy(RunConfig().model)
+
+
+def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
+    environ = {
+        "PATH": "/bin",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+        "BANDPO_NPROC": "2",
+    }
+    assert engine_environment(environ, []) == {"PATH": "/bin"}
+    assert engine_environment({}, [3, 1]) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+    listed = {"CUDA_VISIBLE_DEVICES": "4, GPU-5f,6"}
+    assert engine_environment(listed, [1, 2]) == {"CUDA_VISIBLE_DEVICES": "GPU-5f,6"}
+    assert engine_environment(listed, []) == listed
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "tensor_parallel", "expected"),
+    [
+        ("cuda", 1, 1, [0]),
+        ("cuda", 2, 1, [1]),
+        ("cuda:1", 3, 1, [0]),
+        ("cuda:1", 4, 3, [0, 2, 3]),
+        ("cuda", 2, 2, [1, 0]),
+    ],
+)
+def test_the_engine_takes_gpus_that_train_nothing_first(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int, tensor_parallel: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    config = RunConfig.model_validate({"sampling": {"vllm": {"tensor_parallel": tensor_parallel}}})
+    on_gpu: Any = type("OnGpu", (), {"device": torch.device(device), "ranks": Ranks()})
+    assert engine_process._engine_cards(config, on_gpu) == expected
+
+
+def test_each_rank_takes_another_gpu_that_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for count, expected in ((4, [3]), (3, [1])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda:1"), "ranks": Ranks(5, 8, 1)})
+        assert engine_process._engine_cards(RunConfig(), on_gpu) == expected
+
+
+# The program of the process without an engine: it answers the start and the first sync, then the test's line runs when
+# the trainer asks for completions.
+STAND_IN = """
+import json, os, socket, struct, sys, time
+descriptor, trainer, path = json.loads(sys.argv[1])
+end = socket.socket(fileno=descriptor)
+file = end.makefile("rb")
+def receive():
+    header = json.loads(file.read(struct.unpack("!I", file.read(4))[0]))
+    file.read(sum(int(dtype[2:]) * count for dtype, count in header["arrays"]) + header.get("bytes", 0))
+    return header["kind"]
+def done():
+    text = json.dumps({"kind": "done", "arrays": [], "warnings": []}).encode()
+    end.sendall(struct.pack("!I", len(text)) + text)
+receive()
+done()
+while receive() != "end":
+    pass
+done()
+kind = receive()
+"""
+
+
+def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    error = {"type": "ConfigError", "text": "vllm is not installed"}
+    text = json.dumps({"kind": "done", "arrays": [], "warnings": [], "error": error})
+    line = f"receive()\nend.sendall(struct.pack('!I', {len(text)}) + {text.encode()!r})\nreceive()"
+    before, _, _ = STAND_IN.partition("receive()\ndone()\nwhile")
+    monkeypatch.setattr(engine_child, "_SOURCE", before + line)
+    children: list[EngineChild] = []
+    monkeypatch.setattr(
+        engine_process, "EngineChild", lambda environment: keep(EngineChild(environment), children)
+    )
+    with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
+        EngineProcess(CONFIG, policy)
+    assert [child.wait(0) for child in children] == [True]
+
+
+def keep(child: EngineChild, children: list[EngineChild]) -> EngineChild:
+    children.append(child)
+    return child
+
+
+def started(monkeypatch: pytest.MonkeyPatch, policy: Policy, line: str) -> EngineProcess:
+    """Return an engine whose process runs `line` when it receives its first command after the start."""
+    monkeypatch.setattr(engine_child, "_SOURCE", STAND_IN + line)
+    return EngineProcess(CONFIG, policy)
+
+
+def child_of(engine: EngineProcess) -> EngineChild:
+    assert engine._child is not None
+    return engine._child
+
+
+def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Start a thread that calls the function; return it with the list that gets its error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+KILLED = (
+    r"^the engine process was killed by SIGKILL \(as the system does when memory runs out\); .*max_lag=0$"
+)
+
+
+def test_a_process_that_is_killed_while_it_samples_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    engine = started(monkeypatch, policy, "time.sleep(600)")
+    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
+    os.kill(child_of(engine).pid, signal.SIGKILL)
+    thread.join(WAIT_S)
+    assert [type(each) for each in errors] == [RunError]
+    with pytest.raises(RunError, match=KILLED):
+        raise errors[0]
+    with pytest.raises(RunError, match=KILLED):
+        engine.sample(PROMPTS, PARAMS, 0)
+    engine.close()
+    engine.close()
+
+
+def test_a_process_that_is_killed_while_it_is_idle_is_an_error_of_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    for call in (
+        lambda engine: engine.sample(PROMPTS, PARAMS, 0),
+        lambda engine: engine.sync(policy.model, 1),
+        lambda engine: next(engine.sample_stream(REQUESTS, PARAMS)),
+        lambda engine: engine.describe(),
+    ):
+        engine = started(monkeypatch, policy, "")
+        os.kill(child_of(engine).pid, signal.SIGKILL)
+        with pytest.raises(RunError, match=KILLED):
+            call(engine)
+        engine.close()
+
+
+def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    engine = started(
+        monkeypatch, policy, "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
+    )
+    text = r"^the engine process ended with exit code 3 \(its last output: Fatal: no more\); "
+    with pytest.raises(RunError, match=text):
+        engine.sample(PROMPTS, PARAMS, 0)
+
+
+def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    """The trainer would wait for an answer that does not come, and memory on a GPU would stay in use."""
+    line = "pid = os.fork(); print(pid, flush=True)\nif pid: os._exit(4)\ntime.sleep(600)"
+    engine = started(monkeypatch, policy, line)
+    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
+    thread.join(WAIT_S)
+    assert [type(each) for each in errors] == [RunError]
+    assert "ended with exit code 4" in str(errors[0])
+    assert has_ended(int(child_of(engine)._output.split()[0]))
+
+
+def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    """The thread that waits for the completions gets an error at once."""
+    monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
+    engine = started(monkeypatch, policy, "time.sleep(600)")
+    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
+    while not engine._lock.locked():
+        time.sleep(0.01)
+    engine.close()
+    thread.join(WAIT_S)
+    assert [(type(each), str(each)) for each in errors] == [(RunError, "the engine process is closed")]
+    assert child_of(engine).wait(0)
+    engine.close()
+
+
+def test_close_ends_a_process_with_an_open_stream(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    """The end of the stream is then no error."""
+    arrays = [[each.dtype.str, 0] for each in pack_completions([])]
+    text = json.dumps({"kind": "completions", "arrays": arrays})
+    line = f"end.sendall(struct.pack('!I', {len(text)}) + {text.encode()!r}); time.sleep(600)"
+    engine = started(monkeypatch, policy, line)
+    stream = engine.sample_stream(REQUESTS, PARAMS)
+    assert next(stream) == []
+    with pytest.raises(RunError, match="a call of another thread"):
+        engine.describe()
+    engine.close()
+    assert child_of(engine).wait(0)
+    stream.close()
+
+
+def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    engine = started(monkeypatch, policy, "sys.exit(5 if kind == 'close' else 6)")
+    engine.close()
+    assert child_of(engine)._process.returncode == 5
+    with pytest.raises(RunError, match=r"^the engine process is closed$"):
+        engine.sample(PROMPTS, PARAMS, 0)
+
+
+def test_an_interrupted_call_ends_the_process(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    """Otherwise its answer would be taken for that of the next call."""
+    engine = started(monkeypatch, policy, "time.sleep(600)")
+    monkeypatch.setattr(Channel, "receive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample(PROMPTS, PARAMS, 0)
+    assert child_of(engine).wait(0)
+    with pytest.raises(RunError, match="in the middle of a call"):
+        engine.sample(PROMPTS, PARAMS, 0)
+
+
+def interrupt(channel: Channel) -> None:
+    raise KeyboardInterrupt
+
+
+# The real program of the process with a server that is always at work, and says so.
+BUSY = (
+    "import json, sys, types; *arguments, sys.path[:] = json.loads(sys.argv[1])\n"
+    "class Server:\n"
+    "    def __init__(self, end): self.end = end\n"
+    "    def serve(self):\n"
+    "        self.end.sendall(b'started')\n"
+    "        while True: pass\n"
+    "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(EngineServer=Server)\n"
+    "from bandpo_cli.sampling.engine_main import main; main(*arguments)"
+)
+
+
+def trainer_that_starts_a_busy_process(folder: Path) -> None:
+    child = EngineChild(os.environ)
+    child.channel.receive_bytes(memoryview(bytearray(7)))
+    (folder / "pid.part").write_text(str(child.pid))
+    (folder / "pid.part").rename(folder / "pid")
+    time.sleep(600)
+
+
+def test_a_working_process_ends_when_the_trainer_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
+    context = multiprocessing.get_context("fork")
+    trainer = context.Process(target=trainer_that_starts_a_busy_process, args=(tmp_path,))
+    trainer.start()
+    until = time.monotonic() + WAIT_S
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    assert not has_ended(pid, seconds=0)
+    trainer.kill()
+    trainer.join()
+    assert has_ended(pid)
+
+
+def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
+    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
+    child = EngineChild(os.environ)
+    child.channel.receive_bytes(memoryview(bytearray(7)))
+    assert os.getpgid(child.pid) == child.pid
+    os.kill(child.pid, signal.SIGTERM)
+    os.kill(child.pid, signal.SIGINT)
+    assert not child.wait(0.5)
+    child.kill()
+    assert child.describe_end().startswith("was killed by SIGKILL")
+    child.kill()
+
+
+def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
+    """Wait for the end of a process of another parent; a zombie has ended."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+
+
+def test_a_closed_connection_is_an_error_of_every_call() -> None:
+    first, second = map(Channel, socket.socketpair())
+    first.send("half", x=json.loads("[1, null]"))
+    assert second.receive().header == {"kind": "half", "x": [1, None]}
+    first.close()
+    with pytest.raises(ChannelClosedError):
+        second.receive()
+    with pytest.raises(ChannelClosedError):
+        second.send("end")

@@ -1,0 +1,357 @@
+"""An engine in its own process samples what it samples in the trainer's process, with the weights of the last sync.
+
+test_engine_child.py has the tests of how processes start and end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, RunError, UserError, is_out_of_memory
+from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.ranks import Ranks
+from bandpo_cli.registries import ENGINES
+from bandpo_cli.sampling import engine_child, engine_process
+from bandpo_cli.sampling.base import (
+    SampleRequest,
+    SamplingParams,
+    StaleEngineError,
+    StreamingSampler,
+    describe_sampler,
+    is_exact,
+)
+from bandpo_cli.sampling.engine_channel import (
+    pack_completions,
+    unpack_completions,
+)
+from bandpo_cli.sampling.engine_process import EngineProcess
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.types import Completion
+from tests.sampling import stub_engine
+from tests.training.several_ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8)]
+PARAMS = SamplingParams(samples=5, temperature=0.8, max_tokens=12, stop_ids=(2, 3), entropy=True)
+REQUESTS = [SampleRequest(PROMPTS, 1), SampleRequest(PROMPTS[:1], 90), SampleRequest(PROMPTS[1:], 5)]
+WAIT_S = 30
+
+
+def settings(**model: Any) -> RunConfig:
+    sections = {"model": {"device": "cpu", **model}, "sampling": {"engine": "transformers", "max_lag": 1}}
+    return RunConfig.model_validate(sections)
+
+
+def perturb(model: PreTrainedModel, seed: int) -> None:
+    """Change every weight; tied ones stay tied."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05)
+
+
+def in_this_process(policy: Policy, version: int, seed: int = 7) -> list[list[Completion]]:
+    sampler = TransformersSampler(policy.model, policy.pad_id)
+    sampler.sync(policy.model, version)
+    return sampler.sample(PROMPTS, PARAMS, seed)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load_policy(settings().model)
+
+
+@pytest.fixture(scope="module")
+def engine(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
+    started = EngineProcess(settings(), policy)
+    yield started
+    started.close()
+
+
+def test_completions_are_those_of_the_engine_in_this_process(engine: EngineProcess, policy: Policy) -> None:
+    """Bit by bit, with entropies: with the initial weights, and after a sync of others with them, not before it."""
+    initial = in_this_process(policy, 0)
+    assert engine.sample(PROMPTS, PARAMS, 7) == initial
+    assert engine.sample(PROMPTS, PARAMS, 8) != initial
+    assert all(len(each.entropies) == len(each.token_ids) for group in initial for each in group)
+    perturb(policy.model, seed=1)
+    assert engine.sample(PROMPTS, PARAMS, 7) == initial
+    engine.sync(policy.model, 4)
+    changed = in_this_process(policy, 4)
+    assert engine.sample(PROMPTS, PARAMS, 7) == changed
+    assert [[each.token_ids for each in group] for group in initial] != [
+        [each.token_ids for each in group] for group in changed
+    ]
+
+
+def test_a_stream_gives_the_completions_of_each_request_in_order(
+    engine: EngineProcess, policy: Policy
+) -> None:
+    assert isinstance(engine, StreamingSampler)
+    engine.sync(policy.model, 1)
+    groups = [*engine.sample_stream(iter(REQUESTS), PARAMS)]
+    sampler = TransformersSampler(policy.model, policy.pad_id)
+    sampler.sync(policy.model, 1)
+    assert groups == [sampler.sample(request.prompts_P, PARAMS, request.seed) for request in REQUESTS]
+    assert [*engine.sample_stream([], PARAMS)] == []
+
+
+def test_a_stream_that_is_not_used_up_leaves_the_engine_usable(engine: EngineProcess) -> None:
+    expected = engine.sample(PROMPTS, PARAMS, 7)
+    stream = engine.sample_stream(REQUESTS, PARAMS)
+    next(stream)
+    stream.close()
+    assert engine.sample(PROMPTS, PARAMS, 7) == expected
+
+
+def test_an_error_in_the_requests_of_a_stream_is_raised(engine: EngineProcess) -> None:
+    def requests() -> Iterator[SampleRequest]:
+        yield REQUESTS[0]
+        raise ValueError("the data set ended")
+
+    expected = engine.sample(PROMPTS, PARAMS, 7)
+    with pytest.raises(ValueError, match="the data set ended"):
+        list(engine.sample_stream(requests(), PARAMS))
+    assert engine.sample(PROMPTS, PARAMS, 7) == expected
+
+
+def test_the_engine_counts_as_another_one_than_the_trainers(engine: EngineProcess, policy: Policy) -> None:
+    """So that the importance correction is on: its weights are older ones."""
+    assert not is_exact(engine, policy)
+    assert describe_sampler(engine) == {"engine": "transformers"}
+
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def without_one(model: PreTrainedModel) -> Weights:
+    return (each for index, each in enumerate(checkpoint_weights(model)) if index != 3)
+
+
+def with_another(model: PreTrainedModel) -> Weights:
+    yield "model.extra", torch.zeros(3, 2)
+    yield from checkpoint_weights(model)
+
+
+def with_a_transposed_one(model: PreTrainedModel) -> Weights:
+    return ((name, each.T if "embed" in name else each) for name, each in checkpoint_weights(model))
+
+
+def with_another_dtype(model: PreTrainedModel) -> Weights:
+    return ((name, each.double() if "norm" in name else each) for name, each in checkpoint_weights(model))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (
+            without_one,
+            "version 9 of the weights only in part: model.layers.0.self_attn.k_proj.weight is missing",
+        ),
+        (with_another, "version 9 of the weights: model.extra is no parameter of the model"),
+        (with_a_transposed_one, r"model.embed_tokens.weight has shape .* in place of"),
+        (with_another_dtype, "has shape .* and dtype torch.float64 in place of .* and torch.float32"),
+    ],
+)
+def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
+    engine: EngineProcess,
+    policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: Callable[[PreTrainedModel], Weights],
+    message: str,
+) -> None:
+    """The engine then has no weights to sample with until the next sync."""
+    monkeypatch.setattr(engine_process, "checkpoint_weights", weights)
+    with pytest.raises(StaleEngineError, match=message):
+        engine.sync(policy.model, 9)
+    with pytest.raises(StaleEngineError, match="no complete weights"):
+        engine.sample(PROMPTS, PARAMS, 7)
+    monkeypatch.undo()
+    engine.sync(policy.model, 10)
+    assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 10)
+
+
+def test_adapters_are_merged_into_the_weights_of_the_process(policy: Policy) -> None:
+    config = settings(lora={"rank": 4})
+    adapted, merged = load_policy(config.model), load_policy(settings().model)
+    base = in_this_process(merged, 0)
+    with torch.no_grad():
+        for name, parameter in adapted.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.3
+                )
+    merged.model.load_state_dict(dict(checkpoint_weights(adapted.model)), strict=False)
+    engine = EngineProcess(config, adapted)
+    try:
+        assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(merged, 0) != base
+    finally:
+        engine.close()
+
+
+def test_bfloat16_weights_are_sent_as_they_are() -> None:
+    config = settings(dtype="bfloat16")
+    half = load_policy(config.model)
+    perturb(half.model, seed=2)
+    engine = EngineProcess(config, half)
+    try:
+        assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(half, 0)
+    finally:
+        engine.close()
+
+
+def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
+    """Return the completions of one rank, and the error of a sync after the process of rank 1 has been killed."""
+    sharded = load_policy(settings().model, ranks=ranks)
+    engine = EngineProcess(settings(), sharded)
+    try:
+        with torch.no_grad():
+            for parameter in sharded.model.parameters():
+                parameter.mul_(1.1)
+        engine.sync(sharded.model, 1)
+        groups = engine.sample(PROMPTS, PARAMS, 7)
+        if ranks.rank == 1:
+            child: Any = engine._child
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait(WAIT_S)
+        try:
+            engine.sync(sharded.model, 2)
+        except RunError as error:
+            return groups, str(error)
+        return groups, "no error"
+    finally:
+        engine.close()
+
+
+def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
+    """A failure of one is raised on both, and neither waits for the other."""
+    single = load_policy(settings().model)
+    with torch.no_grad():
+        for parameter in single.model.parameters():
+            parameter.mul_(1.1)
+    expected = in_this_process(single, 1)
+    (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
+    assert first == second == expected
+    assert "was killed by SIGKILL" in first_error
+    assert first_error == second_error
+
+
+STUB_SOURCE = (
+    "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
+    "from tests.sampling import stub_engine; stub_engine.register(); "
+    "from bandpo_cli.sampling.engine_main import main; main(*arguments)"
+)
+
+
+@pytest.fixture(scope="module")
+def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
+    """An engine of the kind `stub_engine`, started with the variables of a rank of torchrun."""
+    stub_engine.register()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_child, "_SOURCE", STUB_SOURCE)
+            patch.setenv("RANK", "3")
+            config = RunConfig.model_validate({"sampling": {"engine": "stub", "max_lag": 1}})
+            started = EngineProcess(config, policy)
+        yield started
+        started.close()
+    finally:
+        ENGINES.unregister("stub")
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "text"),
+    [
+        (1, UserError, "a prompt is too long"),
+        (2, ConfigError, "not installed"),
+        (3, RunError, "vLLM failed"),
+        (4, StaleEngineError, "old weights"),
+        (7, RunError, "the engine process failed: ValueError: no such token"),
+    ],
+)
+def test_errors_are_raised_with_their_type_and_text(
+    stub: EngineProcess, seed: int, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        stub.sample(PROMPTS, PARAMS, seed)
+    assert (type(caught.value), str(caught.value)) == (kind, text)
+    assert not is_out_of_memory(caught.value)
+    with pytest.raises(kind):
+        list(stub.sample_stream([SampleRequest(PROMPTS, 0), SampleRequest(PROMPTS, seed)], PARAMS))
+    assert stub.sample(PROMPTS, PARAMS, 0)
+
+
+@pytest.mark.parametrize("seed", [5, 6, 8])
+def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub: EngineProcess, seed: int) -> None:
+    size = "MemoryError" if seed == 8 else "CUDA out of memory. Tried to allocate 2.00 GiB"
+    with (
+        pytest.raises(RunError, match=rf"^out of memory \(engine process: {size}\); for less memory"),
+        out_of_memory_errors(RunConfig()),
+    ):
+        stub.sample(PROMPTS, PARAMS, seed)
+
+
+def test_completions_keep_every_bit_and_may_have_no_entropies(stub: EngineProcess, policy: Policy) -> None:
+    stub.sync(policy.model, 5)
+    groups = stub.sample([(3, 4), ()], SamplingParams(2, 1.0, 8, ()), seed=0)
+    floats = stub_engine.FLOATS
+    assert groups == [
+        [Completion((4, 3, 0), floats, "length", 5), Completion((4, 3, 1), floats, "stop", 5)],
+        [Completion((0,), floats, "length", 5), Completion((1,), floats, "stop", 5)],
+    ]
+    assert stub.sample([], PARAMS, 0) == []
+    assert unpack_completions(pack_completions([[], []])) == [[], []]
+
+
+def test_a_failed_check_of_the_engine_is_raised_by_the_sync(stub: EngineProcess, policy: Policy) -> None:
+    with pytest.raises(StaleEngineError, match="the engine's check failed"):
+        stub.sync(policy.model, 666)
+    with pytest.raises(StaleEngineError):
+        stub.sample(PROMPTS, PARAMS, 0)
+    stub.sync(policy.model, 6)
+    assert stub.sample(PROMPTS, PARAMS, 0)[0][0].policy_version == 6
+
+
+def test_warnings_are_logged_once_by_the_trainer(
+    stub: EngineProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "bandpo_cli"):
+        stub.sample(PROMPTS, PARAMS, stub_engine.WARNING_SEED)
+        stub.sample(PROMPTS, PARAMS, 0)
+    assert caplog.record_tuples == [("bandpo_cli", logging.WARNING, "a warning of the engine")]
+
+
+def test_the_process_is_a_single_one_whose_engine_never_sleeps(stub: EngineProcess) -> None:
+    assert RunConfig().sampling.vllm.sleep
+    expected = {"engine": "stub", "max_lag": "0", "sleep": "False", "rank": "none", "threads": "1"}
+    assert stub.describe() == expected
+
+
+def test_the_process_loads_the_model_that_the_trainer_has_loaded(policy: Policy, tmp_path: Path) -> None:
+    """On the hub another commit may have become the latest one; a folder with an adapter names the commit itself."""
+    model = settings(path="some/model", dtype="auto", lora={"rank": 4}).model
+    loaded = engine_process._model_settings(model, replace(policy, commit="0a1b"))
+    assert (loaded.path, loaded.revision, loaded.dtype, loaded.lora) == (
+        "some/model",
+        "0a1b",
+        "float32",
+        None,
+    )
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = settings(path=str(tmp_path)).model
+    assert engine_process._model_settings(adapter, replace(policy, commit="0a1b")).revision is None
+    assert engine_process._model_settings(adapter, policy).revision is None

@@ -1,0 +1,53 @@
+"""vLLM in an engine process: the weights of the last sync, with its checks, and the same completions as in a stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+
+pytest.importorskip("vllm")
+
+from bandpo_cli.sampling.engine_process import EngineProcess
+from tests.vllm.conftest import Running, perturb
+from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
+
+pytestmark = pytest.mark.vllm
+
+SETTINGS = {
+    "engine": "vllm",
+    "max_lag": 1,
+    "max_prompt_tokens": 100,
+    "max_tokens": 24,
+    "vllm": {"kv_cache_gb": 0.5, "eager": True},
+}
+
+
+def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
+    config = RunConfig.model_validate({"model": {"device": "cpu"}, "sampling": SETTINGS})
+    policy = load_policy(config.model)
+    engine = EngineProcess(config, policy)
+    running = Running(policy, engine)  # type: ignore[arg-type]
+    try:
+        assert engine.describe()["engine"] == "vllm"
+        before = engine.sample(PROMPTS, PARAMS, seed=1)
+        assert gap(running, before, 1.0) <= 1e-4
+        perturb(policy.model)
+        assert gap(running, before, 1.0) > 0.05
+        running.sync()
+        after = engine.sample(PROMPTS, PARAMS, seed=1)
+        assert gap(running, after, 1.0) <= 1e-4
+        assert {each.policy_version for group in after for each in group} == {1}
+        requests = [SampleRequest(PROMPTS[:2], 1), SampleRequest(PROMPTS[2:], 3)]
+        streamed = [group for groups in engine.sample_stream(requests, PARAMS) for group in groups]
+        assert [[each.token_ids for each in group] for group in streamed] == [
+            [each.token_ids for each in group] for group in after
+        ]
+        stream = engine.sample_stream(requests * 3, SamplingParams(4, 1.0, 20, ()))
+        next(stream)
+        stream.close()
+        assert gap(running, engine.sample(PROMPTS, PARAMS, seed=2), 1.0) <= 1e-4
+    finally:
+        engine.close()
