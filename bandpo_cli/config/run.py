@@ -142,6 +142,15 @@ class SamplingConfig(Section):
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
+    def _check_engine_process_has_one_gpu(self) -> SamplingConfig:
+        if self.max_lag and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
+                f"{self.vllm.tensor_parallel} must be 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_not_truncated(self) -> SamplingConfig:
         for name, untruncated in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self, name) != untruncated:
