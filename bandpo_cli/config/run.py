@@ -99,7 +99,8 @@ class VllmConfig(Section):
     """Settings of the vLLM engine."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU. Ignored on a CPU."""
+    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU, unless
+    `sampling.max_lag` gives the engine one of its own. Ignored on a CPU."""
     kv_cache_gb: Positive = 2.0
     """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
     tensor_parallel: PositiveInt = 1
@@ -107,7 +108,7 @@ class VllmConfig(Section):
     eager: bool = False
     """Run without CUDA graphs and compilation: faster to start, slower to sample."""
     sleep: bool = True
-    """Free the engine's GPU memory while the trainer updates."""
+    """Free the engine's GPU memory while the trainer updates. No effect with `sampling.max_lag`."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
 
