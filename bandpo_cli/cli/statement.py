@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,14 +13,17 @@ from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings, with_all_weights
+from bandpo_cli.experiments.memory import (
+    GIB,
+    MemoryReport,
+    memory_report,
+    memory_saving_settings,
+    with_all_weights,
+)
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.link import ui_text
 from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import RunResult
-
-if TYPE_CHECKING:
-    from bandpo_cli.models.memory import MemoryEstimate
 
 
 def describe_model(config: RunConfig) -> str:
@@ -68,6 +70,8 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
             f"completions, lr {optim.lr:g}, seed {config.seed}",
         ),
     ]
+    if sampling.max_lag:
+        rows.append(("sampling", "one step ahead, by an engine process that works while the trainer updates"))
     if ranks > 1:
         fewest, more = divmod(sampling.prompts, ranks)
         each = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
@@ -122,13 +126,20 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
-    console.print(_memory_table(report.estimate, config, report.engine), highlight=False)
+    console.print(_memory_table(report, config), highlight=False)
     verdict = (
         f"{_gib(report.peak)} at the peak{'' if ranks == 1 else ' of each rank'}, "
         f"{report.device} has {_gib(report.available)}: "
-        f"{'fits' if report.fits else 'too much'}"
+        f"{'fits' if report.trainer_fits else 'too much'}"
     )
     console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
+    if report.engine_gpu is not None:
+        engine = (
+            f"{_gib(report.engine_peak)} {'on a GPU of its own' if ranks == 1 else 'each, on GPUs of their own'} "
+            f"({report.engine_gpu.device}), {report.engine_gpu.name} has {_gib(report.engine_gpu.available)}: "
+            f"{'fits' if report.engine_fits else 'too much'}"
+        )
+        console.print(Text.assemble(("engine", "bold"), "  ", engine), highlight=False)
     if config.model.lora is not None:
         full = memory_report(with_all_weights(config), ranks)
         trained = (
@@ -137,11 +148,16 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
         line = f"trains {trained}; training all weights takes {_gib(full.peak)} at the peak"
         console.print(Text.assemble(("LoRA", "bold"), "  ", line), highlight=False)
     if not report.fits:
-        print_warning(console, memory_saving_settings(config, report.on_gpu))
+        # The settings of updates do not help a GPU that only samples.
+        advice = memory_saving_settings(
+            config, report.on_gpu, not report.trainer_fits, report.engine_gpu is not None
+        )
+        print_warning(console, advice)
     return True
 
 
-def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> Table:
+def _memory_table(report: MemoryReport, config: RunConfig) -> Table:
+    estimate = report.estimate
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
     table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters{over}")
@@ -156,9 +172,12 @@ def _memory_table(estimate: MemoryEstimate, config: RunConfig, engine: int) -> T
             table.add_row(name, _number(size), "reducing gradients")
     for name, size in estimate.sampling.items():
         table.add_row(f"at most: {name}", _number(size), "sampling")
-    if engine:
-        phase = "sampling" if config.sampling.vllm.sleep else "always"
-        table.add_row("vLLM: weights and cache", _number(engine), phase)
+    is_awake = bool(report.process) or not config.sampling.vllm.sleep
+    phase = "sampling" if not is_awake else "always" if report.engine_gpu is None else "on the engine's GPU"
+    for name, size in report.process.items():
+        table.add_row(name, _number(size), phase)
+    if report.engine:
+        table.add_row("vLLM: weights and cache", _number(report.engine), phase)
     return table
 
 

@@ -99,7 +99,8 @@ class VllmConfig(Section):
     """Settings of the vLLM engine."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU. Ignored on a CPU."""
+    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU, unless
+    `sampling.max_lag` gives the engine one of its own. Ignored on a CPU."""
     kv_cache_gb: Positive = 2.0
     """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
     tensor_parallel: PositiveInt = 1
@@ -107,7 +108,7 @@ class VllmConfig(Section):
     eager: bool = False
     """Run without CUDA graphs and compilation: faster to start, slower to sample."""
     sleep: bool = True
-    """Free the engine's GPU memory while the trainer updates."""
+    """Free the engine's GPU memory while the trainer updates. No effect with `sampling.max_lag`."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
 
@@ -140,6 +141,15 @@ class SamplingConfig(Section):
     top_k: int = 0
     min_p: float = 0.0
     vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _check_engine_process_has_one_gpu(self) -> SamplingConfig:
+        if self.max_lag and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
+                f"{self.vllm.tensor_parallel} must be 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_not_truncated(self) -> SamplingConfig:

@@ -126,6 +126,16 @@ def dynamic_batches_differences(config: RunConfig) -> list[str]:
     return [f"sampling.dynamic_batches = {batches}: verl samples until it has all groups, without a limit"]
 
 
+def max_lag_differences(config: RunConfig) -> list[str]:
+    """Return a line for batches that are sampled one step ahead.
+
+    The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
+    weights. `verl.experimental.one_step_off_policy` has a lag of one step, with a main program and settings of its own.
+    """
+    lag = config.sampling.max_lag
+    return [f"sampling.max_lag = {lag}: verl samples each batch with the weights of its step"] if lag else []
+
+
 def overlong(config: RunConfig) -> Overrides:
     """Return the soft over-long penalty of verl's reward manager `dapo`."""
     reward = config.reward

@@ -82,7 +82,8 @@ def estimate_memory(
 
     Args:
         config: the run's settings.
-        trainer_samples: the trainer's model also samples (the transformers engine), with a key-value cache.
+        trainer_samples: the trainer's model also samples (the transformers engine), with a key-value cache. False with
+            `sampling.max_lag`, where an engine process samples; see `engine_process_bytes`.
         device: device type of the trainer, `cpu` or `cuda`.
         ranks: number of ranks; with more than one the model is sharded, and the estimate is that of one rank.
 
@@ -109,6 +110,32 @@ def estimate_memory(
     else:
         sampling = {"a complete weight, to send it to the engine": sharded.sync_bytes()}
     return MemoryEstimate(sharded.total, always, update, sampling, reduction, ranks, sharded.trained)
+
+
+def engine_process_bytes(
+    config: RunConfig, samples_itself: bool, device: str = "cpu", ranks: int = 1
+) -> dict[str, int]:
+    """Return the bytes that the engine process of one rank holds (`sampling.max_lag`), by component.
+
+    It has the complete weights in the dtype of forward passes, with adapters merged into them. The transformers engine
+    samples from these, an engine with weights of its own is checked against them; what that engine holds is not part
+    of the result.
+
+    Args:
+        config: the run's settings.
+        samples_itself: the process samples from its copy of the weights (the transformers engine).
+        device: device type of the engine, `cpu` or `cuda`.
+        ranks: number of ranks; each has such a process, which samples a share of the prompts.
+
+    Raises:
+        UserError: the model's config cannot be read.
+    """
+    config = with_dtype(config, device == "cuda")
+    merged = config.model.model_copy(update={"lora": None})
+    model = build_on_meta_device(merged)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
+    held = {"weights of the engine process": parameters * model.dtype.itemsize}
+    return held | (_sampling_bytes(config, model, ranks) if samples_itself else {})
 
 
 def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str, int]:
@@ -157,7 +184,7 @@ def _pass_bytes(config: RunConfig, model: PreTrainedModel, device: str) -> dict[
 
 
 def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, int]:
-    """Return the bytes of sampling with the trainer's own model, a share of the prompts per rank, by component."""
+    """Return the bytes of sampling with the transformers engine, a share of the prompts per rank, by component."""
     text = model.config.get_text_config()
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     prompts = math.ceil(config.sampling.prompts / ranks)

@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,16 @@ from rich.console import Console
 
 from bandpo_cli.cli.statement import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.config.run import LoraSettings, RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.experiments.memory import GIB, memory_report, memory_report_on, out_of_memory_errors
+from bandpo_cli.experiments.memory import (
+    GIB,
+    EngineGpu,
+    memory_report,
+    memory_report_on,
+    memory_saving_settings,
+    out_of_memory_errors,
+)
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -136,3 +145,192 @@ def test_the_copy_for_a_checkpoint_counts_where_it_fits() -> None:
     assert "copy for a checkpoint" not in scarce.estimate.always
     assert scarce.peak == ample.peak - copied
     assert copied == 12 * ample.estimate.parameters
+
+
+def lag_of_1(**sampling: Any) -> RunConfig:
+    """Return settings of rollouts one step ahead, with 8 prompts × 4 completions of 30 + 20 tokens per step."""
+    sizes = {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20}
+    return resolve([{"sampling": {**sizes, "max_lag": 1, **sampling}}])
+
+
+def without_lag(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_lag": 0})})
+
+
+VOCABULARY = 20
+PARAMETERS = 5 * (4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128) + VOCABULARY * 128 + 128
+"""Of the embedded model: 5 layers, the embedding, which is also the output layer, and the last norm."""
+CACHE = 32 * 50 * 2 * 5 * 4 * 32
+"""Elements of keys and values: sequences × tokens × 2 × layers × key-value heads × head size."""
+
+
+def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during_the_update() -> None:
+    config = lag_of_1()
+    report = memory_report_on(config, "this machine", 2**40, on_gpu=False)
+    estimate = report.estimate
+    assert report.engine_peak == 4 * PARAMETERS + 4 * CACHE + 32 * 24 * VOCABULARY
+    assert report.engine_gpu is None
+    assert estimate.sampling == {}
+    assert report.peak == sum(estimate.always.values()) + sum(estimate.update.values()) + report.engine_peak
+    before = memory_report_on(without_lag(config), "this machine", 2**40, on_gpu=False)
+    assert before.process == {}
+    assert before.estimate.always == estimate.always
+    assert before.estimate.update == estimate.update
+    assert report.peak - before.peak == report.engine_peak, "the update is the larger phase"
+
+
+def test_adapters_are_merged_in_the_weights_of_the_engine_process() -> None:
+    config = lag_of_1()
+    lora = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraSettings(rank=8)})})
+    process = memory_report_on(lora, "this machine", 2**40, on_gpu=False).process
+    assert process["weights of the engine process"] == 4 * PARAMETERS
+
+
+def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
+    config = lag_of_1(engine="vllm", vllm={"sleep": True, "memory_fraction": 0.25})
+    report = memory_report_on(config, "a GPU", 80 * GIB, on_gpu=True)
+    assert report.engine == 20 * GIB
+    assert report.process == {"weights of the engine process": 2 * PARAMETERS}
+    held = sum(report.estimate.always.values()) + 20 * GIB + 2 * PARAMETERS
+    assert report.peak == held + sum(report.estimate.update.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_process_with_a_gpu_of_its_own_leaves_that_of_the_trainer_alone(ranks: int) -> None:
+    config = lag_of_1(engine="vllm", vllm={"memory_fraction": 0.5})
+    other = EngineGpu("cuda:1", "a small GPU", 24 * GIB)
+    report = memory_report_on(config, "a GPU", 80 * GIB, True, ranks, other)
+    assert report.engine == 12 * GIB
+    assert report.engine_peak == 12 * GIB + 2 * PARAMETERS
+    assert report.peak == report.estimate.peak
+    shared = memory_report_on(config, "a GPU", 80 * GIB, True, ranks)
+    assert shared.engine == 40 * GIB
+    assert shared.peak == report.peak + 40 * GIB + 2 * PARAMETERS
+
+
+def test_each_gpu_must_have_enough_memory() -> None:
+    """vLLM takes 90% of the engine's GPU, so that 2 bytes per parameter must be less than 5% of it."""
+    config = lag_of_1(engine="vllm", vllm={"memory_fraction": 0.9})
+    enough, scarce = (
+        memory_report_on(config, "a GPU", 80 * GIB, True, 1, EngineGpu("cuda:1", "a GPU", available))
+        for available in (41 * PARAMETERS, 39 * PARAMETERS)
+    )
+    assert (enough.trainer_fits, enough.engine_fits, enough.fits) == (True, True, True)
+    assert (scarce.trainer_fits, scarce.engine_fits, scarce.fits) == (True, False, False)
+    small = memory_report_on(config, "a GPU", GIB // 2, True, 1, EngineGpu("cuda:1", "a GPU", 80 * GIB))
+    assert (small.trainer_fits, small.engine_fits, small.fits) == (False, True, False)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of the GiB of each GPU of this machine, which a test fills."""
+    sizes: list[int] = []
+
+    def properties(device: str | int) -> SimpleNamespace:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        return SimpleNamespace(name=f"GPU {index}", total_memory=sizes[index] * GIB)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "ranks", "found"),
+    [
+        ([80], "auto", 1, None),
+        ([80, 40], "auto", 1, ("cuda:1", "GPU 1", 40)),
+        ([80, 40], "cuda:1", 1, ("cuda:0", "GPU 0", 80)),
+        ([80, 80, 80], "auto", 2, None),
+        ([80, 80, 24, 24], "auto", 2, ("cuda:2, cuda:3", "GPU 2", 24)),
+    ],
+)
+def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
+    gpus: list[int], sizes: list[int], device: str, ranks: int, found: tuple[str, str, int] | None
+) -> None:
+    gpus += sizes
+    config = lag_of_1()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+    report = memory_report(config, ranks)
+    expected = None if found is None else EngineGpu(found[0], found[1], found[2] * GIB)
+    assert report.engine_gpu == expected
+    assert memory_report(without_lag(config), ranks).engine_gpu is None
+
+
+def printed(config: RunConfig, ranks: int = 1) -> str:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=300), config, ranks)
+    return out.getvalue()
+
+
+def test_both_gpus_are_printed(gpus: list[int]) -> None:
+    gpus += [80, 40]
+    text = printed(lag_of_1())
+    assert "at the peak, GPU 0 has 80.0 GiB: fits" in text
+    assert "engine  20.0 GiB on a GPU of its own (cuda:1), GPU 1 has 40.0 GiB: fits" in text
+    rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()}
+    assert rows["weights of the engine process"] == rows["vLLM: weights and cache"] == "GPU"
+    assert rows["weights"] == "always"
+    assert "GPU of its own" not in printed(without_lag(lag_of_1()))
+    gpus += [40, 40]
+    two = printed(lag_of_1(), ranks=2)
+    assert "engine  20.0 GiB each, on GPUs of their own (cuda:2, cuda:3), GPU 2 has 40.0 GiB: fits" in two
+
+
+def test_an_engine_that_samples_during_the_update_is_printed_as_held_always(gpus: list[int]) -> None:
+    gpus += [80]
+    for lag, phase in ((1, "always"), (0, "sampling")):
+        text = printed(lag_of_1(max_lag=lag))
+        assert ("weights of the engine process" in text) == (lag == 1)
+        (row,) = (line for line in text.splitlines() if line.startswith("vLLM: weights and cache"))
+        assert row.split() == ["vLLM:", "weights", "and", "cache", "40.00", phase]
+
+
+def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus: list[int]) -> None:
+    gpus += [80, 1]
+    config = lag_of_1(vllm={"memory_fraction": 0.999})
+    text = printed(config)
+    assert "GPU 0 has 80.0 GiB: fits" in text
+    assert "GPU 1 has 1.0 GiB: too much" in text
+    assert "--set sampling.vllm.memory_fraction=0.4995" in text
+    assert "optim.micro_batch_tokens" not in text
+
+
+def settings_of(advice: str) -> list[str]:
+    return re.findall(r"--set (\S+?)(?:,|$)", advice)
+
+
+@pytest.mark.parametrize(
+    ("engine", "on_gpu", "of_the_engine"),
+    [
+        ("transformers", False, ["sampling.max_lag=0", "sampling.max_sequences=512"]),
+        ("vllm", False, ["sampling.max_lag=0", "sampling.vllm.kv_cache_gb=1"]),
+        (
+            "vllm",
+            True,
+            ["sampling.max_lag=0", "sampling.vllm.sleep=true", "sampling.vllm.memory_fraction=0.25"],
+        ),
+    ],
+)
+def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: list[str]) -> None:
+    """Not where the engine has a GPU to itself: without a lag it would be on that of the trainer."""
+    config = lag_of_1(engine=engine, vllm={"sleep": False})
+    found = settings_of(memory_saving_settings(config, on_gpu))
+    assert [
+        each for each in found if each.startswith(("sampling.max_lag", "sampling.vllm", "sampling.max_seq"))
+    ] == (of_the_engine)
+    resolve([config.model_dump(mode="json"), read_assignments(found)])
+    apart = settings_of(memory_saving_settings(config, on_gpu, engine_has_gpu=True))
+    assert apart == [each for each in found if each not in ("sampling.max_lag=0", "sampling.vllm.sleep=true")]
+    assert "sampling.max_lag=0" not in memory_saving_settings(config, on_gpu, training=False)
+    assert "sampling.max_lag=0" not in memory_saving_settings(without_lag(config), on_gpu)
+
+
+@pytest.mark.parametrize(("cards", "advised"), [(1, True), (2, False)])
+def test_out_of_memory_with_a_lag(gpus: list[int], cards: int, advised: bool) -> None:
+    gpus += [80] * cards
+    with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
+        raise_cuda_error()
+    assert ("--set sampling.max_lag=0" in str(raised.value)) == advised

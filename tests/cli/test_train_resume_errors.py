@@ -73,6 +73,7 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
             ["--seed", "4", "--delta", "0.1"],
             ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
         ),
+        (["--set", "sampling.max_lag=1"], ["sampling.max_lag = 1 (the run has 0)", "What may change"]),
         (["--method", "clip"], ["bounds.method = clip (the run has band)"]),
         (["--set", "grading.deadline=1"], ["grading.deadline"]),
         (["--name", "b"], ["leave out --name"]),

@@ -257,6 +257,13 @@ def test_the_statement_has_the_batch_sizes() -> None:
         assert part in text
 
 
+def test_the_statement_has_a_line_about_rollouts_one_step_ahead() -> None:
+    config = resolve([{"sampling": {"max_lag": 1}}])
+    rows = dict(run_statement(config, build_task(config.task)))
+    assert rows["sampling"].startswith("one step ahead")
+    assert "sampling" not in dict(run_statement(resolve([]), build_task(config.task)))
+
+
 def test_names_with_square_brackets_are_printed_unchanged() -> None:
     """Files, arms and evaluation sets are named by the user; Rich would read `[/b]` as markup and raise."""
     name = "a [/b] [red]b :smile:"

@@ -1,4 +1,4 @@
-"""Hardware that the headers of the shipped configs name: the memory estimate of `--dry-run` fits it."""
+"""Hardware that the headers of the shipped configs name, by the memory estimate of `--dry-run`; GPUs of engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli.config.hardware import engine_card
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.memory import GIB, MemoryReport, memory_report_on
@@ -72,6 +73,27 @@ _EIGHT_GPUS = re.compile(
 )
 _ONE_GPU = re.compile(r"one GPU of (\d+) GB")
 _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
+
+
+@pytest.mark.parametrize(
+    ("trainers", "cards", "expected"),
+    [
+        ([0], 1, [0]),
+        ([0], 2, [1]),
+        ([0], 8, [1]),
+        ([1], 2, [0]),  # model.device: cuda:1
+        ([2], 4, [0]),
+        ([0, 1], 2, [0, 1]),
+        ([0, 1], 3, [0, 1]),  # one free GPU for two engines: each shares the GPU of its rank
+        ([0, 1], 4, [2, 3]),
+        ([0, 1, 2, 3], 8, [4, 5, 6, 7]),
+        ([0, 1, 2, 3], 7, [0, 1, 2, 3]),
+    ],
+)
+def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(
+    trainers: list[int], cards: int, expected: list[int]
+) -> None:
+    assert [engine_card(trainers, rank, cards) for rank in range(len(trainers))] == expected
 
 
 def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:

@@ -31,8 +31,37 @@ from bandpo_cli.errors import ConfigError
         ({"evaluation": {"samples": 3, "k": [4]}}, {"evaluation": {"samples": 4, "k": [4]}}),
         ({"checkpoint": {"best_metric": "time/step"}}, {"checkpoint": {"best_metric": "train/accuracy"}}),
         ({"optim": {"updates": 3}}, {"optim": {"updates": 2}}),
+        (
+            {"objective": {"old_logprobs": "sampler"}, "sampling": {"max_lag": 1}},
+            {"objective": {"old_logprobs": "sampler"}, "sampling": {"max_lag": 0}},
+        ),
+        (
+            {"objective": {"importance_cap": None}, "sampling": {"max_lag": 1}},
+            {"objective": {"importance_cap": None}, "sampling": {"max_lag": 0}},
+        ),
+        (
+            {"sampling": {"max_lag": 1, "vllm": {"tensor_parallel": 2}}},
+            {"sampling": {"max_lag": 1, "vllm": {"tensor_parallel": 1}}},
+        ),
+        ({"sampling": {"max_lag": 2}}, {"sampling": {"max_lag": 1}}),
+        ({"sampling": {"max_lag": -1}}, {"sampling": {"max_lag": 0}}),
     ],
-    ids=["top-p", "top-k", "min-p", "rewards", "buffer", "greedy", "k", "best", "updates"],
+    ids=[
+        "top-p",
+        "top-k",
+        "min-p",
+        "rewards",
+        "buffer",
+        "greedy",
+        "k",
+        "best",
+        "updates",
+        "lag and old log-probs",
+        "lag without a correction",
+        "lag and tensor parallel",
+        "lag of 2",
+        "negative lag",
+    ],
 )
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     refused: dict[str, Any], accepted: dict[str, Any]
@@ -40,6 +69,24 @@ def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     with pytest.raises(ConfigError, match=next(reversed(refused))):
         resolve([refused])
     resolve([accepted])
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting"),
+    [
+        ({"old_logprobs": "sampler"}, "objective.old_logprobs"),
+        ({"importance_cap": None}, "objective.importance_cap"),
+    ],
+)
+def test_the_message_about_a_lag_names_the_setting_to_change(objective: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.max_lag = 1: ") as raised:
+        resolve([{"objective": objective, "sampling": {"max_lag": 1}}])
+    assert setting in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_rollouts_are_sampled_with_the_weights_of_their_step_by_default() -> None:
+    assert resolve([]).sampling.max_lag == 0
 
 
 def test_adamw_defaults_equal_those_of_torch() -> None:

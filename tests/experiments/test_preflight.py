@@ -148,6 +148,13 @@ def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ
         assert f"{method} gives the same run as every method but clip-cov" in warning
 
 
+def test_one_update_per_batch_is_warned_about_with_a_lag_too() -> None:
+    """π_old is that of the step's own weights, which the engine's log-probs of older ones are not."""
+    (warning,) = warnings_of("clip", sampling={"max_lag": 1})
+    assert "the ratio is always 1" in warning
+    assert warnings_of("clip", updates=4, sampling={"max_lag": 1}) == []
+
+
 def test_one_update_per_batch_is_not_warned_about_where_ratios_differ_from_one() -> None:
     """With the log-probs of another engine as π_old the first ratio is the gap between the two engines."""
     sampled = {"objective": {"old_logprobs": "sampler"}}

@@ -169,6 +169,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"optim__warmup_steps": 5}, "optim.warmup_steps = 5"),
     ({"optim__schedule": "cosine"}, "optim.schedule = cosine"),
     ({"sampling__dynamic": True}, "sampling.dynamic_batches = 10"),
+    ({"sampling__max_lag": 1}, "sampling.max_lag = 1"),
     ({"sampling__engine": "transformers"}, "sampling.engine = transformers"),
     ({"model__device": "cpu"}, "model.device = cpu"),
     ({"objective__reference_kl": 0.001}, "objective.reference_kl"),
