@@ -44,8 +44,9 @@ from bandpo_cli.training.update import check_finite_weights
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
 """Folder of the optimizer state that several ranks have written, in place of the file."""
-ROLLOUTS = f"{TRAINER}/rollouts.safetensors"
-"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`)."""
+ROLLOUTS = f"{TRAINER}/ahead/rollouts.safetensors"
+"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state,
+of which several ranks read all safetensors files."""
 
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
@@ -172,7 +173,9 @@ def _write_model(policy: Policy, state: TrainedState, folder: Path, check: Calla
 def _write_ahead(ahead: SampledGroups, folder: Path) -> None:
     """Write the batch of the next step into the hidden folder of the checkpoint `folder`."""
     with _write_errors(folder):
-        write_sampled(hidden_folder(folder, "writing") / ROLLOUTS, ahead)
+        path = hidden_folder(folder, "writing") / ROLLOUTS
+        path.parent.mkdir()
+        write_sampled(path, ahead)
 
 
 def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> None:

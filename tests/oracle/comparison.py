@@ -6,6 +6,7 @@ by ones that return given completions and grades.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -109,15 +110,27 @@ class GivenSampler:
 
     Args:
         noise: standard deviation in nats; 0 for log-probs without noise and with entropies.
+        ahead: it samples from a copy of the weights that only `sync` replaces, while the trainer changes its own.
     """
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, noise: float, shares_weights: bool, seed: int
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        noise: float,
+        shares_weights: bool,
+        seed: int,
+        ahead: bool = False,
     ) -> None:
         self.shares_weights = shares_weights
+        self._ahead = ahead
         self._entropies: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self.given: list[list[GivenGroup]] = []
-        self._model, self._temperature, self._noise = model, temperature, noise
+        self._model, self._temperature, self._noise = (
+            copy.deepcopy(model) if ahead else model,
+            temperature,
+            noise,
+        )
         self._random, self._version = random.Random(seed), 0
         self._tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
 
@@ -190,6 +203,8 @@ class GivenSampler:
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         self._version = version
+        if self._ahead:
+            self._model.load_state_dict(model.state_dict())
 
     def close(self) -> None:
         pass
@@ -260,6 +275,7 @@ def compare(
     exact_sampler: bool = True,
     noiseless: bool = False,
     given_gradients: bool = False,
+    ahead: bool = False,
     seed: int = 0,
 ) -> Case:
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
@@ -269,6 +285,8 @@ def compare(
             of 0.3 nats.
         noiseless: its log-probs are the trainer's and it reports entropies, which the package then uses.
         given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
+        ahead: the package samples each batch during the step before (`sampling.max_lag`); the reference, which knows
+            nothing of that, trains on these batches in their order.
         seed: of the completions.
     """
     config = with_dtype_here(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
@@ -277,28 +295,33 @@ def compare(
         model_folder, dtype=getattr(torch, config.model.dtype)
     ).eval()
     built = build_components(config, GivenTask())
+    if ahead:  # after the components, which would start the process of an engine
+        config = resolve([config.model_dump(), {"sampling": {"max_lag": 1}}])
     noise = 0.0 if noiseless else 0.05 if exact_sampler else 0.3
-    sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed)
+    sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed, ahead)
     components = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
     gradients = record_gradients(components)
     run = RunFolder.create(folder, "package")
     narrow = config.model.dtype == "bfloat16"
     # In 16 bits no sampler is exact, not even one that runs the trainer's own model.
-    reference = ReferenceTrainer(start, settings, exact_sampler and not narrow, narrow=narrow)
+    reference = ReferenceTrainer(start, settings, exact_sampler and not narrow and not ahead, narrow=narrow)
     results = []
     columns = 0.0
     loop = train(config, components, run)
     assert next(loop).step == 0
     for step in range(1, steps + 1):
-        sampler.given.clear()
         done = len(gradients)
         assert next(loop).step == step
         take = (lambda index, done=done: gradients[done + index]) if given_gradients else None
-        result = reference.step(sampler.given, take)
+        batches = 1 if ahead else len(sampler.given)
+        given, sampler.given = sampler.given[:batches], sampler.given[batches:]
+        result = reference.step(given, take)
         results.append(result)
         columns = max(columns, _column_difference(run.path / f"tokens/step-{step:06d}.parquet", result))
     loop.close()
     records = [without_clock(record) for record in run.read_metrics()[1:]]
+    lags = [record.pop("sampler/lag", 0) for record in records]
+    assert lags == [0, *([config.optim.updates] * (steps - 1))] if ahead else not any(lags)
     differences = _differences(records, results, gradients, components, reference, columns)
     return Case(differences, records, results, gradients, components, reference)
 

@@ -275,6 +275,21 @@ def test_an_untied_output_layer_equals_the_reference(tmp_path: Path, random_llam
     assert largest(case.differences) < TOLERANCE, case.differences
 
 
+def test_batches_sampled_one_step_ahead_train_as_in_the_reference(tmp_path: Path, random_qwen2: Path) -> None:
+    """From the third step on the sampler's weights are neither the initial ones nor those of the step."""
+    cap = {**CLIP, "objective": {"importance_cap": 1.2}}
+    case = compare(tmp_path, random_qwen2, cap, steps=4, noiseless=True, ahead=True)
+    note("one step ahead", case.differences)
+    assert learns(case)
+    assert [max(t.importance for u in each.updates for t in u.tokens) for each in case.results[1:]] == [
+        1.2
+    ] * 3
+    assert case.records[0]["sampler/importance_max"] == pytest.approx(1.0, abs=1e-5), (
+        "the first batch has no lag"
+    )
+    assert largest(case.differences) < TOLERANCE, case.differences
+
+
 def test_bfloat16_with_masters_is_near_the_reference(tmp_path: Path, random_qwen2: Path) -> None:
     """Gradients within the rounding of bfloat16; masters exactly what AdamW makes of these gradients."""
     case = compare(

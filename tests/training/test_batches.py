@@ -232,14 +232,14 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
             assert not paths[0].exists() or paths[0].read_bytes() == paths[1].read_bytes()
     assert same_weights(resumed.steps[5].updates[-1].weights, whole.steps[5].updates[-1].weights)
     last = whole.folder.checkpoint_dir(5) / "trainer"
-    assert not (last / "rollouts.safetensors").exists(), "nothing is sampled after the last step"
+    assert not (last / "ahead").exists(), "nothing is sampled after the last step"
 
 
 @pytest.mark.parametrize("damage", ["cut", "other-step", "no-metadata"])
 def test_a_damaged_batch_is_one_line(tmp_path: Path, small_model: Path, damage: str) -> None:
     recording = run(tmp_path / "a", small_model, AHEAD, EVERY_STEP, {"steps": 3})
     folder = recording.folder.checkpoint_dir(1)
-    path = folder / "trainer" / "rollouts.safetensors"
+    path = folder / "trainer" / "ahead" / "rollouts.safetensors"
     size = path.stat().st_size
     if damage == "cut":
         path.write_bytes(b"\x10" + bytes(size - 1))

@@ -30,9 +30,9 @@ LAYER: dict[str, Any] = {
 Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
-def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int) -> Result:
+def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int, max_lag: int = 0) -> Result:
     """Train from step `first` up to a stop after a step; return the lines, and the weights and optimizer state."""
-    config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}}])
+    config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}, "sampling": {"max_lag": max_lag}}])
     run = RunFolder(folder)
     components = build_components(config, build_task(config.task), ranks)
     lines: list[dict[str, float]] = []
@@ -57,22 +57,26 @@ def on(size: int, results: Path, *arguments: Any) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "tolerance"), [(1, 2, 1e-5), (2, 1, 1e-5), (2, 2, 0.0)])
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance", "max_lag"),
+    [(1, 2, 1e-5, 0), (2, 1, 1e-5, 0), (2, 2, 0.0, 0), (1, 2, 1e-5, 1), (2, 1, 1e-5, 1)],
+)
 def test_a_run_stopped_after_step_2_resumes_on_other_ranks(
-    tmp_path: Path, small_model: Path, before: int, after: int, tolerance: float
+    tmp_path: Path, small_model: Path, before: int, after: int, tolerance: float, max_lag: int
 ) -> None:
     """Compared with the run of one process where the numbers differ, else exactly with that of two ranks."""
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     expected, state = on(
-        2 if tolerance == 0.0 else 1, tmp_path / "results-0", tmp_path / "whole", small_model, 0, 4
+        2 if tolerance == 0.0 else 1, tmp_path / "results-0", tmp_path / "whole", small_model, 0, 4, max_lag
     )
-    on(before, tmp_path / "results-1", tmp_path / "stopped", small_model, 0, 2)
+    on(before, tmp_path / "results-1", tmp_path / "stopped", small_model, 0, 2, max_lag)
     stopped = RunFolder(tmp_path / "stopped")
     assert max(complete_checkpoints(stopped).complete) == 2
     assert (stopped.checkpoint_dir(2) / "trainer" / "optimizer").is_dir() == (before == 2)
-    lines, found = on(after, tmp_path / "results-2", stopped.path, small_model, 3, 4)
+    lines, found = on(after, tmp_path / "results-2", stopped.path, small_model, 3, 4, max_lag)
     assert [line["step"] for line in lines] == [3, 4]
+    assert [line.get("sampler/lag", 0) for line in lines] == [2 * max_lag] * 2
     for line, other in zip(lines, expected[3:], strict=True):
         assert line == pytest.approx(other, abs=tolerance, rel=tolerance, nan_ok=True)
     assert found.keys() == state.keys()
