@@ -179,14 +179,18 @@ class EngineProcess:
         torch.set_num_threads(self._trainer_threads)
         if child is None:
             return
-        if error is None and self._lock.acquire(blocking=False):
-            try:
+        idle = self._lock.acquire(blocking=False)
+        try:
+            if idle and error is None:
                 with suppress(ChannelClosedError):
                     child.channel.send("close")
                 child.wait(CLOSE_S)
-            finally:
+            child.kill()
+            if idle:  # else a thread may still be reading
+                child.channel.close()
+        finally:
+            if idle:
                 self._lock.release()
-        child.kill()
 
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
