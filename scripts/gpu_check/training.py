@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scripts.gpu_check.results import Measured, Skipped
+from scripts.gpu_check.stand_ins import StandIn
 from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ MAX_LOGPROB_GAP = 0.05
 """Largest mean difference between the log-probs of sampler and trainer, nats. In bfloat16 on a CPU it is 0.005."""
 MIN_UTILISATION = 0.1
 """Smallest model FLOP utilisation of the updates of a card with a known peak. No card has been measured yet."""
+MIN_EQUAL_COMPLETIONS = 0.95
+"""Smallest share of completions that the engine process samples as the trainer's process does, on a GPU."""
 MAX_OVER_ESTIMATE = 1.05
 """Largest measured peak memory over the estimate of `--dry-run`."""
 
@@ -225,6 +229,26 @@ def fingerprints(components: Components) -> dict[str, int]:
     flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
     found = {name: fingerprint(tensor, (len(tensor),)) for name, tensor in flat.items()}
     return found | {"position": components.stream.position, "update": components.optimizer.update}
+
+
+def check_ahead(work: Work) -> Measured:
+    """Train with rollouts sampled one step ahead by the built-in sampler in a process of its own.
+
+    The times are reported beside those of the same steps without a lag; with two GPUs the process has its own.
+    """
+    if isinstance(sys.modules.get("pydantic"), StandIn):  # the process has none of the stand-ins
+        raise Skipped("pydantic is not installed")
+    run = train_steps(work, work.config("0.5b", sampling={"max_lag": 1}), "ahead", _ignore)
+    before = measured_run(work, "0.5b")
+    measured = Measured(phase_values(run))
+    measured.values["lags"] = " ".join(f"{record['sampler/lag']:g}" for record in run.records)
+    updates = work.config("0.5b").optim.updates
+    measured.equal("lags", f"0 {updates} {updates}")
+    pairs = [*zip(run.samples[1], before.samples[1], strict=True)]
+    measured.values["first_completions_equal"] = sum(one == other for one, other in pairs) / len(pairs)
+    measured.at_least("first_completions_equal", MIN_EQUAL_COMPLETIONS if work.on_gpu else 1.0)
+    measured.values["time_over_no_lag"] = run.mean("time/step") / before.mean("time/step")
+    return measured
 
 
 def metrics_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
