@@ -23,7 +23,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling import engine_child, engine_process
+from bandpo_cli.sampling import engine_channel, engine_child, engine_process
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams
 from bandpo_cli.sampling.engine_channel import Channel, ChannelClosedError, pack_completions
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
@@ -334,6 +334,31 @@ def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("size", [8, 24, 1000])
+def test_weights_arrive_with_every_bit(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """In pieces of any size, also of parts of an element."""
+    monkeypatch.setattr(engine_channel, "PIECE_BYTES", size + 1)
+    weights = {
+        "matrix": torch.randn(7, 9).T,
+        "half": torch.randn(33).bfloat16(),
+        "number": torch.tensor(float("nan")),
+        "none": torch.zeros(0, 4),
+    }
+    first, second = map(Channel, socket.socketpair())
+    for name, tensor in weights.items():
+        engine_channel.send_weight(first, name, tensor)
+    for name, tensor in weights.items():
+        header = second.receive().header
+        target = torch.full_like(tensor, -1.0, memory_format=torch.contiguous_format)
+        engine_channel.receive_weight(second, header["bytes"], target)
+        assert (header["name"], header["shape"], header["dtype"]) == (
+            name,
+            [*tensor.shape],
+            str(tensor.dtype),
+        )
+        torch.testing.assert_close(target, tensor, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_closed_connection_is_an_error_of_every_call() -> None:
