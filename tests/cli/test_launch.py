@@ -38,7 +38,8 @@ rank = os.environ["RANK"]
 silence_other_ranks()
 
 def write(name, text=""):
-    Path(name).write_text(text)
+    Path(f"{name}.part-{rank}").write_text(text)
+    os.replace(f"{name}.part-{rank}", name)  # whoever sees the file sees its content
 
 def end(error, code):
     record_error(error, code)
@@ -73,12 +74,12 @@ def check_ended(pid_file: Path) -> None:
         os.kill(int(pid_file.read_text()), 0)
 
 
-def send_when(path: Path, number: int) -> threading.Thread:
-    """Send a signal to this process once the file `path` exists."""
+def send_when(number: int, *paths: Path) -> threading.Thread:
+    """Send a signal to this process once the files `paths` exist."""
 
     def send() -> None:
         deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline:
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
@@ -206,7 +207,7 @@ def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
     in_folder: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(number)
-    sender = send_when(in_folder / "ready", number)
+    sender = send_when(number, in_folder / "ready")
     assert start(f"{STOPS_AT_THE_END_OF_A_STEP}\nif rank == '0': sys.exit({code})") == code
     sender.join()
     received = [(in_folder / f"received-{rank}").read_text() for rank in range(2)]
@@ -216,13 +217,13 @@ def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
 
 
 def test_a_run_that_completes_after_a_signal_succeeds(in_folder: Path) -> None:
-    sender = send_when(in_folder / "ready", signal.SIGINT)
+    sender = send_when(signal.SIGINT, in_folder / "ready")
     assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
     sender.join()
 
 
 def test_an_error_after_a_signal_is_reported(in_folder: Path) -> None:
-    sender = send_when(in_folder / "ready", signal.SIGINT)
+    sender = send_when(signal.SIGINT, in_folder / "ready")
     with pytest.raises(RunError, match="rank 1: disk full"):
         start(
             f"{STOPS_AT_THE_END_OF_A_STEP}\n"
@@ -242,7 +243,7 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
         "    try:\n        os.kill(int(Path('pid-1').read_text()), 0); time.sleep(0.01)\n"
         "    except ProcessLookupError: sys.exit(130)"
     )
-    senders = [send_when(in_folder / name, signal.SIGINT) for name in ("ready", "signal-1")]
+    senders = [send_when(signal.SIGINT, in_folder / name) for name in ("ready", "signal-1")]
     assert start(script) == 130
     for sender in senders:
         sender.join()
@@ -264,7 +265,7 @@ def test_a_signal_while_the_ranks_load_ends_them(
         "handle_forwarded_signals()\n"
         "try:\n    wait_forever()\nexcept KeyboardInterrupt:\n    os._exit(130)"  # as `main` does
     )
-    sender = send_when(in_folder / "pid-0", number)
+    sender = send_when(number, in_folder / "pid-0", in_folder / "pid-1")
     assert start(script) == code
     sender.join()
     assert capfd.readouterr().err == printed

@@ -137,7 +137,7 @@ class WaitingSampler(RecordingSampler):
         if threading.current_thread() is not threading.main_thread():
             if self.fail is not None:
                 raise self.fail
-            self.waited.append(self.updated.wait(60))
+            self.waited.append(self.updated.wait(20))
             self.updated.clear()
             if self.closed.is_set():
                 raise RunError("the engine was closed")
