@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
+import shutil
 import struct
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.dynamic import select_groups
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
+from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import ProblemStream
-from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
+from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.sampled_groups import SampledAhead, SampledGroups, read_sampled, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from tests.training.trained import STEP, fresh, update
 
 PROBLEMS = [Problem(f"p{n}", f"{n} {n}={2 * n}:", str(n), "t", "g", {"n": n}) for n in range(5)]
 VERSION = 6
@@ -126,3 +137,50 @@ def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) ->
     size = (tmp_path / "a").stat().st_size
     assert 8 * 1000 < size < batch.nbytes == 2 * (12 * 500 + 128)
     assert math.isclose(flat(read(tmp_path / "a", policy))[0].logprobs[0], -1 / 3, rel_tol=1e-7)
+
+
+def one_batch(policy: Policy, step: int) -> SampledGroups:
+    group = [Completion((3, step), (-0.5, -1.0), "length", VERSION)] * 2
+    return replace(batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1), step=step)
+
+
+@dataclass
+class State:
+    """A small policy in place of a run's components."""
+
+    policy: Policy
+    optimizer: Any
+    ahead: SampledAhead
+
+    def progress(self, step: int) -> Progress:
+        return replace(STEP, step=step, skipped_in_a_row=0)
+
+
+def test_a_thread_writes_the_batch_of_its_step(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has taken the batch and sampled another one before the thread gets to it."""
+    taken, run = threading.Event(), RunFolder.create(tmp_path, "a")
+    monkeypatch.setattr(RunFolder, "sync_metrics", lambda _: taken.wait(60))  # the first that the thread does
+    trained = fresh(policy, torch.float32)
+    update(trained, 1)
+    state = State(*trained, SampledAhead(one_batch(policy, 5)))
+    with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:  # type: ignore[arg-type]
+        writer.prepare(4)
+        run.append_metrics({"step": 4})
+        writer.commit()
+        state.ahead.batch = one_batch(policy, 6)
+        taken.set()
+    assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == replace(one_batch(policy, 5), seconds=0.0)
+
+
+def test_the_needed_disk_space_includes_the_batch(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, batch = fresh(policy, torch.float32), one_batch(policy, 5)
+    state, folder = TrainedState.of(*trained), tmp_path / "step-000004"
+    free = state.nbytes + RESERVED_BYTES + batch.nbytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    check_savable(trained.policy, state, folder)
+    with pytest.raises(RunError, match="not enough disk space"):
+        check_savable(trained.policy, state, folder, batch)
