@@ -23,15 +23,24 @@ def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def engine_card(trainers: Sequence[int], rank: int, cards: int) -> int:
-    """Return the number of the GPU on which the engine process of a rank runs (`sampling.max_lag`).
+def trainer_cards(card: int, ranks: int) -> list[int]:
+    """Return the number of the GPU of each rank on this machine.
 
-    It is a GPU that trains nothing if there is one for the engine of every rank, else the GPU of the rank.
+    Args:
+        card: the GPU of the policy, which a single rank may choose (`model.device`).
+        ranks: number of ranks on this machine.
+    """
+    return [card] if ranks == 1 else [*range(ranks)]
+
+
+def engine_cards(trainers: Sequence[int], cards: int) -> list[int]:
+    """Return the number of the GPU on which the engine process of each rank runs (`sampling.max_lag`).
+
+    They are GPUs that train nothing if there is one for the engine of every rank, else the GPUs of the ranks.
 
     Args:
         trainers: the GPU of each rank on this machine.
-        rank: the number of the rank on this machine.
         cards: number of GPUs of this machine that the run sees.
     """
     free = [card for card in range(cards) if card not in trainers]
-    return free[rank] if len(free) >= len(trainers) else trainers[rank]
+    return free[: len(trainers)] if len(free) >= len(trainers) else [*trainers]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from bandpo_cli.config.hardware import dtype_on, engine_card
+from bandpo_cli.config.hardware import dtype_on, engine_cards, trainer_cards
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
@@ -125,10 +125,9 @@ def _engine_gpu(config: RunConfig, local_ranks: int) -> EngineGpu | None:
     import torch
 
     device = config.model.device
-    first = 0 if device == "auto" else torch.device(device).index or 0
-    trainers = [first] if local_ranks == 1 else list(range(local_ranks))
-    cards = [engine_card(trainers, rank, torch.cuda.device_count()) for rank in range(local_ranks)]
-    if cards[0] in trainers:
+    trainers = trainer_cards(0 if device == "auto" else torch.device(device).index or 0, local_ranks)
+    cards = engine_cards(trainers, torch.cuda.device_count())
+    if cards == trainers:
         return None
     gpu = torch.cuda.get_device_properties(cards[0])
     return EngineGpu(", ".join(f"cuda:{card}" for card in cards), gpu.name, gpu.total_memory)

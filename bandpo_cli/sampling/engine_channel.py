@@ -134,12 +134,14 @@ def receive_weight(channel: Channel, size: int, target: torch.Tensor | None) -> 
 
     Args:
         size: number of bytes.
-        target: a contiguous tensor of that size, which gets the values; None to drop them.
+        target: a tensor of that size, which gets the values; None to drop them.
 
     Raises:
         RuntimeError: the copy failed.
     """
-    content = None if target is None else target.detach().view(-1).view(torch.uint8)
+    # Of a tensor with strides of its own, contiguous() is a copy, which it gets at the end.
+    whole = None if target is None else target.detach().contiguous()
+    content = None if whole is None else whole.view(-1).view(torch.uint8)
     buffer = torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8)
     failure: RuntimeError | None = None
     for start in range(0, size, PIECE_BYTES):
@@ -153,6 +155,8 @@ def receive_weight(channel: Channel, size: int, target: torch.Tensor | None) -> 
             failure = error
     if failure is not None:
         raise failure
+    if target is not None and whole is not None and not target.is_contiguous():
+        target.detach().copy_(whole)
 
 
 def pack_prompts(prompts_P: Sequence[TokenIds]) -> list[Array]:

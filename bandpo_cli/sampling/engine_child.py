@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from bandpo_cli.errors import RunError, describe_exit
@@ -35,24 +35,21 @@ _RANK_VARIABLES = {
 _RANK_PREFIX = "TORCHELASTIC_"
 
 
-def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
-    """Return the environment of an engine process: that of a single process which sees its GPUs only.
+def engine_environment(environ: Mapping[str, str], card: int | None) -> dict[str, str]:
+    """Return the environment of an engine process: that of a single process which sees its GPU only.
 
     Args:
         environ: the environment of the trainer.
-        cards: the GPUs of the process, in the trainer's numbers; none on a CPU.
+        card: the GPU of the process, in the trainer's numbers; None on a CPU.
     """
     variables = {
         name: value
         for name, value in environ.items()
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIX)
     }
-    if cards:
+    if card is not None:
         listed = environ.get("CUDA_VISIBLE_DEVICES")
-        names = None if listed is None else [each.strip() for each in listed.split(",")]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-            str(card) if names is None else names[card] for card in cards
-        )
+        variables["CUDA_VISIBLE_DEVICES"] = str(card) if listed is None else listed.split(",")[card].strip()
     return variables
 
 

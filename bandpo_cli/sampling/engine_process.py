@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.hardware import engine_card
+from bandpo_cli.config.hardware import engine_cards, trainer_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError
@@ -196,9 +196,8 @@ class EngineProcess:
         """Start the process and build the engine there."""
         on_gpu = policy.device.type == "cuda"
         sampling = _engine_settings(config.sampling, policy)
-        cards = _engine_cards(config, policy) if on_gpu else []
         threads = engine_threads(self._trainer_threads, on_gpu)
-        self._child = EngineChild(engine_environment(os.environ, cards))
+        self._child = EngineChild(engine_environment(os.environ, _engine_card(policy)))
         with self._conversation() as channel:
             channel.send(
                 "build",
@@ -228,8 +227,8 @@ class EngineProcess:
             except ChannelClosedError:
                 end = self._child.describe_end()
                 self._error = self._error or (
-                    f"the engine process {end}; to sample in the trainer's process, which needs less memory, "
-                    "continue with sampling.max_lag=0"
+                    f"the engine process {end}; if it happens again, a new run with sampling.max_lag=0 has no such "
+                    "process and needs less memory"
                 )
                 raise RunError(self._error) from None
             except GeneratorExit:  # a stream that has been ended
@@ -278,18 +277,12 @@ def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:
     return config.model_copy(update=settings)
 
 
-def _engine_cards(config: RunConfig, policy: Policy) -> list[int]:
-    """Return the GPUs of the engine of this rank, in the trainer's numbers; the policy of the process is on the first.
-
-    An engine over several GPUs (`sampling.vllm.tensor_parallel`) takes those first that train nothing.
-    """
-    count = torch.cuda.device_count()
-    ranks = policy.ranks
-    trainers = [policy.device.index or 0] if ranks.size == 1 else [*range(local_rank_count())]
-    card = engine_card(trainers, 0 if ranks.size == 1 else ranks.local_rank, count)
-    others = [each for each in range(count) if each not in trainers and each != card]
-    others += [each for each in trainers if each != card]
-    return [card, *others][: config.sampling.vllm.tensor_parallel]
+def _engine_card(policy: Policy) -> int | None:
+    """Return the GPU of the engine of this rank, in the trainer's numbers; None on a CPU."""
+    if policy.device.type != "cuda":
+        return None
+    trainers = trainer_cards(policy.device.index or 0, local_rank_count())
+    return engine_cards(trainers, torch.cuda.device_count())[policy.ranks.local_rank]
 
 
 def _send_request(channel: Channel, request: SampleRequest | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.hardware import engine_card
+from bandpo_cli.config.hardware import engine_cards, trainer_cards
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.memory import GIB, MemoryReport, memory_report_on
@@ -93,7 +93,11 @@ _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
 def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(
     trainers: list[int], cards: int, expected: list[int]
 ) -> None:
-    assert [engine_card(trainers, rank, cards) for rank in range(len(trainers))] == expected
+    assert engine_cards(trainers, cards) == expected
+
+
+def test_a_single_rank_chooses_its_gpu_and_several_are_numbered() -> None:
+    assert (trainer_cards(3, 1), trainer_cards(0, 4)) == ([3], [0, 1, 2, 3])
 
 
 def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:

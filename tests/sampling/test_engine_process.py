@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,10 @@ from bandpo_cli.sampling.base import (
     is_exact,
 )
 from bandpo_cli.sampling.engine_channel import (
+    Channel,
     pack_completions,
+    receive_weight,
+    send_weight,
     unpack_completions,
 )
 from bandpo_cli.sampling.engine_process import EngineProcess
@@ -212,6 +216,34 @@ def test_bfloat16_weights_are_sent_as_they_are() -> None:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(half, 0)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7)])
+@pytest.mark.parametrize("from_transposed", [False, True])
+@pytest.mark.parametrize("to_transposed", [False, True])
+def test_a_weight_arrives_whatever_its_strides(
+    shape: tuple[int, ...], from_transposed: bool, to_transposed: bool
+) -> None:
+    """Also the message after it: a receiver that takes other bytes than were sent waits forever, or reads nonsense."""
+
+    def tensor(transposed: bool) -> torch.Tensor:
+        return torch.empty(shape[::-1]).permute(dims[::-1]) if transposed else torch.empty(shape)
+
+    dims = [*range(len(shape))]
+
+    weight = tensor(from_transposed).copy_(torch.randn(shape))
+    target = tensor(to_transposed).fill_(7)
+    ours, theirs = (Channel(each) for each in socket.socketpair())
+    try:
+        send_weight(ours, "weight", weight)
+        ours.send("end")
+        message = theirs.receive()
+        receive_weight(theirs, message.header["bytes"], target)
+        assert theirs.receive().kind == "end"
+    finally:
+        ours.close()
+        theirs.close()
+    assert torch.equal(target, weight)
 
 
 def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
