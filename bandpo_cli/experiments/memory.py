@@ -254,6 +254,9 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
 
 
 def _requested_size(error: BaseException) -> str:
-    """Return the requested size as the error states it, without the allocator's advice and its file names."""
-    text = first_line(error, max_chars=1000)
-    return text.rsplit("] ", 1)[-1].split(". GPU", 1)[0].strip()
+    """Return the requested size as the error states it, without the allocator's advice and its file names.
+
+    What precedes the file names in brackets is kept: it says that the engine process has failed.
+    """
+    head, _, text = first_line(error, max_chars=1000).rpartition("] ")
+    return f"{head.partition('[')[0]}{text.split('. GPU', 1)[0]}".strip()

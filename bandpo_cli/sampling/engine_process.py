@@ -227,8 +227,8 @@ class EngineProcess:
             except ChannelClosedError:
                 end = self._child.describe_end()
                 self._error = self._error or (
-                    f"the engine process {end}; if it happens again, a new run with sampling.max_lag=0 has no such "
-                    "process and needs less memory"
+                    f"the engine process {end}; a new run with sampling.max_lag=0 samples in the trainer's "
+                    "process, which needs less memory"
                 )
                 raise RunError(self._error) from None
             except GeneratorExit:  # a stream that has been ended

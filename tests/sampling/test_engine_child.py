@@ -155,8 +155,8 @@ def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[Base
 
 
 KILLED = (
-    r"^the engine process was killed by SIGKILL \(as the system does when memory runs out\); if it happens again, "
-    r"a new run with sampling\.max_lag=0 has no such process and needs less memory$"
+    r"^the engine process was killed by SIGKILL \(as the system does when memory runs out\); "
+    r"a new run with sampling\.max_lag=0 samples in the trainer's process, which needs less memory$"
 )
 
 
