@@ -87,7 +87,8 @@ def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
             assert gradient is not None
             scale = leaf.grad.abs().max().item()
             assert scale > 0
-            torch.testing.assert_close(gradient, leaf.grad, atol=2e-5 * scale, rtol=0)
+            # Both are float32; seen up to 2.5e-5, depending on the processor.
+            torch.testing.assert_close(gradient, leaf.grad, atol=1e-4 * scale, rtol=0)
     with_gradient = {name for name, each in model.named_parameters() if each.grad is not None}
     assert with_gradient == {name for name, each in model.named_parameters() if each.requires_grad}
     assert len(with_gradient) == 2 * len(factors)
