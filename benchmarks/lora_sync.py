@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sampling import QWEN2
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.run import LoraSettings, RunConfig, SamplingConfig
@@ -50,16 +51,6 @@ from bandpo_cli.sampling.vllm_worker import (
 )
 from bandpo_cli.types import Completion
 
-QWEN2 = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
 ADAPTER_SPREAD = 0.01
 """Standard deviation of B: s·B·A then changes the weights by about a tenth of their standard deviation."""
 PROMPTS, PROMPT_TOKENS, SAMPLES, COMPLETION_TOKENS = 4, 64, 8, 32
