@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -21,6 +23,9 @@ from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE, STOP_SIGNALS, FinishedJo
 
 GRACE_S = 20.0
 """Seconds that a run has to end after each signal."""
+
+CONNECT_S = 10.0
+"""Seconds that a cluster has to accept the first connection."""
 
 
 def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], log: str) -> int:
@@ -56,6 +61,16 @@ def _unblock_sigint() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+def _require_listener(address: str) -> None:
+    """Raise OSError if nothing accepts connections at `host:port` or `ray://host:port`.
+
+    Ray itself retries an address without a cluster for minutes, and then ends the process.
+    """
+    place = urlsplit(address if "//" in address else f"//{address}")
+    if place.hostname and place.port:
+        socket.create_connection((place.hostname, place.port), CONNECT_S).close()
+
+
 _TASK = ray.remote(max_retries=0)(_execute)
 
 
@@ -77,6 +92,7 @@ class RayPool:
             UserError: there is no cluster at the address, or it has GPUs and no machine with as many as `ranks`.
         """
         try:
+            _require_listener(address or "")
             ray.init(
                 address=address or "local",
                 include_dashboard=False,
@@ -84,7 +100,7 @@ class RayPool:
                 logging_level="ERROR",
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            line = first_line(error)
+            line = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
         resources = ray.cluster_resources()
         gpus, cores = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -48,9 +49,32 @@ def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
         pool.close()
 
 
-@pytest.mark.slow
-def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--executor ray: no cluster at auto"):
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_an_address_without_a_cluster_is_refused(prefix: str) -> None:
+    with socket.socket() as closed:  # holds the port, and does not listen
+        closed.bind(("127.0.0.1", 0))
+        address = f"{prefix}127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(
+            UserError, match=f"--executor ray: no cluster at {address}: .*[Cc]onnection refused"
+        ):
+            RayPool(address, 1, {})
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid:6379", "127.0.0.1:99999", "127.0.0.1:x"])
+def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=f"--executor ray: no cluster at {address}: "):
+        RayPool(address, 1, {})
+
+
+def test_auto_without_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Raised by hand: Ray searches all processes of the machine, and another test may have started a cluster.
+    def no_cluster(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.\nRun ray start.")
+
+    monkeypatch.setattr("ray.init", no_cluster)
+    with pytest.raises(
+        UserError, match=r"^--executor ray: no cluster at auto: Could not find any .* instance\.$"
+    ):
         RayPool("auto", 1, {})
 
 
