@@ -76,6 +76,10 @@ class SignalExit(SystemExit):
         return f"stopped by {signal_name(self.number)}"
 
 
+class EngineMemoryError(MemoryError):
+    """The engine process of a rank (`sampling.max_lag`) has run out of memory."""
+
+
 def signal_name(number: int) -> str:
     """Return `Ctrl-C` for SIGINT, and the name of any other signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

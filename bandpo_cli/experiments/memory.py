@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bandpo_cli.config.hardware import dtype_on, engine_cards, trainer_cards
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
+from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.rank_process import local_rank_count, rank_count
 from bandpo_cli.registries import ENGINES
 
@@ -249,6 +249,8 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
 
         on_gpu = is_on_cuda(config.model)
         has_gpu = training and on_gpu and _engine_gpu(config, local_rank_count()) is not None
+        if has_gpu and isinstance(failed, EngineMemoryError):
+            training = False  # the settings of updates do not help a GPU that only samples
         advice = memory_saving_settings(config, on_gpu, training, has_gpu)
         raise RunError(f"out of memory ({_requested_size(failed)}); {advice}") from error
 

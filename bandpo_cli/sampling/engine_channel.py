@@ -17,7 +17,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from bandpo_cli.errors import ConfigError, RunError, UserError, find_out_of_memory, first_line
+from bandpo_cli.errors import (
+    ConfigError,
+    EngineMemoryError,
+    RunError,
+    UserError,
+    find_out_of_memory,
+    first_line,
+)
 from bandpo_cli.sampling.base import StaleEngineError, TokenIds
 from bandpo_cli.types import Completion, FinishReason
 
@@ -35,7 +42,7 @@ _VALUES = (("token_ids", np.int64), ("logprobs", np.float64), ("entropies", np.f
 """The fields of a completion that have one value per token, and the dtypes that hold Python's numbers exactly."""
 _MAX_ERROR_CHARS = 1000
 _ERRORS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (StaleEngineError, ConfigError, UserError, RunError, MemoryError)
+    each.__name__: each for each in (StaleEngineError, ConfigError, UserError, RunError, EngineMemoryError)
 }
 """The types of errors that are raised again in the trainer, by name."""
 
@@ -200,7 +207,8 @@ def error_header(error: Exception) -> dict[str, str]:
     """Return the type and the text of an error, for the header of an answer."""
     failed = find_out_of_memory(error)
     if failed is not None:
-        return {"type": "MemoryError", "text": f"engine process: {first_line(failed, _MAX_ERROR_CHARS)}"}
+        text = f"engine process: {first_line(failed, _MAX_ERROR_CHARS)}"
+        return {"type": EngineMemoryError.__name__, "text": text}
     for each in type(error).__mro__:
         if each.__name__ in _ERRORS:
             return {"type": each.__name__, "text": str(error)}

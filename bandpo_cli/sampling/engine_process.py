@@ -88,7 +88,7 @@ class EngineProcess:
         Raises:
             UserError: the engine does not support the request.
             RunError: the engine failed, or its process ended or was closed by another thread.
-            MemoryError: the engine ran out of memory.
+            EngineMemoryError: the engine ran out of memory.
         """
         with self._conversation() as channel:
             channel.send("sample", pack_prompts(prompts_P), params=asdict(params), seed=seed)
@@ -137,7 +137,7 @@ class EngineProcess:
         Raises:
             StaleEngineError: the engine does not run the given weights; on all ranks, if it is so on one.
             RunError: the process ended.
-            MemoryError: the engine ran out of memory.
+            EngineMemoryError: the engine ran out of memory.
         """
         weights = checkpoint_weights(model)
         answer: Message | None = None
