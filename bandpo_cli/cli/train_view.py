@@ -43,9 +43,12 @@ PHASES = {
 
 SPINNERS = {
     "load": "loading torch and the model …",
-    "close": "writing the plots, finishing the record in MLflow …",
+    "close": "writing the plots …",
 }
 """Text beside the spinner in the phases before and after the steps."""
+
+CLOSE_WITH_MLFLOW = "writing the plots, finishing the record in MLflow …"
+"""Text in place of that of the phase `close` for a run that MLflow records."""
 
 
 class TrainView(CallbackBase):
@@ -55,10 +58,13 @@ class TrainView(CallbackBase):
         self._console, self._runs_dir, self._signals = console, runs_dir, signals
         self._panel: LivePanel | PlainLines | None = None
         self._spinner = Spinner(self._console)
+        self._spinners = dict(SPINNERS)
 
     def start(self, info: RunInfo) -> None:
         """Print the notes and the run folder, and show the panel."""
         self._spinner.show(None)
+        if info.config["tracking"]["mlflow"]:
+            self._spinners["close"] = CLOSE_WITH_MLFLOW
         for note in info.notes:
             print_line(self._console, note, "note:", "yellow")
         print_line(self._console, str(info.folder), "run folder")
@@ -74,7 +80,7 @@ class TrainView(CallbackBase):
         if self._panel is not None:
             self._panel.phase(name)
         else:
-            self._spinner.show(SPINNERS.get(name))
+            self._spinner.show(self._spinners.get(name))
 
     def step(self, report: StepReport) -> None:
         """Show one step."""

@@ -38,6 +38,9 @@ from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
 
+TRACKED = {"tracking": {"mlflow": True}}
+
+
 def report(step: int, evaluated: bool = False) -> StepReport:
     record = {"step": step, "time/step": 1.5}
     if step:
@@ -55,7 +58,7 @@ def view_output(terminal: bool, steps: int) -> str:
     console = Console(file=out, force_terminal=terminal, width=100)
     view = TrainView(console, Path("runs"))
     view.phase("load")
-    view.start(RunInfo(Path("runs/r"), {}, {}, steps, 0, (), None))
+    view.start(RunInfo(Path("runs/r"), TRACKED, {}, steps, 0, (), None))
     for step in range(steps + 1):
         view.step(report(step, evaluated=step in (0, steps)))
     view.phase("close")
@@ -123,7 +126,7 @@ def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
     console = Console(file=out, force_terminal=True, width=120)
     with StopSignals() as signals:
         view = TrainView(console, Path("runs"), signals)
-        view.start(RunInfo(Path("runs/r"), {}, {}, 3, 0, (), None))
+        view.start(RunInfo(Path("runs/r"), TRACKED, {}, 3, 0, (), None))
         signals.start(None)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 60
@@ -141,6 +144,17 @@ def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
     assert "stopped by SIGTERM before the first step" in out.getvalue()
 
 
+@pytest.mark.parametrize("mlflow", [True, False])
+def test_the_spinner_at_the_end_names_mlflow_where_it_records_the_run(tmp_path: Path, mlflow: bool) -> None:
+    out = io.StringIO()
+    view = TrainView(Console(file=out, force_terminal=True, width=100), tmp_path)
+    view.start(RunInfo(tmp_path, {"tracking": {"mlflow": mlflow}}, {}, 3, 0, (), None))
+    view.phase("close")
+    view.end(RunResult(tmp_path, "FINISHED", []))
+    assert "writing the plots" in out.getvalue()
+    assert ("MLflow" in out.getvalue()) == mlflow
+
+
 def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
     """Values that were not finite are null in metrics.jsonl. The time left counts from the first new step."""
     folder = RunFolder(tmp_path)
@@ -155,7 +169,7 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
         folder.append_metrics(record)
     out = io.StringIO()
     view = TrainView(Console(file=out, force_terminal=True, width=100), tmp_path)
-    view.start(RunInfo(tmp_path, {}, {}, 60, 41, (), None))
+    view.start(RunInfo(tmp_path, TRACKED, {}, 60, 41, (), None))
     view.phase("close")
     shown = CONTROL.sub("", out.getvalue()).split("╭")[-1]
     assert "40/60" in shown
