@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -33,8 +34,9 @@ class StopSignals(CallbackBase):
     its runs SIGINT, which together ask for one thing. Outside the main thread, where Python allows no handlers, nothing
     is installed.
 
-    A rank of `--nproc` listens to its parent process alone, see `FORWARDED`. torchrun sends SIGTERM to the other ranks
-    when one has ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
+    A rank of `--nproc` listens to its parent process alone, see `FORWARDED`; both signals of a kind may arrive while it
+    waits in native code for another rank, see `_Arrivals`. torchrun sends SIGTERM to the other ranks when one has
+    ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
 
     Attributes:
         on_every_rank: ranks other than 0 have these handlers too.
@@ -50,6 +52,7 @@ class StopSignals(CallbackBase):
         self._received: list[int] = []
         self._deferring = False
         self._before: dict[int, Any] = {}
+        self._arrivals: _Arrivals | None = None
 
     @property
     def requested(self) -> bool:
@@ -71,6 +74,7 @@ class StopSignals(CallbackBase):
             handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._handle)
             if launched_ranks() is not None:
                 handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
+                self._arrivals = _Arrivals()
             for number, handler in handlers.items():
                 self._before[number] = signal.signal(number, handler)
         return self
@@ -80,6 +84,9 @@ class StopSignals(CallbackBase):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
 
     def start(self, info: Any) -> None:
         """Let the first signal only set `requested`."""
@@ -93,8 +100,11 @@ class StopSignals(CallbackBase):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._closing and rank_count() > 1 and launched_ranks() is None:
             return
+        count = 1 if self._arrivals is None else self._arrivals.take(number)
         number = FORWARDED.get(number, number)
-        repeated = number in self._received
+        repeated = number in self._received or count > 1
+        if count == 0:  # an earlier call has handled this one too
+            return
         self._received.append(number)
         if self._deferring and not repeated:
             self._write(STOPPING)
@@ -107,6 +117,33 @@ class StopSignals(CallbackBase):
             os.write(
                 2, f"{line}\n".encode()
             )  # not print: this signal may have interrupted one, and its buffer is locked
+
+
+class _Arrivals:
+    """Number of times that each signal has arrived.
+
+    Python calls a handler once for all signals of a number that arrive while native code runs. It writes each of them
+    to the file descriptor of `signal.set_wakeup_fd`.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        for descriptor in (self._read, self._write):
+            os.set_blocking(descriptor, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._counts: Counter[int] = Counter()
+
+    def take(self, number: int) -> int:
+        """Return how many signals `number` have arrived since the last call."""
+        with suppress(BlockingIOError):
+            self._counts.update(os.read(self._read, 1 << 16))
+        return self._counts.pop(number, 0)
+
+    def close(self) -> None:
+        """Restore the earlier file descriptor."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._read)
+        os.close(self._write)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

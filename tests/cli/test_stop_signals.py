@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import threading
+import time
+from types import FrameType
 
 import pytest
 
@@ -112,6 +115,41 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
     assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     assert "once more to drop the step" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
+    """Python calls the handler once for both of them."""
+    calls = []
+
+    class Counted(StopSignals):
+        def _handle(self, number: int, frame: FrameType | None) -> None:
+            calls.append(number)
+            super()._handle(number, frame)
+
+    def send() -> None:
+        for _ in range(times):
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def wait_in_native_code() -> None:
+        thread = threading.Thread(target=send)
+        thread.start()
+        hashlib.pbkdf2_hmac(
+            "sha256", b"", b"", 3_000_000
+        )  # without the lock of the interpreter, for a second or more
+        thread.join()
+
+    before = signal.set_wakeup_fd(-1)
+    with Counted() as signals:
+        signals.start(None)
+        with contextlib.nullcontext() if times == 1 else pytest.raises(SystemExit) as end:
+            wait_in_native_code()
+        assert signals.exit_code == 130
+        assert end is None or end.value.code == 130
+    assert set(calls) == {signal.SIGUSR1}
+    assert signal.set_wakeup_fd(before) == -1
 
 
 @pytest.mark.usefixtures("launched")

@@ -37,7 +37,6 @@ from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
-
 TRACKED = {"tracking": {"mlflow": True}}
 
 
