@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mpmath as mp
 
 mp.mp.dps = 50
@@ -23,7 +25,8 @@ F = {
 }
 
 
-def oracle(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
+@cache
+def oracle(name: str, logp: float | mp.mpf, delta: float) -> tuple[mp.mpf, mp.mpf]:
     """Return the (lower, upper) ratio of one token, by bisection of the ratio on a logarithmic scale."""
     f, p, m = F[name], mp.exp(mp.mpf(logp)), -mp.expm1(mp.mpf(logp))
 

@@ -35,7 +35,7 @@ def test_bounds_equal_independently_computed_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 8)
 @given(logp=LOGPS, delta=DELTAS)
 @example(logp=-80.0, delta=1e-4)
 @example(logp=-80.0, delta=2.0)
