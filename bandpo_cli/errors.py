@@ -80,6 +80,20 @@ class EngineMemoryError(MemoryError):
     """The engine process of a rank (`sampling.max_lag`) has run out of memory."""
 
 
+def mark_received(error: BaseException) -> None:
+    """Mark an error that was raised on another rank; see `is_received`."""
+    error.__dict__["received"] = True
+
+
+def is_received(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, was raised on another rank."""
+    while error is not None:
+        if error.__dict__.get("received", False):
+            return True
+        error = error.__cause__
+    return False
+
+
 def signal_name(number: int) -> str:
     """Return `Ctrl-C` for SIGINT, and the name of any other signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bandpo_cli.errors import LostRankError
+from bandpo_cli.errors import LostRankError, is_received
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
@@ -37,6 +37,7 @@ class RankError:
         traceback: of an exception that is neither a mistake of the user nor a known failure of a run; '' otherwise.
         lost_rank: the error is that another rank has ended.
         time_ns: nanoseconds since 1970.
+        received: the error was raised on another rank, whose number the message has.
     """
 
     message: str
@@ -44,6 +45,7 @@ class RankError:
     traceback: str = ""
     lost_rank: bool = False
     time_ns: int = 0
+    received: bool = False
 
 
 def rank_count(environ: Mapping[str, str] = os.environ) -> int:
@@ -105,6 +107,7 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
         "traceback": traceback,
         "lost_rank": isinstance(error, LostRankError),
         "time_ns": seconds,
+        "received": is_received(error),
     }
     temporary = Path(f"{path}.tmp")
     try:
@@ -125,6 +128,7 @@ def read_error(path: Path) -> RankError | None:
             str(content["traceback"]),
             bool(content["lost_rank"]),
             int(content["time_ns"]),
+            bool(content["received"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

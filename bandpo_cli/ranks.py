@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, mark_received
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,8 @@ class Ranks:
         All ranks must call this together. The results are pickled.
 
         Raises:
-            Exception: what `action` raised on the first rank on which it failed; every rank raises it.
+            Exception: what `action` raised on the first rank on which it failed. The other ranks raise an error of the
+                same kind that names this rank, or their own one if it has the same text.
         """
         if self.size == 1:
             return [action()]
@@ -142,7 +143,8 @@ class Ranks:
         outcomes = self.gather((result, failure and _sendable(failure)))
         for rank, (_, received) in enumerate(outcomes):
             if received is not None:
-                raise failure if rank == self.rank and failure is not None else received
+                is_own = failure is not None and (rank == self.rank or str(failure) == str(received))
+                raise failure if is_own and failure is not None else _from_rank(rank, received)
         return [cast(T, each) for each, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
@@ -166,6 +168,14 @@ def _sendable(error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename)
     return RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+
+
+def _from_rank(rank: int, error: Exception) -> Exception:
+    """Return an error that this rank has received, with the rank on which it was raised."""
+    if not isinstance(error, OSError):  # whose text is that of its number
+        error = type(error)(f"rank {rank}: {error}")
+    mark_received(error)
+    return error
 
 
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:

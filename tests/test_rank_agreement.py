@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, is_received
 from bandpo_cli.ranks import SINGLE, Ranks
 
 
@@ -84,10 +84,10 @@ def test_one_rank_acts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "received"),
     [
-        (UserError("a mistake"), "UserError: a mistake"),
-        (RunError("a failure"), "RunError: a failure"),
+        (UserError("a mistake"), "UserError: rank 1: a mistake"),
+        (RunError("a failure"), "RunError: rank 1: a failure"),
         (PermissionError(13, "denied", "/x"), "PermissionError: [Errno 13] denied: '/x'"),
-        (OtherPackageError("a", "b"), "RuntimeError: OtherPackageError: a b"),
+        (OtherPackageError("a", "b"), "RuntimeError: rank 1: OtherPackageError: a b"),
     ],
 )
 def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
@@ -105,3 +105,12 @@ def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
     assert second is error
     for each in (first, third):
         assert f"{type(each).__name__}: {each}" == received
+        assert is_received(each)
+    assert not is_received(second)
+
+
+def test_a_rank_that_fails_as_the_first_one_did_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a mistake which all ranks find does not look like one of rank 0."""
+    errors = [RunError("the disk is full") for _ in range(3)]
+    exchange = Exchange(monkeypatch, 3)
+    assert exchange.outcomes(lambda ranks: ranks.agree(lambda: fail(errors[ranks.rank]))) == errors

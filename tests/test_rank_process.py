@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.errors import LostRankError, RunError, UserError
+from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
 from bandpo_cli.grading import pool
 from bandpo_cli.rank_process import (
     RankError,
@@ -51,12 +51,24 @@ def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch: pytest.
     assert pool.default_workers() == 1
 
 
+def received_error(text: str) -> Exception:
+    error = RuntimeError(text)
+    mark_received(error)
+    return error
+
+
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "traceback"),
     [
         (UserError("no such model"), 2, ""),
         (LostRankError("lost the connection"), 1, ""),
         (RunError("ValueError: x"), 1, "Traceback\n  line\nValueError: x"),
+        (raised_from(RunError("out of memory"), received_error("rank 3: out of memory")), 1, ""),
     ],
 )
 def test_a_recorded_error_is_read_again_and_by_torchrun(
@@ -67,9 +79,9 @@ def test_a_recorded_error_is_read_again_and_by_torchrun(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     record_error(error, code, traceback)
     found = read_error(path)
-    assert found == RankError(
-        str(error), code, traceback, isinstance(error, LostRankError), 0 if found is None else found.time_ns
-    )
+    assert found is not None
+    lost, received = isinstance(error, LostRankError), error.__cause__ is not None
+    assert found == RankError(str(error), code, traceback, lost, found.time_ns, received)
     assert found.time_ns > 0
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path))
     report = str(ChildFailedError("train", {0: failure}))

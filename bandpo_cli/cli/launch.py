@@ -289,7 +289,8 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continu
         raise RunError(f"{describe_death(cause)}; {how_to_continue()}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
     on_main = main.error is not None and main.error.message == error.message
-    message = error.message if cause.rank == 0 or on_main else f"rank {cause.rank}: {error.message}"
+    named = cause.rank == 0 or on_main or error.received
+    message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
         print(error.traceback.rstrip(), file=sys.stderr)
         message = f"{message}; {how_to_continue()}"
@@ -299,8 +300,9 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continu
 def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> RankExit | None:
     """Return the rank whose failure ended the run; None where all ranks succeeded or were stopped.
 
-    A rank that was killed comes before one with an error, and a lost connection comes last, because it has one of the
-    others as its cause. So may SIGABRT: NCCL's watchdog aborts a process that has lost the connection to another rank.
+    A rank that was killed comes before one with an error, and that before one that has received the error. A lost
+    connection comes last, because it has one of the others as its cause. So may SIGABRT: NCCL's watchdog aborts a
+    process that has lost the connection to another rank.
 
     Args:
         signals: those that asked for the end of the run; ranks that they ended have not failed.
@@ -310,7 +312,9 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
     killed = [each for each in ended if each.code != -signal.SIGABRT]
     aborted = [each for each in ended if each.code == -signal.SIGABRT]
     errors = [each for each in exits if each.error is not None and not each.error.lost_rank]
-    errors.sort(key=lambda each: each.error.time_ns if each.error is not None else 0)
+    errors.sort(
+        key=lambda each: (each.error.received, each.error.time_ns) if each.error is not None else (False, 0)
+    )
     others = [each for each in exits if each.error is None and each.code > 0 and each.code - 128 not in asked]
     lost = [each for each in exits if each.error is not None and each.error.lost_rank]
     return next(iter([*killed, *errors, *others, *aborted, *lost]), None)

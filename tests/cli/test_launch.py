@@ -285,8 +285,8 @@ def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch
         check_ended(in_folder / f"pid-{rank}")
 
 
-def failed(message: str, time_ns: int = 0, lost: bool = False) -> RankError:
-    return RankError(message, 1, lost_rank=lost, time_ns=time_ns)
+def failed(message: str, time_ns: int = 0, lost: bool = False, received: bool = False) -> RankError:
+    return RankError(message, 1, lost_rank=lost, time_ns=time_ns, received=received)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,7 @@ def failed(message: str, time_ns: int = 0, lost: bool = False) -> RankError:
     [
         ([RankExit(0, 0, None), RankExit(1, 0, None)], [], None),
         ([RankExit(0, 1, failed("a", 5)), RankExit(1, 1, failed("b", 3))], [], 1),
+        ([RankExit(0, 1, failed("rank 1: b", 3, received=True)), RankExit(1, 1, failed("b", 5))], [], 1),
         ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None)], [], 1),
         ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None, by_launcher=True)], [], 0),
         ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 1, failed("b", 2))], [], 1),
@@ -313,6 +314,20 @@ def failed(message: str, time_ns: int = 0, lost: bool = False) -> RankError:
 def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause: int | None) -> None:
     found = first_failure(exits, signals)
     assert (None if found is None else found.rank) == cause
+
+
+@pytest.mark.parametrize(
+    ("exits", "message"),
+    [
+        ([RankExit(0, 1, failed("a")), RankExit(1, 1, failed("a"))], "a"),
+        ([RankExit(0, 1, failed("a")), RankExit(1, 1, failed("rank 0: a", received=True))], "a"),
+        ([RankExit(0, 1, failed("rank 1: b", received=True)), RankExit(1, 1, failed("b", 5))], "rank 1: b"),
+        ([RankExit(0, 0, None, True), RankExit(1, 1, failed("rank 0: a", received=True))], "rank 0: a"),
+    ],
+)
+def test_the_message_names_the_rank_that_failed_once(exits: list[RankExit], message: str) -> None:
+    with pytest.raises(RunError, match=f"^{message}$"):
+        launcher._exit_code(exits, [], lambda: "continue with: COMMAND")
 
 
 @pytest.mark.parametrize(
