@@ -193,6 +193,28 @@ launch(2, ModelConfig(), lambda: "", arguments=["-c", sys.argv[1]])
 
 
 @pytest.mark.slow
+def test_two_ctrl_c_end_a_run_whose_rank_0_waits_for_another_rank(tmp_path: Path) -> None:
+    """Both arrive while rank 0 runs native code, where Python calls no handler."""
+    folder = tmp_path / "runs" / "a"
+    process = start(tmp_path, "train", *SETTINGS, "--name", "a", "--nproc", "2")
+    wait_until(process, lambda: count_lines(folder) > 2)
+    ranks = children(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    lines = -1
+    while lines != (lines := count_lines(folder)):  # until rank 0 waits
+        time.sleep(2)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert err == "stopped\n"
+    check_ended(ranks)
+    assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
+    assert "resume with: bandpo train --resume a --nproc 2" in out
+
+
+@pytest.mark.slow
 def test_the_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH_SCRIPT, RANK_SCRIPT],
