@@ -126,8 +126,8 @@ def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with mock.patch("bandpo_cli.experiments.evaluate.choose_run_name", lambda folder, name, default: name):
         messages = run_ranks(2, tmp_path / "results", refused, tmp_path)
-    assert messages[0] == messages[1]
-    assert "taken" in messages[0]
+    assert messages[0].startswith("'taken' already exists")
+    assert messages[1] == f"rank 0: {messages[0]}"
     assert not (tmp_path / "other").exists()
 
 

@@ -343,24 +343,28 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 
 
 @pytest.mark.parametrize(
-    ("case", "error"),
+    ("case", "failing", "error"),
     [
-        ("shards", "RunError: * the checkpoint cannot be written: No space left on device (rank 1)"),
-        ("model", "RunError: * the checkpoint cannot be written: No space left on device"),
-        ("full", "RunError: not enough disk space for the checkpoint step-000010: it takes *"),
-        ("not shared", "RunError: * the run folder must be on a file system that all machines share"),
-        ("not finite", "NonFiniteError: *model.norm.weight); no checkpoint was written"),
+        ("shards", None, "RunError: * the checkpoint cannot be written: No space left on device (rank 1)"),
+        ("model", 0, "RunError: * the checkpoint cannot be written: No space left on device"),
+        ("full", 0, "RunError: not enough disk space for the checkpoint step-000010: it takes *"),
+        ("not shared", None, "RunError: * the run folder must be on a file system that all machines share"),
+        ("not finite", 1, "NonFiniteError: the weights *model.norm.weight); no checkpoint was written"),
     ],
 )
 def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(
-    failed: tuple[Path, dict[str, list[str]]], case: str, error: str
+    failed: tuple[Path, dict[str, list[str]]], case: str, failing: int | None, error: str
 ) -> None:
-    first, second, left = failed[1][case]
+    """The other rank names the one that failed, unless both failed."""
+    *errors, left = failed[1][case]
+    own = errors.pop(failing or 0)
     start, _, end = error.partition("*")
-    assert first.startswith(start.strip())
-    assert first.endswith(end)
-    if case != "not shared":  # there the paths differ
-        assert second == first
+    assert own.startswith(start.strip())
+    assert own.endswith(end)
+    if failing is not None:
+        assert errors == [own.replace(": ", f": rank {failing}: ", 1)]
+    elif case != "not shared":  # there the paths differ
+        assert errors == [own]
     assert left == "step-000005"
 
 
