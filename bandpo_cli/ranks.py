@@ -142,9 +142,11 @@ class Ranks:
             failure = error
         outcomes = self.gather((result, failure and _sendable(failure)))
         for rank, (_, received) in enumerate(outcomes):
-            if received is not None:
-                is_own = failure is not None and (rank == self.rank or str(failure) == str(received))
-                raise failure if is_own and failure is not None else _from_rank(rank, received)
+            if received is None:
+                continue
+            if failure is not None and (rank == self.rank or str(failure) == str(received)):
+                raise failure
+            raise _from_rank(rank, received)
         return [cast(T, each) for each, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:

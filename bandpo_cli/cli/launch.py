@@ -311,10 +311,8 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
     ended = [each for each in exits if each.code < 0 and -each.code not in asked and not each.by_launcher]
     killed = [each for each in ended if each.code != -signal.SIGABRT]
     aborted = [each for each in ended if each.code == -signal.SIGABRT]
-    errors = [each for each in exits if each.error is not None and not each.error.lost_rank]
-    errors.sort(
-        key=lambda each: (each.error.received, each.error.time_ns) if each.error is not None else (False, 0)
-    )
+    recorded = [(each.error, each) for each in exits if each.error is not None and not each.error.lost_rank]
+    errors = [each for _, each in sorted(recorded, key=lambda pair: (pair[0].received, pair[0].time_ns))]
     others = [each for each in exits if each.error is None and each.code > 0 and each.code - 128 not in asked]
     lost = [each for each in exits if each.error is not None and each.error.lost_rank]
     return next(iter([*killed, *errors, *others, *aborted, *lost]), None)

@@ -62,7 +62,7 @@ def _unblock_sigint() -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Raise OSError if nothing accepts connections at `host:port` or `ray://host:port`.
+    """Raise OSError if nothing accepts connections at `host:port` or `ray://host:port`; `auto` is not checked.
 
     Ray itself retries an address without a cluster for minutes, and then ends the process.
     """
@@ -92,7 +92,8 @@ class RayPool:
             UserError: there is no cluster at the address, or it has GPUs and no machine with as many as `ranks`.
         """
         try:
-            _require_listener(address or "")
+            if address is not None:
+                _require_listener(address)
             ray.init(
                 address=address or "local",
                 include_dashboard=False,

@@ -136,9 +136,8 @@ def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
     def wait_in_native_code() -> None:
         thread = threading.Thread(target=send)
         thread.start()
-        hashlib.pbkdf2_hmac(
-            "sha256", b"", b"", 3_000_000
-        )  # without the lock of the interpreter, for a second or more
+        # It runs for a second or more, and releases the interpreter's lock for the other thread.
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
         thread.join()
 
     before = signal.set_wakeup_fd(-1)

@@ -273,10 +273,12 @@ def test_sigterm_lets_the_runs_save_their_state(tmp_path: Path, to_all: bool) ->
 
 
 @pytest.mark.slow
-def test_a_run_on_a_local_ray_cluster_equals_one_of_train(tmp_path: Path, one_thread: None) -> None:
+def test_runs_on_a_local_ray_cluster_equal_those_of_train(tmp_path: Path, one_thread: None) -> None:
     pytest.importorskip("ray")
-    done = bandpo("--seeds", "0", *SMALL, "--no-mlflow", "--name", "there", "--executor", "ray", cwd=tmp_path)
+    arguments = ["--delta", "0.01,0.1", *SMALL, "--no-mlflow", "--jobs", "2", "--name", "there"]
+    done = bandpo(*arguments, "--executor", "ray", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 runs finished" in done.stdout
-    here = train(resolve([read_layer(tmp_path / "runs/there/plans/band-s0.yaml")]), tmp_path, "here")
-    assert records(tmp_path / "runs/there/band-s0") == [without_clock(line) for line in here.records]
+    assert "2 of 2 runs finished" in done.stdout
+    for name in ("0.01-s0", "0.1-s0"):
+        here = train(resolve([read_layer(tmp_path / f"runs/there/plans/{name}.yaml")]), tmp_path, name)
+        assert records(tmp_path / "runs/there" / name) == [without_clock(line) for line in here.records]

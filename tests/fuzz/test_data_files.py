@@ -42,7 +42,7 @@ ROWS: list[dict[str, Any]] = [
     for i in range(30)
 ]  # fmt: skip
 LINES = b"\n".join(map(as_json, ROWS))
-COUNTS = pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
 SHORT = tuple(text for text in JSON_TEXTS if len(text) < 60_000)
 
 
