@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
 from bandpo_cli.cli.configs import configs_app
+from bandpo_cli.cli.doctor import doctor
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.export import export_app
 from bandpo_cli.cli.import_ import import_app
@@ -72,3 +73,4 @@ app.command()(bounds)
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")
 app.add_typer(configs_app, name="configs")
+app.command()(doctor)

@@ -107,6 +107,8 @@ VALUES: dict[str, list[str]] = {
     "sync d": ["deltas", "deltas/kl-s0"],
     "sync first s": ["second"],
     "exp": ["export"],
+    "doc": ["doctor"],
+    "doctor --format j": ["json"],
     "export v": ["verl"],
     "export verl -c methods/clip-h": ["methods/clip-higher"],
     "export verl --allow": ["--allow-differences"],

