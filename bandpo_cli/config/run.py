@@ -137,6 +137,9 @@ class SamplingConfig(Section):
     max_lag: Annotated[int, Field(ge=0, le=1)] = 0
     """Steps by which the weights that sample a batch may be older than those that train on it. With 1 a process of the
     engine samples the batch of the next step while the trainer updates; the importance correction is on."""
+    weight_transfer: Literal["host", "cuda-ipc"] = "host"
+    """Path of the weights to the engine process (`max_lag`): memory of the host, or a buffer on the trainer's GPU that
+    both processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

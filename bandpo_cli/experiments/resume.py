@@ -46,6 +46,7 @@ CHANGEABLE_SETTINGS = (
     "optim.max_skips",
     "sampling.vllm.memory_fraction",
     "sampling.vllm.kv_cache_gb",
+    "sampling.weight_transfer",
     "sampling.vllm.sleep",
 )
 """Settings and complete sections that a resume may change: those without effect on the record, and limits that a run

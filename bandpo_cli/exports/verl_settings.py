@@ -132,6 +132,7 @@ RULES: dict[str, Rule] = {
     "sampling.max_lag": Rule(
         "0: `trainer.v1.trainer_mode=sync`, verl's default", differences=rules.max_lag_differences
     ),
+    "sampling.weight_transfer": Rule("no engine process"),
     "sampling.top_p": Rule("1 in both", to=f"{ROLLOUT}.top_p"),
     "sampling.top_k": Rule("off in both", overrides=lambda config: {f"{ROLLOUT}.top_k": -1}),
     "sampling.min_p": Rule("off in both"),

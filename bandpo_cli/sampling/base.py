@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import forward_dtype
+from bandpo_cli.models.sharding import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
@@ -123,6 +124,37 @@ class StreamingSampler(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EngineModel:
+    """What an engine with weights of its own needs to know of the model; it can be sent to another process.
+
+    Attributes:
+        config: its config, in which `architectures` names its class.
+        dtype: dtype of forward passes.
+        device: device of the engine.
+    """
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+
+
+def engine_model(model: PreTrainedModel) -> EngineModel:
+    """Return what an engine on the model's device needs to know of the model."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [model_class(model).__name__]
+    return EngineModel(config, forward_dtype(model), model.device)
+
+
+@runtime_checkable
+class LoadingSampler(Protocol):
+    """A sampler with weights of its own, which it loads without the policy; its caller checks what it then samples."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load all weights, under their names in a checkpoint; errors as in `Sampler.sync`."""
+        ...
+
+
 class StaleEngineError(RunError):
     """The engine samples from other weights than the policy's, so its completions are not valid for training."""
 
@@ -137,8 +169,11 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
-def build_sampler(config: RunConfig, policy: Policy) -> Sampler:
+def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names.
+
+    Args:
+        policy: the policy, or its model for a `LoadingSampler`, which then has no weights yet.
 
     Raises:
         ConfigError: the engine is not installed.

@@ -1,4 +1,8 @@
-"""Child process of a sampling engine as the trainer sees it: environment, start, output, and how it ended."""
+"""Child process of a sampling engine: environment, start, output, and how it ended, as the trainer sees it; its entry.
+
+The process is started by subprocess and not by multiprocessing's spawn, which would run the user's __main__ again, and
+would leave the process in the trainer's process group, where Ctrl-C reaches it, until it has left it by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,26 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bandpo_cli.errors import RunError, describe_exit
 from bandpo_cli.rank_process import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE
-from bandpo_cli.sampling.engine_channel import Channel
 
 OUTPUT_BYTES = 1 << 14
 """Bytes of the end of the process's output that are kept for an error message."""
 EXIT_S = 5.0
 """Seconds to wait for the end of the process after SIGKILL or after the end of the connection."""
+POLL_INTERVAL_S = 0.5
+"""Seconds between two checks of the process whether the trainer is alive."""
 
 # The process gets the module search path of this one. It runs neither the __main__ of the user nor files of the current
 # folder.
 _SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
-    "from bandpo_cli.sampling.engine_main import main; main(*arguments)"
+    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
 )
 _RANK_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -35,29 +42,33 @@ _RANK_VARIABLES = {
 _RANK_PREFIX = "TORCHELASTIC_"
 
 
-def engine_environment(environ: Mapping[str, str], card: int | None) -> dict[str, str]:
-    """Return the environment of an engine process: that of a single process which sees its GPU only.
+def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
+    """Return the environment of an engine process: that of a single process which sees the given GPUs only.
 
     Args:
         environ: the environment of the trainer.
-        card: the GPU of the process, in the trainer's numbers; None on a CPU.
+        cards: the GPUs of the process, in the trainer's numbers; none on a CPU.
     """
     variables = {
         name: value
         for name, value in environ.items()
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIX)
     }
-    if card is not None:
+    if cards:
         listed = environ.get("CUDA_VISIBLE_DEVICES")
-        variables["CUDA_VISIBLE_DEVICES"] = str(card) if listed is None else listed.split(",")[card].strip()
+        names = [str(card) if listed is None else listed.split(",")[card].strip() for card in cards]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     return variables
 
 
 class EngineChild:
-    """A process that runs `engine_main.main`.
+    """A process that runs `main`, with the connection to it.
 
     It leads its own process group, so that Ctrl-C at the terminal does not reach it, and killing it also kills the
     processes that its engine has started. It ends within a second of the trainer.
+
+    Attributes:
+        pipe: the connection; its calls raise EOFError or OSError once the process has ended.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -72,7 +83,7 @@ class EngineChild:
         package = str(Path(__file__).resolve().parents[2])
         path = [str(Path(entry).absolute()) for entry in sys.path]
         path = path if package in path else [*path, package]
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         arguments = json.dumps([theirs.fileno(), os.getpid(), path])
         try:
             self._process = subprocess.Popen(
@@ -86,11 +97,11 @@ class EngineChild:
                 bufsize=0,
             )
         except OSError as error:
-            ours.close()
+            self._socket.close()
             raise RunError(f"cannot start the engine process: {error}") from error
         finally:
             theirs.close()
-        self.channel = Channel(ours)
+        self.pipe = Connection(os.dup(self._socket.fileno()))
         self._output = b""
         self._reader = threading.Thread(target=self._collect_output, name="engine-output", daemon=True)
         self._watch = threading.Thread(target=self._wait, name="engine-watch", daemon=True)
@@ -133,10 +144,45 @@ class EngineChild:
     def _wait(self) -> None:
         """Wait for the end of the process, end those that it has started, and close the connection.
 
-        A process of the engine may hold the other end of the connection open, and its memory on a GPU.
+        A process of the engine may hold the other end of the connection open, and its memory on a GPU. A thread that
+        waits for the connection is woken.
         """
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self.channel.shutdown()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def main(descriptor: int, trainer: int) -> None:
+    """Serve commands until the trainer ends the process or dies; runs in the process.
+
+    Only the standard library is imported before the process watches the trainer.
+
+    Args:
+        descriptor: this process's end of the socket pair.
+        trainer: process id of the trainer.
+    """
+    # A cluster sends SIGTERM to all processes of a job; the trainer completes its step first, for which it needs this
+    # process. It ends it itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(trainer,), name="trainer-watch", daemon=True).start()
+    os.set_inheritable(descriptor, False)
+
+    from bandpo_cli.sampling.engine_server import EngineServer  # imports torch
+
+    EngineServer(Connection(descriptor)).serve()
+    # Without the interpreter's shutdown, which waits for threads of the engine.
+    os._exit(0)
+
+
+def _end_with(trainer: int) -> None:
+    """Kill this process and those that it has started when it is no longer a child of the trainer."""
+    while os.getppid() == trainer:
+        time.sleep(POLL_INTERVAL_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,7 @@
 """Sampling in a process of its own, so that the trainer can update at the same time (`sampling.max_lag`).
 
-The process has the ordinary engine of the settings and a model of its own. The trainer sends it the weights tensor by
-tensor at every sync, which ends with the checks of the engine itself. There is one process per rank. Its memory is that
-of a model in the dtype of forward passes, of the engine, and of a second copy of the weights where the engine has one.
+The process has the ordinary engine of the settings. At every sync the trainer writes the weights, tensor by tensor, to
+memory that the process reads. There is one process per rank.
 
 The engine never sleeps (`sampling.vllm.sleep` has no effect): it samples while the trainer updates.
 """
@@ -14,7 +13,8 @@ import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -23,27 +23,23 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.hardware import engine_cards, trainer_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.adapter_files import adapter_folder
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.rank_process import local_rank_count
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams, TokenIds
-from bandpo_cli.sampling.engine_channel import (
-    Channel,
-    ChannelClosedError,
-    Message,
-    pack_prompts,
-    received_error,
-    send_weight,
-    unpack_completions,
-)
+from bandpo_cli.registries import ENGINES
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams, TokenIds, engine_model
+from bandpo_cli.sampling.engine_channel import Answer, send_slots, send_weights
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
 """Seconds that an idle engine has to shut down before it is killed."""
 
+CLOSED = (EOFError, OSError)
+"""Errors of a connection whose other end, or this end, is closed."""
 _CLOSED = "the engine process is closed"
 
 log = logging.getLogger("bandpo_cli")
@@ -73,6 +69,10 @@ class EngineProcess:
         self._error: str | None = None
         self._child: EngineChild | None = None
         self._trainer_threads = torch.get_num_threads()
+        self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
+        self._check: SyncCheck | None = None
+        if not self._entry.shares_weights:
+            self._check = SyncCheck(policy, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
         try:
             self._ranks.agree(lambda: self._start(config, policy))
             self.sync(policy.model, version=0)
@@ -90,10 +90,10 @@ class EngineProcess:
             RunError: the engine failed, or its process ended or was closed by another thread.
             EngineMemoryError: the engine ran out of memory.
         """
-        with self._conversation() as channel:
-            channel.send("sample", pack_prompts(prompts_P), params=asdict(params), seed=seed)
-            answer = channel.receive()
-        return unpack_completions(_checked(answer).arrays)
+        completions: list[list[Completion]] = self._call("sample", prompts_P, params, seed)
+        if completions and self._check is not None:
+            self._check.observe(prompts_P[0], completions[0][0])
+        return completions
 
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
@@ -103,27 +103,27 @@ class EngineProcess:
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
         """
         more = iter(requests)
-        failure: BaseException | None = None
-        with self._conversation() as channel:
-            channel.send("stream", params=asdict(params))
-            while (message := channel.receive()).kind != "done":
-                if message.kind == "next":
+        failure: Exception | None = None
+        with self._conversation() as pipe:
+            pipe.send(("stream", params))
+            while not isinstance(message := pipe.recv(), Answer):
+                if message is None:  # the engine has room for a request
+                    request = None
                     try:
-                        _send_request(channel, next(more, None))
-                    except ChannelClosedError:
-                        raise
-                    except BaseException as error:  # noqa: BLE001 - raised below, after the end of the stream
+                        request = next(more, None)
+                    except Exception as error:  # noqa: BLE001 - raised below, after the end of the stream
                         failure = error
-                        channel.send("stop")
+                    pipe.send(request)
                     continue
                 try:
-                    yield unpack_completions(message.arrays)
+                    if failure is None:
+                        yield message
                 except GeneratorExit:
-                    with suppress(ChannelClosedError):  # the process may have been closed in between
-                        channel.send("taken", more=False)
-                        channel.receive()
+                    with suppress(*CLOSED):  # the process may have been closed in between
+                        pipe.send(False)
+                        pipe.recv()
                     raise
-                channel.send("taken", more=True)
+                pipe.send(failure is None)
         if failure is not None:
             raise failure
         _checked(message)
@@ -140,15 +140,13 @@ class EngineProcess:
             EngineMemoryError: the engine ran out of memory.
         """
         weights = checkpoint_weights(model)
-        answer: Message | None = None
+        answer: Answer | None = None
         failure: RunError | None = None
         try:
-            with self._conversation() as channel:
-                channel.send("sync", version=version)
-                for name, tensor in weights:
-                    send_weight(channel, name, tensor)
-                channel.send("end")
-                answer = channel.receive()
+            with self._conversation() as pipe:
+                pipe.send(("sync", version))
+                send_weights(pipe, self._slots, weights)
+                answer = pipe.recv()
         except RunError as error:
             failure = error
             for _ in weights:  # a sharded model gathers each weight on all ranks together
@@ -161,13 +159,12 @@ class EngineProcess:
             _checked(answer)
 
         self._ranks.agree(raise_failure)
+        if self._check is not None:
+            self._check.check(model, version, self._sample_probe)
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""
-        with self._conversation() as channel:
-            channel.send("describe")
-            answer = channel.receive()
-        description: dict[str, str] = _checked(answer).header["description"]
+        description: dict[str, str] = self._call("describe")
         return description
 
     def close(self) -> None:
@@ -182,12 +179,12 @@ class EngineProcess:
         idle = self._lock.acquire(blocking=False)
         try:
             if idle and error is None:
-                with suppress(ChannelClosedError):
-                    child.channel.send("close")
+                with suppress(*CLOSED):
+                    child.pipe.send(("close",))
                 child.wait(CLOSE_S)
             child.kill()
             if idle:  # else a thread may still be reading
-                child.channel.close()
+                child.pipe.close()
         finally:
             if idle:
                 self._lock.release()
@@ -195,24 +192,43 @@ class EngineProcess:
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
         on_gpu = policy.device.type == "cuda"
-        sampling = _engine_settings(config.sampling, policy)
         threads = engine_threads(self._trainer_threads, on_gpu)
-        self._child = EngineChild(engine_environment(os.environ, _engine_card(policy)))
-        with self._conversation() as channel:
-            channel.send(
-                "build",
-                model=_model_settings(config.model, policy).model_dump(mode="json"),
-                sampling=sampling.model_dump(mode="json"),
-                threads=threads,
+        largest = max(weight.numel() for weight in policy.model.parameters()) * policy.dtype.itemsize
+        gpu = policy.device if config.sampling.weight_transfer == "cuda-ipc" else None
+        if gpu is not None and not on_gpu:
+            raise UserError("sampling.weight_transfer = 'cuda-ipc' needs a GPU; leave it at 'host' on a CPU")
+        cards = _visible_cards(policy, sees_trainer=gpu is not None)
+        self._child = EngineChild(engine_environment(os.environ, cards))
+        with self._conversation() as pipe:
+            model = (
+                _model_settings(config.model, policy)
+                if self._entry.shares_weights
+                else replace(engine_model(policy.model), device=torch.device(policy.device.type))
             )
-            answer = channel.receive()
+            sampling = _engine_settings(config.sampling, self._entry.name)
+            pipe.send(("build", model, sampling, threads, None if gpu is None else len(cards) - 1))
+            self._slots = send_slots(pipe, largest, gpu)
+            answer = pipe.recv()
         _checked(answer)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
 
+    def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
+        """Return completions of one prompt. All ranks call this together, so an error on one is raised on all."""
+        probes = self._ranks.agree(lambda: self._call("sample", [prompt], params, seed)[0])
+        completions: list[Completion] = probes[self._ranks.rank]
+        return completions
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Return what a command of `EngineServer` returns, or raise its error."""
+        with self._conversation() as pipe:
+            pipe.send((name, *arguments))
+            answer = pipe.recv()
+        return _checked(answer)
+
     @contextmanager
-    def _conversation(self) -> Iterator[Channel]:
-        """Yield the channel for one command and its answer.
+    def _conversation(self) -> Iterator[Connection]:
+        """Yield the connection for one command and its answer.
 
         A command that is interrupted ends the process, since its answer would be taken for that of the next one.
         """
@@ -223,8 +239,8 @@ class EngineProcess:
                 raise RunError(self._error)
             assert self._child is not None
             try:
-                yield self._child.channel
-            except ChannelClosedError:
+                yield self._child.pipe
+            except CLOSED:
                 end = self._child.describe_end()
                 self._error = self._error or (
                     f"the engine process {end}; a new run with sampling.max_lag=0 samples in the trainer's "
@@ -254,11 +270,11 @@ def engine_threads(threads: int, on_gpu: bool) -> int:
     return threads if on_gpu else max(1, threads // 2)
 
 
-def _engine_settings(config: SamplingConfig, policy: Policy) -> SamplingConfig:
+def _engine_settings(config: SamplingConfig, engine: str) -> SamplingConfig:
     """Return the sampling settings in the process: an engine that never sleeps, as it is in use during updates."""
     return config.model_copy(
         update={
-            "engine": resolve_engine(config.engine, policy.device.type == "cuda"),
+            "engine": engine,
             "max_lag": 0,
             "vllm": config.vllm.model_copy(update={"sleep": False}),
         }
@@ -277,26 +293,24 @@ def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:
     return config.model_copy(update=settings)
 
 
-def _engine_card(policy: Policy) -> int | None:
-    """Return the GPU of the engine of this rank, in the trainer's numbers; None on a CPU."""
+def _visible_cards(policy: Policy, sees_trainer: bool) -> list[int]:
+    """Return the GPUs that the process of this rank sees, in the trainer's numbers; none on a CPU.
+
+    Args:
+        sees_trainer: the process also sees the GPU of the trainer, as its last one; it computes on the first.
+    """
     if policy.device.type != "cuda":
-        return None
-    trainers = trainer_cards(policy.device.index or 0, local_rank_count())
-    return engine_cards(trainers, torch.cuda.device_count())[policy.ranks.local_rank]
+        return []
+    own = policy.device.index or 0
+    cards = engine_cards(trainer_cards(own, local_rank_count()), torch.cuda.device_count())
+    card = cards[policy.ranks.local_rank]
+    return [card, own] if sees_trainer and card != own else [card]
 
 
-def _send_request(channel: Channel, request: SampleRequest | None) -> None:
-    """Send the next request of a stream, or that there is none."""
-    if request is None:
-        channel.send("end")
-    else:
-        channel.send("request", pack_prompts(request.prompts_P), seed=request.seed)
-
-
-def _checked(answer: Message) -> Message:
-    """Log the warnings of an answer and return it, or raise its error."""
-    for level, text in answer.header["warnings"]:
+def _checked(answer: Answer) -> Any:
+    """Log the warnings of an answer and return its value, or raise its error."""
+    for level, text in answer.warnings:
         log.log(level, "%s", text)
-    if "error" in answer.header:
-        raise received_error(answer.header["error"])
-    return answer
+    if answer.error is not None:
+        raise answer.error
+    return answer.value

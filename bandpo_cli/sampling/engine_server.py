@@ -1,184 +1,152 @@
 """Commands of an engine process: build the engine, receive weights, sample, describe, close.
 
-Each command ends with one answer of the kind `done`, which has the error if there was one, and the warnings that were
-logged since the last answer.
+A command is the name of a method of `EngineServer` with its arguments. It ends with one `Answer`.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
-from bandpo_cli.errors import is_out_of_memory
+from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.base import (
+    EngineModel,
+    LoadingSampler,
     Sampler,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
     StreamingSampler,
+    TokenIds,
     build_sampler,
     describe_sampler,
+    engine_model,
 )
 from bandpo_cli.sampling.engine_channel import (
-    Array,
-    Channel,
-    ChannelClosedError,
-    Message,
-    error_header,
-    pack_completions,
-    receive_weight,
-    unpack_prompts,
+    Answer,
+    Weights,
+    portable_error,
+    receive_slots,
+    receive_weights,
 )
 from bandpo_cli.types import Completion
 
-Answer = tuple[dict[str, Any], Sequence[Array]]
-"""Further values of the header of an answer, and its arrays."""
-
-
-class _StreamEndedError(Exception):
-    """The trainer takes no more completions of a stream."""
-
 
 class EngineServer:
-    """An engine with a policy of its own, whose weights the trainer sends."""
+    """An engine whose weights the trainer sends; one that runs the trainer's own model has a policy for it here."""
 
-    def __init__(self, end: socket.socket) -> None:
-        """Serve the trainer at the other end of the socket pair."""
-        self._channel = Channel(end)
+    _slots: torch.Tensor
+    _device: torch.device
+    _policy: Policy | None = None
+    _sampler: Sampler | None = None
+    _is_current = False
+    _has_sampled = False
+
+    def __init__(self, pipe: Connection) -> None:
+        """Serve the trainer at the other end of the connection."""
+        self._pipe = pipe
         self._log = _WarningLog()
         logger = logging.getLogger("bandpo_cli")
         logger.addHandler(self._log)
         logger.propagate = False
-        self._policy: Policy | None = None
-        self._sampler: Sampler | None = None
-        self._is_current = False
 
     def serve(self) -> None:
         """Carry out commands, one after the other, until `close` or the end of the connection."""
-        commands: dict[str, Callable[[Message], Answer]] = {
-            "build": self._build,
-            "sync": self._sync,
-            "sample": self._sample,
-            "stream": self._stream,
-            "describe": self._describe,
-        }
         try:
-            while (message := self._channel.receive()).kind != "close":
-                self._answer(commands[message.kind], message)
-        except ChannelClosedError:  # the trainer has ended
+            while (command := self._pipe.recv())[0] != "close":
+                self._pipe.send(self._answer(*command))
+        except (EOFError, OSError):  # the trainer has ended
             return
         if self._sampler is not None:
             self._sampler.close()
 
-    def _answer(self, command: Callable[[Message], Answer], message: Message) -> None:
-        header: dict[str, Any] = {}
-        arrays: Sequence[Array] = ()
+    def _answer(self, name: str, *arguments: Any) -> Answer:
         try:
-            header, arrays = command(message)
-        except ChannelClosedError:
+            value = getattr(self, name)(*arguments)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             traceback.print_exc()
-            header = {"error": error_header(error)}
-        self._channel.send("done", arrays, **header, warnings=self._log.taken())
+            sent = portable_error(error)
+            if not self._has_sampled and type(error) is RunError and isinstance(sent, RunError):
+                sent = UserError(f"the engine process cannot run this model here: {error}")
+            return Answer(error=sent, warnings=self._log.taken())
+        return Answer(value, warnings=self._log.taken())
 
-    def _build(self, message: Message) -> Answer:
-        """Load the policy and build the engine."""
-        header = message.header
-        torch.set_num_threads(header["threads"])
-        sections = {
-            "model": ModelConfig.model_validate(header["model"]),
-            "sampling": SamplingConfig.model_validate(header["sampling"]),
-        }
-        config = RunConfig().model_copy(update=sections)
-        # Its parameters require gradients, as the trainer's do: on a CPU the last bits of log-probs depend on that.
-        self._policy = load_policy(config.model, for_training=False)
-        self._sampler = build_sampler(config, self._policy)
-        return {}, ()
+    def build(
+        self, model: ModelConfig | EngineModel, sampling: SamplingConfig, threads: int, gpu: int | None
+    ) -> None:
+        """Build the engine, with a policy where it gets the settings of the model.
 
-    def _sync(self, message: Message) -> Answer:
-        """Receive all weights of the policy, then load them into the engine."""
-        assert self._policy is not None
-        assert self._sampler is not None
-        version = message.header["version"]
-        self._is_current = False
-        self._receive_weights(version)
-        self._sampler.sync(self._policy.model, version)
-        self._is_current = True
-        return {}, ()
-
-    def _receive_weights(self, version: int) -> None:
-        """Copy each weight into the parameter of its name.
-
-        All of them are received, also after one that cannot be used: the trainer sends them in any case.
-
-        Raises:
-            StaleEngineError: the received weights are not exactly those of the policy.
+        Args:
+            gpu: the number of the trainer's GPU in this process where the weights come through its memory.
         """
-        assert self._policy is not None
-        parameters = dict(self._policy.model.named_parameters())
-        missing = dict.fromkeys(parameters)
-        failure: Exception | None = None
-        while (message := self._channel.receive()).kind == "weight":
-            name, size = message.header["name"], message.header["bytes"]
-            problem = _mismatch(parameters.get(name), message.header)
-            if problem is not None:
-                receive_weight(self._channel, size, None)
-                failure = failure or StaleEngineError(
-                    f"the engine process cannot load version {version} of the weights: {name} {problem}"
-                )
-                continue
-            missing.pop(name, None)
-            try:
-                receive_weight(self._channel, size, parameters[name])
-            except RuntimeError as error:
-                failure = failure or error
-        if failure is not None:
-            if is_out_of_memory(failure) or isinstance(failure, StaleEngineError):
-                raise failure
-            raise StaleEngineError(f"version {version} of the weights: {failure}") from failure
-        if missing:
-            raise StaleEngineError(
-                f"the engine process received version {version} of the weights only in part: "
-                f"{next(iter(missing))} is missing ({len(missing)} in total)"
-            )
+        self._slots = receive_slots(self._pipe, gpu)
+        torch.set_num_threads(threads)
+        if isinstance(model, ModelConfig):
+            # Its parameters require gradients, as the trainer's do: on a CPU the last bits of log-probs depend on that.
+            self._policy = load_policy(model, for_training=False)
+            model = engine_model(self._policy.model)
+        self._device = model.device
+        config = RunConfig().model_copy(update={"sampling": sampling})
+        self._sampler = build_sampler(config, self._policy or model)
 
-    def _sample(self, message: Message) -> Answer:
-        sampler, params = self._current_sampler(), _params(message)
-        groups = sampler.sample(unpack_prompts(message.arrays), params, message.header["seed"])
-        return {}, pack_completions(groups)
-
-    def _stream(self, message: Message) -> Answer:
-        """Send the completions of each request; the trainer answers each with whether it takes more."""
-        sampler, params = self._current_sampler(), _params(message)
+    def sync(self, version: int) -> None:
+        """Receive all weights of the policy and load them into the engine, one at a time."""
+        assert self._sampler is not None
+        self._is_current = False
+        weights = receive_weights(self._pipe, self._slots)
         try:
-            with closing(_stream_of(sampler, self._requests(), params)) as stream:
-                for groups in stream:
-                    self._channel.send("completions", pack_completions(groups))
-                    if not self._channel.receive().header["more"]:
-                        break
-        except _StreamEndedError:
-            pass
-        return {}, ()
+            if self._policy is not None:
+                _copy(weights, dict(self._policy.model.named_parameters()), version)
+                self._sampler.sync(self._policy.model, version)
+            else:
+                assert isinstance(self._sampler, LoadingSampler)
+                # vLLM keeps the tensors of a layer until it has all of them, longer than they are valid.
+                copies = ((name, tensor.to(self._device, copy=True)) for name, tensor in weights)
+                self._sampler.load(copies, version)
+        finally:
+            for _ in weights:  # the trainer sends all of them in any case
+                pass
+        self._is_current = True
+
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        """Return completions [P][n]."""
+        completions = self._current_sampler().sample(prompts_P, params, seed)
+        self._has_sampled = True
+        return completions
+
+    def stream(self, params: SamplingParams) -> None:
+        """Send the completions of each request; the trainer answers each with whether it takes more."""
+        with closing(_stream_of(self._current_sampler(), self._requests(), params)) as stream:
+            for groups in stream:
+                self._pipe.send(groups)
+                if not self._pipe.recv():
+                    break
 
     def _requests(self) -> Iterator[SampleRequest]:
         """Ask the trainer for one request after the other."""
         while True:
-            self._channel.send("next")
-            message = self._channel.receive()
-            if message.kind == "stop":
-                raise _StreamEndedError
-            if message.kind == "end":
+            self._pipe.send(None)
+            request = self._pipe.recv()
+            if request is None:
                 return
-            yield SampleRequest(unpack_prompts(message.arrays), message.header["seed"])
+            yield request
+
+    def describe(self) -> dict[str, str]:
+        """Return what the engine describes; see `describe_sampler`."""
+        assert self._sampler is not None
+        return describe_sampler(self._sampler)
 
     def _current_sampler(self) -> Sampler:
         assert self._sampler is not None
@@ -186,13 +154,9 @@ class EngineServer:
             raise StaleEngineError("the engine process has no complete weights since the last sync failed")
         return self._sampler
 
-    def _describe(self, _: Message) -> Answer:
-        assert self._sampler is not None
-        return {"description": describe_sampler(self._sampler)}, ()
-
 
 def _stream_of(
-    sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams
+    sampler: Sampler, requests: Iterator[SampleRequest], params: SamplingParams
 ) -> Generator[list[list[Completion]], None, None]:
     """Yield the completions of each request, at the same time if the engine can."""
     if isinstance(sampler, StreamingSampler):
@@ -202,18 +166,38 @@ def _stream_of(
         yield sampler.sample(prompts_P, params, seed)
 
 
-def _params(message: Message) -> SamplingParams:
-    values = message.header["params"]
-    return SamplingParams(**{**values, "stop_ids": tuple(values["stop_ids"])})
+@torch.no_grad()
+def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
+    """Copy each weight into the parameter of its name.
+
+    Raises:
+        StaleEngineError: the weights are not exactly those of the parameters.
+    """
+    missing = dict.fromkeys(parameters)
+    for name, tensor in weights:
+        problem = _mismatch(parameters.get(name), tensor)
+        if problem is not None:
+            raise StaleEngineError(
+                f"the engine process cannot load version {version} of the weights: {name} {problem}"
+            )
+        parameters[name].copy_(tensor)
+        del missing[name]
+    if missing:
+        raise StaleEngineError(
+            f"the engine process received version {version} of the weights only in part: "
+            f"{next(iter(missing))} is missing ({len(missing)} in total)"
+        )
 
 
-def _mismatch(parameter: torch.Tensor | None, header: dict[str, Any]) -> str | None:
+def _mismatch(parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
     """Return how a received weight differs from the parameter of its name; None if it does not."""
     if parameter is None:
         return "is no parameter of the model"
-    own = [*parameter.shape], str(parameter.dtype)
-    if own != (header["shape"], header["dtype"]):
-        return f"has shape {header['shape']} and dtype {header['dtype']} in place of {own[0]} and {own[1]}"
+    if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+        return (
+            f"has shape {[*tensor.shape]} and dtype {tensor.dtype} in place of {[*parameter.shape]} and "
+            f"{parameter.dtype}"
+        )
     return None
 
 

@@ -6,7 +6,6 @@ sync ends with a check that the engine runs them. With several ranks, each of th
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import os
@@ -18,17 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import forward_dtype, model_class
 from bandpo_cli.models.weights import checkpoint_weights
-from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.base import (
+    EngineModel,
+    SampleRequest,
+    SamplingParams,
+    StaleEngineError,
+    TokenIds,
+    engine_model,
+)
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_stream import stream_outputs
 from bandpo_cli.sampling.vllm_worker import (
@@ -57,24 +62,31 @@ class VllmSampler:
 
     shares_weights = False
 
-    def __init__(self, config: SamplingConfig, policy: Policy) -> None:
+    def __init__(self, config: SamplingConfig, policy: Policy | EngineModel) -> None:
         """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.
+
+        Without the policy it has no weights until `load`.
 
         Raises:
             ConfigError: there are several ranks, and `tensor_parallel` is above 1.
             UserError: vLLM cannot be imported, or it refuses the model or the settings.
             StaleEngineError: the first sync failed.
         """
-        check_tensor_parallel(config.vllm.tensor_parallel, policy.ranks.size)
+        own = None if isinstance(policy, EngineModel) else policy
+        ranks = SINGLE if own is None else own.ranks
+        check_tensor_parallel(config.vllm.tensor_parallel, ranks.size)
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
-        self._check = SyncCheck(policy, config.max_prompt_tokens + config.max_tokens)
-        self._llm, self._threads = _start(config, policy, self._sleeps)
+        self._check = None if own is None else SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
+        model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
+        self._llm, self._threads = _start(config, model, ranks, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
+        if own is None:
+            return
         try:
-            self.sync(policy.model, version=0)
+            self.sync(own.model, version=0)
         except BaseException as error:
             with warn_on_failure("the vLLM engine could not be closed"):
                 self.close()
@@ -85,6 +97,7 @@ class VllmSampler:
     @property
     def probe_gap(self) -> float:
         """Mean difference in nats between the engine's and the trainer's log-probs, measured by the last sync."""
+        assert self._check is not None
         return self._check.gap
 
     def sample(
@@ -100,7 +113,7 @@ class VllmSampler:
         self._check_request(prompts_P, params)
         outputs = self._generate(prompts_P, _requests(params, seed, len(prompts_P)))
         groups = [[self._completion(output) for output in request.outputs] for request in outputs]
-        if groups:
+        if groups and self._check is not None:
             self._check.observe(prompts_P[0], groups[0][0])
         return groups
 
@@ -137,18 +150,22 @@ class VllmSampler:
             self._asleep = True
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Load the weights, clear the cache of the old weights, and check that the engine runs the new ones.
-
-        With several ranks, all of them must call this together.
+        """Load the weights and check that the engine runs them; all ranks must call this together.
 
         Raises:
             StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
                 error is raised unchanged.
         """
-        weights = ComparedWeights(checkpoint_weights(model), self._settings.tensor_parallel)
+        assert self._check is not None
+        self.load(checkpoint_weights(model), version)
+        self._check.check(model, version, self._sample_probe)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Load the weights, clear the cache of the old ones, and compare tensors; see `LoadingSampler`."""
+        compared = ComparedWeights(weights, self._settings.tensor_parallel)
         try:
             self._wake_if_asleep(["weights"])
-            skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(weights), version))
+            skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(compared), version))
             self._wake_if_asleep(["kv_cache"])
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
@@ -167,8 +184,7 @@ class VllmSampler:
             raise StaleEngineError(
                 f"vLLM did not clear the cached prompts of the weights before version {version}"
             )
-        self._compare_tensors(weights, version)
-        self._check.check(model, version, self._sample_probe)
+        self._compare_tensors(compared, version)
         self._version = version
 
     def describe(self) -> dict[str, str]:
@@ -252,14 +268,14 @@ class VllmSampler:
         return [self._completion(each) for each in output.outputs]
 
 
-def _start(config: SamplingConfig, policy: Policy, sleeps: bool) -> tuple[vllm.LLM, int]:
+def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: bool) -> tuple[vllm.LLM, int]:
     """Start the engine; return it with the number of torch threads under which it was compiled."""
     prepare_environment()
     try:
         with preserve_process_state(), preserve_process_group(), stderr_on_failure():
             import vllm
 
-            llm = vllm.LLM(**_engine_settings(config, policy.model, sleeps), **_rank_settings(policy.ranks))
+            llm = vllm.LLM(**_engine_settings(config, model, sleeps), **_rank_settings(ranks))
             return llm, torch.get_num_threads()
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {_error_text(error)}") from error
@@ -279,17 +295,17 @@ def _memory_hint(config: SamplingConfig) -> str:
     )
 
 
-def _engine_settings(config: SamplingConfig, model: PreTrainedModel, sleeps: bool) -> dict[str, Any]:
+def _engine_settings(config: SamplingConfig, model: EngineModel, sleeps: bool) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`."""
     settings = config.vllm
     max_model_len = config.max_prompt_tokens + config.max_tokens
     arguments = {
-        "model": str(_config_folder(model)),
+        "model": str(_config_folder(model.config)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the model's could set top-p, top-k or a repetition penalty
         "logprobs_mode": "processed_logprobs",  # of the logits divided by the temperature
-        "dtype": str(forward_dtype(model)).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "seed": 0,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_sequences,
@@ -320,10 +336,8 @@ def _rank_settings(ranks: Ranks) -> dict[str, Any]:
     return {} if ranks.size == 1 else {"distributed_executor_backend": "external_launcher"}
 
 
-def _config_folder(model: PreTrainedModel) -> Path:
+def _config_folder(config: PreTrainedConfig) -> Path:
     """Write the policy's config for vLLM; return its folder, which is the same for equal configs (compile caches)."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [model_class(model).__name__]
     digest = hashlib.blake2b(config.to_json_string().encode(), digest_size=8).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"bandpo-vllm-{os.getuid()}" / digest
     folder.mkdir(parents=True, exist_ok=True)

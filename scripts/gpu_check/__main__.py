@@ -32,7 +32,14 @@ from scripts.gpu_check.kernels import check_logprobs, check_operator
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
 from scripts.gpu_check.stand_ins import install_stand_ins
-from scripts.gpu_check.training import check_ahead, check_memory, check_resume, check_step, free_memory
+from scripts.gpu_check.training import (
+    check_ahead,
+    check_engine_weights,
+    check_memory,
+    check_resume,
+    check_step,
+    free_memory,
+)
 from scripts.gpu_check.work import Work
 
 Check = Callable[[Work], Measured]
@@ -45,6 +52,7 @@ CHECKS: dict[str, Check] = {
     "memory-0.5b": partial(check_memory, shape="0.5b"),
     "resume": check_resume,
     "ahead": check_ahead,
+    "engine-weights": check_engine_weights,
     "vllm": check_vllm,
     "trl": check_trl,
     "step-1.5b": partial(check_step, shape="1.5b"),

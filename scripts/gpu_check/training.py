@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -248,6 +249,36 @@ def check_ahead(work: Work) -> Measured:
     measured.values["first_completions_equal"] = sum(one == other for one, other in pairs) / len(pairs)
     measured.at_least("first_completions_equal", MIN_EQUAL_COMPLETIONS if work.on_gpu else 1.0)
     measured.values["time_over_no_lag"] = run.mean("time/step") / before.mean("time/step")
+    return measured
+
+
+def check_engine_weights(work: Work) -> Measured:
+    """Measure weight syncs with an engine process, through memory of the host and, on a GPU, of the GPU.
+
+    The engine is the built-in sampler; its completions after a sync must not depend on the path of the weights.
+    """
+    if isinstance(sys.modules.get("pydantic"), StandIn):  # the process has none of the stand-ins
+        raise Skipped("pydantic is not installed")
+    from bandpo_cli.models.load import load_policy
+    from bandpo_cli.sampling.base import SamplingParams
+    from bandpo_cli.sampling.engine_process import EngineProcess
+
+    policy = load_policy(work.config("1.5b").model)
+    gigabytes = policy.parameter_count * policy.dtype.itemsize / 1e9
+    params = SamplingParams(samples=4, temperature=1.0, max_tokens=32, stop_ids=())
+    measured, sampled = Measured({"gigabytes": gigabytes}), []
+    for path in ("host", "cuda-ipc") if work.on_gpu else ("host",):
+        config = work.config("1.5b", sampling={"max_lag": 1, "weight_transfer": path})
+        with closing(EngineProcess(config, policy)) as engine:
+            seconds = []
+            for version in range(1, 4):
+                begin = time.perf_counter()
+                engine.sync(policy.model, version)
+                seconds.append(time.perf_counter() - begin)
+            sampled.append(engine.sample([(5, 6, 7)], params, 0))
+        measured.values[f"{path}_gb_per_s"] = gigabytes / statistics.median(seconds)
+    measured.values["completions_equal"] = all(each == sampled[0] for each in sampled)
+    measured.equal("completions_equal", True)
     return measured
 
 

@@ -14,7 +14,7 @@ import pytest
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.experiments.memory import out_of_memory_errors
-from bandpo_cli.sampling.engine_channel import error_header, received_error
+from bandpo_cli.sampling.engine_channel import portable_error
 from tests.cli.eval_command import Done, bandpo, start, succeed, usage_error
 from tests.cli.test_nproc import children as ranks_of
 from tests.cli.test_train_stopped import count_lines, wait_until
@@ -51,7 +51,7 @@ def descendants(parent: int) -> list[int]:
 
 def engine_of(trainer: int) -> int:
     """Return the process id of the engine process of a trainer."""
-    (engine,) = [each for each, command in children(trainer).items() if b"engine_main" in command]
+    (engine,) = [each for each, command in children(trainer).items() if b"engine_child" in command]
     return engine
 
 
@@ -213,7 +213,7 @@ def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: P
 )
 def test_an_allocation_that_fails_in_the_engine_process_names_it(text: str, kept: str) -> None:
     with pytest.raises(RunError) as raised, out_of_memory_errors(RunConfig()):
-        raise received_error(error_header(RuntimeError(text)))
+        raise portable_error(RuntimeError(text))
     requested = str(raised.value).partition(";")[0]
     assert requested.startswith("out of memory (engine process: ")
     assert requested.endswith(f"{kept})")

@@ -1,19 +1,20 @@
-"""An engine for tests of the engine process: what it does depends on the seed of the request."""
+"""Engines with weights of their own for tests of the engine process."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.registries import ENGINES, EngineEntry
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.base import EngineModel, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
@@ -36,13 +37,15 @@ ERRORS: dict[int, Exception] = {
     7: ValueError("no such token\nwith more lines"),
     8: MemoryError(),
 }
-ENVIRONMENT_SEED, WARNING_SEED = 20, 21
+WARNING_SEED = 21
+WRONG_VERSION = 66
+"""Version of the weights that `CopySampler` loads wrongly."""
 FLOATS = (0.1, -1e-310, float("-inf"), 1 / 3)
 """Numbers that float32 does not hold."""
 
 
 class StubSampler:
-    """Raises the error of the seed; otherwise returns the token ids of the prompt in reverse order."""
+    """Raises the error of the seed of the request; otherwise returns the token ids of the prompt in reverse order."""
 
     shares_weights = False
 
@@ -68,7 +71,10 @@ class StubSampler:
 
     def sleep(self) -> None: ...
 
-    def sync(self, model: PreTrainedModel, version: int) -> None:
+    def sync(self, model: PreTrainedModel, version: int) -> None: ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        assert all(tensor.isfinite().all() for _, tensor in weights)
         if version == 666:
             raise StaleEngineError("the engine's check failed")
         self._version = version
@@ -85,6 +91,24 @@ class StubSampler:
     def close(self) -> None: ...
 
 
+class CopySampler(TransformersSampler):
+    """The transformers engine on a model of its own. Like vLLM, it keeps received tensors for a while."""
+
+    shares_weights = False
+
+    def __init__(self, config: SamplingConfig, model: EngineModel) -> None:
+        own = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        super().__init__(own.eval(), pad_id=0)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        kept = dict(weights)
+        if version == WRONG_VERSION:
+            kept["model.norm.weight"] = -kept["model.norm.weight"]
+        self._model.load_state_dict(kept, strict=False)
+        self._version = version
+
+
 def register() -> None:
-    """Add the engine `stub` to the registry."""
+    """Add the engines `stub` and `copy` to the registry."""
     ENGINES.register(EngineEntry("stub", "a stub", f"{__name__}:StubSampler"))
+    ENGINES.register(EngineEntry("copy", "a copy", f"{__name__}:CopySampler"))

@@ -5,28 +5,30 @@ The program of the process is a stand-in, which starts in milliseconds.
 
 from __future__ import annotations
 
-import json
+import inspect
 import multiprocessing
 import os
+import pickle
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import engine_channel, engine_child, engine_process
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams
-from bandpo_cli.sampling.engine_channel import Channel, ChannelClosedError, pack_completions
+from bandpo_cli.sampling.engine_channel import Answer
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_process import EngineProcess
 
@@ -51,27 +53,27 @@ def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
         "TORCHELASTIC_RUN_ID": "x",
         "BANDPO_NPROC": "2",
     }
-    assert engine_environment(environ, None) == {"PATH": "/bin"}
-    assert engine_environment({}, 3) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert engine_environment(environ, []) == {"PATH": "/bin"}
+    assert engine_environment({}, [3]) == {"CUDA_VISIBLE_DEVICES": "3"}
     listed = {"CUDA_VISIBLE_DEVICES": "4, GPU-5f,MIG-7a"}
-    assert [engine_environment(listed, card)["CUDA_VISIBLE_DEVICES"] for card in range(3)] == [
-        "4",
-        "GPU-5f",
-        "MIG-7a",
-    ]
-    assert engine_environment(listed, None) == listed
+    for cards, expected in (([0], "4"), ([1], "GPU-5f"), ([2], "MIG-7a"), ([2, 0], "MIG-7a,4")):
+        assert engine_environment(listed, cards)["CUDA_VISIBLE_DEVICES"] == expected
+    assert engine_environment(listed, []) == listed
 
 
 @pytest.mark.parametrize(
     ("device", "count", "expected"),
-    [("cpu", 2, None), ("cuda", 1, 0), ("cuda", 2, 1), ("cuda:1", 2, 0), ("cuda:1", 3, 0)],
+    [("cpu", 2, []), ("cuda", 1, [0]), ("cuda", 2, [1]), ("cuda:1", 2, [0]), ("cuda:1", 3, [0])],
 )
 def test_the_engine_takes_a_gpu_that_trains_nothing(
-    monkeypatch: pytest.MonkeyPatch, device: str, count: int, expected: int | None
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     alone: Any = type("Alone", (), {"device": torch.device(device), "ranks": Ranks()})
-    assert engine_process._engine_card(alone) == expected
+    assert engine_process._visible_cards(alone, sees_trainer=False) == expected
+    also = [] if expected == [torch.device(device).index or 0] else [torch.device(device).index or 0]
+    seen = engine_process._visible_cards(alone, sees_trainer=True)
+    assert seen == (expected + also if expected else [])
 
 
 def test_each_rank_takes_another_gpu_that_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,40 +82,43 @@ def test_each_rank_takes_another_gpu_that_trains_nothing(monkeypatch: pytest.Mon
     for count, expected in ((4, 3), (3, 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda:1"), "ranks": Ranks(5, 8, 1)})
-        assert engine_process._engine_card(on_gpu) == expected
+        assert engine_process._visible_cards(on_gpu, sees_trainer=False) == [expected]
 
 
 # The program of the process without an engine: it answers the start and the first sync, then the test's line runs when
-# the trainer asks for completions.
-STAND_IN = """
-import json, os, socket, struct, sys, time
-descriptor, trainer, path = json.loads(sys.argv[1])
-end = socket.socket(fileno=descriptor)
-file = end.makefile("rb")
-def receive():
-    header = json.loads(file.read(struct.unpack("!I", file.read(4))[0]))
-    file.read(sum(int(dtype[2:]) * count for dtype, count in header["arrays"]) + header.get("bytes", 0))
-    return header["kind"]
+# the trainer asks for completions. It imports no torch: what it receives is not unpickled.
+STAND_IN = f"""
+import json, os, pickle, sys, time
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+pipe = Connection(json.loads(sys.argv[1])[0])
 def done():
-    text = json.dumps({"kind": "done", "arrays": [], "warnings": []}).encode()
-    end.sendall(struct.pack("!I", len(text)) + text)
-receive()
+    pipe.send_bytes({pickle.dumps(Answer())!r})
+pipe.recv_bytes()
+reduction.recv_handle(pipe)
 done()
-while receive() != "end":
-    pass
+pipe.recv_bytes()
+while pipe.recv_bytes() != pickle.dumps(None):
+    pipe.send(None)
 done()
-kind = receive()
+kind = pipe.recv_bytes()
 """
+
+
+def test_weights_through_a_gpu_need_one(policy: Policy) -> None:
+    sections = {"engine": "transformers", "max_lag": 1, "weight_transfer": "cuda-ipc"}
+    with pytest.raises(UserError, match="weight_transfer = 'cuda-ipc' needs a GPU"):
+        EngineProcess(RunConfig.model_validate({"sampling": sections}), policy)
+    names = [*inspect.signature(rebuild_cuda_tensor).parameters]
+    assert names[engine_channel._HANDLE_DEVICE] == "storage_device"
 
 
 def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    error = {"type": "ConfigError", "text": "vllm is not installed"}
-    text = json.dumps({"kind": "done", "arrays": [], "warnings": [], "error": error})
-    line = f"receive()\nend.sendall(struct.pack('!I', {len(text)}) + {text.encode()!r})\nreceive()"
-    before, _, _ = STAND_IN.partition("receive()\ndone()\nwhile")
-    monkeypatch.setattr(engine_child, "_SOURCE", before + line)
+    before, _, _ = STAND_IN.partition("done()\npipe.recv_bytes()\nwhile")
+    error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
+    monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
     children: list[EngineChild] = []
     monkeypatch.setattr(
         engine_process, "EngineChild", lambda environment: keep(EngineChild(environment), children)
@@ -232,10 +237,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, poli
 
 def test_close_ends_a_process_with_an_open_stream(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     """The end of the stream is then no error."""
-    arrays = [[each.dtype.str, 0] for each in pack_completions([])]
-    text = json.dumps({"kind": "completions", "arrays": arrays})
-    line = f"end.sendall(struct.pack('!I', {len(text)}) + {text.encode()!r}); time.sleep(600)"
-    engine = started(monkeypatch, policy, line)
+    engine = started(monkeypatch, policy, "pipe.send([]); time.sleep(600)")
     stream = engine.sample_stream(REQUESTS, PARAMS)
     assert next(stream) == []
     with pytest.raises(RunError, match="a call of another thread"):
@@ -246,7 +248,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: pytest.MonkeyPatc
 
 
 def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
-    engine = started(monkeypatch, policy, "sys.exit(5 if kind == 'close' else 6)")
+    engine = started(monkeypatch, policy, "sys.exit(5 if pickle.loads(kind) == ('close',) else 6)")
     engine.close()
     assert child_of(engine)._process.returncode == 5
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
@@ -256,7 +258,7 @@ def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, po
 def test_an_interrupted_call_ends_the_process(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     """Otherwise its answer would be taken for that of the next call."""
     engine = started(monkeypatch, policy, "time.sleep(600)")
-    monkeypatch.setattr(Channel, "receive", interrupt)
+    monkeypatch.setattr(Connection, "recv", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.sample(PROMPTS, PARAMS, 0)
     assert child_of(engine).wait(0)
@@ -264,7 +266,7 @@ def test_an_interrupted_call_ends_the_process(monkeypatch: pytest.MonkeyPatch, p
         engine.sample(PROMPTS, PARAMS, 0)
 
 
-def interrupt(channel: Channel) -> None:
+def interrupt(pipe: Connection) -> None:
     raise KeyboardInterrupt
 
 
@@ -272,18 +274,18 @@ def interrupt(channel: Channel) -> None:
 BUSY = (
     "import json, sys, types; *arguments, sys.path[:] = json.loads(sys.argv[1])\n"
     "class Server:\n"
-    "    def __init__(self, end): self.end = end\n"
+    "    def __init__(self, pipe): self.pipe = pipe\n"
     "    def serve(self):\n"
-    "        self.end.sendall(b'started')\n"
+    "        self.pipe.send('started')\n"
     "        while True: pass\n"
     "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(EngineServer=Server)\n"
-    "from bandpo_cli.sampling.engine_main import main; main(*arguments)"
+    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
 )
 
 
 def trainer_that_starts_a_busy_process(folder: Path) -> None:
     child = EngineChild(os.environ)
-    child.channel.receive_bytes(memoryview(bytearray(7)))
+    assert child.pipe.recv() == "started"
     (folder / "pid.part").write_text(str(child.pid))
     (folder / "pid.part").rename(folder / "pid")
     time.sleep(600)
@@ -314,7 +316,7 @@ def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: pytest
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
     monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
     child = EngineChild(os.environ)
-    child.channel.receive_bytes(memoryview(bytearray(7)))
+    assert child.pipe.recv() == "started"
     assert os.getpgid(child.pid) == child.pid
     os.kill(child.pid, signal.SIGTERM)
     os.kill(child.pid, signal.SIGINT)
@@ -337,39 +339,3 @@ def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize("size", [8, 24, 1000])
-def test_weights_arrive_with_every_bit(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """In pieces of any size, also of parts of an element."""
-    monkeypatch.setattr(engine_channel, "PIECE_BYTES", size + 1)
-    weights = {
-        "matrix": torch.randn(7, 9).T,
-        "half": torch.randn(33).bfloat16(),
-        "number": torch.tensor(float("nan")),
-        "none": torch.zeros(0, 4),
-    }
-    first, second = map(Channel, socket.socketpair())
-    for name, tensor in weights.items():
-        engine_channel.send_weight(first, name, tensor)
-    for name, tensor in weights.items():
-        header = second.receive().header
-        target = torch.full_like(tensor, -1.0, memory_format=torch.contiguous_format)
-        engine_channel.receive_weight(second, header["bytes"], target)
-        assert (header["name"], header["shape"], header["dtype"]) == (
-            name,
-            [*tensor.shape],
-            str(tensor.dtype),
-        )
-        torch.testing.assert_close(target, tensor, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_closed_connection_is_an_error_of_every_call() -> None:
-    first, second = map(Channel, socket.socketpair())
-    first.send("half", x=json.loads("[1, null]"))
-    assert second.receive().header == {"kind": "half", "x": [1, None]}
-    first.close()
-    with pytest.raises(ChannelClosedError):
-        second.receive()
-    with pytest.raises(ChannelClosedError):
-        second.send("end")

@@ -6,10 +6,12 @@ test_engine_child.py has the tests of how processes start and end.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,10 @@ from bandpo_cli.sampling.base import (
     is_exact,
 )
 from bandpo_cli.sampling.engine_channel import (
-    Channel,
-    pack_completions,
-    receive_weight,
-    send_weight,
-    unpack_completions,
+    receive_slots,
+    receive_weights,
+    send_slots,
+    send_weights,
 )
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
@@ -207,32 +208,29 @@ def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7)])
-@pytest.mark.parametrize("from_transposed", [False, True])
-@pytest.mark.parametrize("to_transposed", [False, True])
-def test_a_weight_arrives_whatever_its_strides(
-    shape: tuple[int, ...], from_transposed: bool, to_transposed: bool
-) -> None:
-    """Also the message after it: a receiver that takes other bytes than were sent waits forever, or reads nonsense."""
-
-    def tensor(transposed: bool) -> torch.Tensor:
-        return torch.empty(shape[::-1]).permute(dims[::-1]) if transposed else torch.empty(shape)
-
-    dims = [*range(len(shape))]
-
-    weight = tensor(from_transposed).copy_(torch.randn(shape))
-    target = tensor(to_transposed).fill_(7)
-    ours, theirs = (Channel(each) for each in socket.socketpair())
-    try:
-        send_weight(ours, "weight", weight)
-        ours.send("end")
-        message = theirs.receive()
-        receive_weight(theirs, message.header["bytes"], target)
-        assert theirs.receive().kind == "end"
-    finally:
-        ours.close()
-        theirs.close()
-    assert torch.equal(target, weight)
+def test_weights_arrive_with_every_bit() -> None:
+    """Whatever their shapes, strides and dtypes, and more of them than slots; the receiver copies none."""
+    weights = {
+        "matrix": torch.randn(7, 9).T,
+        "half": torch.randn(33).bfloat16(),
+        "number": torch.tensor(float("nan")),
+        "none": torch.zeros(0, 4),
+        "largest": torch.randn(8, 8).double(),
+        "last": torch.arange(5),
+    }
+    ours, theirs = multiprocessing.Pipe()
+    slots = send_slots(ours, weights["largest"].nbytes)
+    received = receive_slots(theirs)
+    sender = threading.Thread(target=send_weights, args=(ours, slots, weights.items()), daemon=True)
+    sender.start()
+    for (name, tensor), expected in zip(receive_weights(theirs, received), weights, strict=True):
+        assert name == expected
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, equal_nan=True)
+        start = received.data_ptr()
+        assert not tensor.numel() or start <= tensor.data_ptr() < start + received.numel()
+    sender.join(WAIT_S)
+    assert not sender.is_alive()
+    assert not ours.poll()
 
 
 def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
@@ -274,24 +272,76 @@ def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
 STUB_SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
     "from tests.sampling import stub_engine; stub_engine.register(); "
-    "from bandpo_cli.sampling.engine_main import main; main(*arguments)"
+    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
 )
 
 
-@pytest.fixture(scope="module")
-def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
-    """An engine of the kind `stub_engine`, started with the variables of a rank of torchrun."""
+class SampleOnce:
+    """Takes the place of the check after a sync: the stub's log-probs are none of a model."""
+
+    def __init__(self, policy: Policy, max_model_len: int) -> None: ...
+
+    def check(self, model: PreTrainedModel, version: int, sample: Callable[..., object]) -> None:
+        sample(PROMPTS[0], PARAMS, 0)
+
+    def observe(self, prompt: Sequence[int], completion: Completion) -> None: ...
+
+
+@contextmanager
+def stub_engines() -> Iterator[pytest.MonkeyPatch]:
+    """Register the engines of `stub_engine` here and in processes that are started within the block."""
     stub_engine.register()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_child, "_SOURCE", STUB_SOURCE)
-            patch.setenv("RANK", "3")
-            config = RunConfig.model_validate({"sampling": {"engine": "stub", "max_lag": 1}})
-            started = EngineProcess(config, policy)
-        yield started
-        started.close()
+            yield patch
     finally:
         ENGINES.unregister("stub")
+        ENGINES.unregister("copy")
+
+
+def stub_settings(engine: str) -> RunConfig:
+    sections = {"model": {"device": "cpu"}, "sampling": {"engine": engine, "max_lag": 1}}
+    return RunConfig.model_validate(sections)
+
+
+@pytest.fixture(scope="module")
+def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
+    """An engine of the kind `StubSampler`, started with the variables of a rank of torchrun."""
+    with stub_engines() as patch:
+        patch.setattr(engine_process, "SyncCheck", SampleOnce)
+        patch.setenv("RANK", "3")
+        started = EngineProcess(stub_settings("stub"), policy)
+        yield started
+        started.close()
+
+
+def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
+    """The process has no policy; the trainer compares its own log-probs with those of the engine after each sync."""
+    policy = load_policy(settings().model)
+    with stub_engines():
+        engine = EngineProcess(stub_settings("copy"), policy)
+    try:
+        assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)
+        perturb(policy.model, seed=1)
+        with pytest.raises(StaleEngineError, match=f"version {stub_engine.WRONG_VERSION} of the weights"):
+            engine.sync(policy.model, stub_engine.WRONG_VERSION)
+        engine.sync(policy.model, 4)
+        assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 4)
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    monkeypatch.setattr(
+        SampleOnce, "check", lambda self, model, version, sample: sample(PROMPTS[0], PARAMS, 3)
+    )
+    with stub_engines() as patch:
+        patch.setattr(engine_process, "SyncCheck", SampleOnce)
+        with pytest.raises(UserError, match=r"^the engine process cannot run this model here: vLLM failed$"):
+            EngineProcess(stub_settings("stub"), policy)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +385,6 @@ def test_completions_keep_every_bit_and_may_have_no_entropies(stub: EngineProces
         [Completion((0,), floats, "length", 5), Completion((1,), floats, "stop", 5)],
     ]
     assert stub.sample([], PARAMS, 0) == []
-    assert unpack_completions(pack_completions([[], []])) == [[], []]
 
 
 def test_a_failed_check_of_the_engine_is_raised_by_the_sync(stub: EngineProcess, policy: Policy) -> None:

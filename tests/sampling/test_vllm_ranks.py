@@ -21,7 +21,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import is_sharded, model_class, shard
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds, is_exact
+from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds, engine_model, is_exact
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT, LIMITS, SyncCheck, probe_limit
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
@@ -91,8 +91,8 @@ def synced(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
             sampler.sync(model, 1)
         except StaleEngineError as error:
             stale = str(error)
-    settings = vllm_sampler._engine_settings(RunConfig().sampling, model, False)
-    plain_settings = vllm_sampler._engine_settings(RunConfig().sampling, plain, False)
+    settings = vllm_sampler._engine_settings(RunConfig().sampling, engine_model(model), False)
+    plain_settings = vllm_sampler._engine_settings(RunConfig().sampling, engine_model(plain), False)
     return {
         "stale": stale,
         "same settings": settings == plain_settings,
