@@ -79,8 +79,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
     writes the one that it used into its config.yaml. With bfloat16 the optimizer keeps float32 master weights."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernels; `auto` is PyTorch's own (sdpa)."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
+    """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
+    FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     prompts: Literal["auto", "chat", "raw"] = "auto"

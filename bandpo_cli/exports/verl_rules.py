@@ -46,10 +46,16 @@ def is_copied(config: RunConfig) -> bool:
 def attention(config: RunConfig) -> Overrides:
     """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
     chosen = config.model.attention
-    if chosen == "flash_attention_2" or (chosen == "auto" and _dtype(config) == "bfloat16"):
+    # torch's varlen attention has the kernels of FlashAttention 2.
+    if chosen in ("flash_attention_2", "varlen") or (chosen == "auto" and _dtype(config) == "bfloat16"):
         return {}
     kernel = "sdpa" if chosen == "auto" else chosen
-    return {f"+{MODEL}.override_config.attn_implementation": kernel, f"{MODEL}.use_remove_padding": False}
+    implementation: Overrides = {f"+{MODEL}.override_config.attn_implementation": kernel}
+    return (
+        implementation
+        if kernel == "flash_attention_3"
+        else implementation | {f"{MODEL}.use_remove_padding": False}
+    )
 
 
 def _dtype(config: RunConfig) -> str:

@@ -4,20 +4,23 @@ Every layer except attention treats tokens independently, so it runs on the pack
 depends on the rows: it gathers their queries, keys and values, calls the model's own attention function on them and
 scatters the results back.
 
-Importing this module wraps `sdpa`, `eager` and `flash_attention_2` in transformers' registry of attention functions.
+Importing this module wraps `sdpa`, `eager` and FlashAttention 2 and 3 in transformers' registry of attention functions.
 A wrapped function behaves differently only if the model is called with `packing=`; `sdpa` also saves the copies of keys
-and values when one token per sequence is sampled with grouped heads.
+and values when one token per sequence is sampled with grouped heads. `varlen` is added to the registry: `sdpa`, and for
+packed rows the FlashAttention kernels that torch contains.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models.packing import Packing, causal_mask
@@ -158,10 +161,58 @@ def _sdpa_attention(
     return output.flatten(1, 2)[:, None], None
 
 
+def has_torch_varlen() -> bool:
+    """Return whether torch has varlen attention with grouped heads: from 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _torch_varlen(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Call torch's causal varlen attention with the arguments that transformers' FlashAttention takes.
+
+    Args:
+        query: [1, heads, E, width], key and value with as many or fewer heads.
+        sliding_window: number of tokens that a token attends to, itself included.
+
+    Returns:
+        (output [1, E, heads, width], None).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
+    left = -1 if sliding_window is None else sliding_window - 1
+    output = varlen_attn(
+        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+        window_size=(left, 0), enable_gqa=True,
+    )  # fmt: skip
+    return cast(torch.Tensor, output)[None], None
+
+
+def _attend_torch_varlen(attention: Attention, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+    """Return `_attend_varlen` with torch's kernel in place of the one for calls without `packing`."""
+    return _attend_varlen(_torch_varlen, *arguments, **kwargs)
+
+
 _IMPLEMENTATIONS = {
     "sdpa": (_sdpa_attention, _attend_in_blocks),
     "eager": (_eager_attention, _eager_attend_in_blocks),
     "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _attend_varlen),
+    "flash_attention_3": (ALL_ATTENTION_FUNCTIONS["flash_attention_3"], _attend_varlen),
+    "varlen": (_sdpa_attention, _attend_torch_varlen),
 }
+AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 for _name, (_attention, _attend_packed) in _IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _packed(_attention, _attend_packed))

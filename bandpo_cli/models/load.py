@@ -19,13 +19,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.hub import cached_commit
 from bandpo_cli.models.adapter_files import adapter_folder, base_config, merge_adapter
+from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import (
     check_declared_size,
     check_loaded_weights,
@@ -35,7 +36,7 @@ from bandpo_cli.models.checks import (
     check_weight_format,
     loading_errors,
 )
-from bandpo_cli.models.device import dtype_here
+from bandpo_cli.models.device import dtype_here, is_on_cuda
 from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
 from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
 from bandpo_cli.paths import path_exists, user_path
@@ -317,18 +318,27 @@ def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
 
 def _attention(config: ModelConfig) -> str | None:
     """Return the attention implementation for transformers, or None for its default: sdpa if the model supports it."""
-    if config.attention == "flash_attention_2":
-        if not is_flash_attn_2_available():
+    chosen = config.attention
+    needed = {
+        "flash_attention_2": ("the package flash-attn and a GPU that it supports", is_flash_attn_2_available),
+        "flash_attention_3": (
+            "the package flash-attn-3 and a GPU that it supports",
+            is_flash_attn_3_available,
+        ),
+        "varlen": ("a GPU and torch 2.12 or later", lambda: is_on_cuda(config) and has_torch_varlen()),
+    }
+    if chosen in needed:
+        what, is_available = needed[chosen]
+        if not is_available():
             raise UserError(
-                "model.attention = 'flash_attention_2' needs the package flash-attn and a GPU that it supports, and "
-                "one of them is missing; set model.attention=sdpa"
+                f"model.attention = {chosen!r} needs {what}, and one of them is missing; set model.attention=sdpa"
             )
         if dtype_here(config) == torch.float32:
             raise UserError(
-                "model.attention = 'flash_attention_2' does not support float32; set model.dtype=bfloat16 or "
+                f"model.attention = {chosen!r} does not support float32; set model.dtype=bfloat16 or "
                 "model.attention=sdpa"
             )
-    return None if config.attention == "auto" else config.attention
+    return None if chosen == "auto" else chosen
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from scripts.gpu_check.engines import check_trl, check_vllm
-from scripts.gpu_check.kernels import check_logprobs, check_operator
+from scripts.gpu_check.kernels import check_attention, check_logprobs, check_operator
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
 from scripts.gpu_check.stand_ins import install_stand_ins
@@ -48,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "operator": check_operator,
     "logprobs-0.5b": partial(check_logprobs, shape="0.5b"),
     "logprobs-1.5b": partial(check_logprobs, shape="1.5b"),
+    "attention": check_attention,
     "step-0.5b": partial(check_step, shape="0.5b"),
     "memory-0.5b": partial(check_memory, shape="0.5b"),
     "resume": check_resume,

@@ -1,10 +1,11 @@
-"""Checks of the kernels: the Band operator against a memory copy, and tiled against full log-probs."""
+"""Checks of kernels: the Band operator against a memory copy, tiled against full log-probs, kinds of attention."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ MAX_LOGPROB_DIFFERENCE = 1e-2
 """Largest difference of a log-prob in nats from float32: products of bfloat16 factors are exact in it, sums round."""
 MAX_GRADIENT_DIFFERENCE = 2e-2
 """Largest norm of a gradient's difference over the gradient's norm: one rounding to bfloat16 is 2^-9 = 0.002."""
+MAX_ATTENTION_GAP = 0.05
+"""Largest mean difference between log-probs of two attention kernels in bfloat16, nats. No card has been measured."""
 MAX_TILED_TIME = 2.0
 """Largest time of tiled log-probs over that of full ones, on a GPU. The tiles take four products instead of three."""
 MAX_TILED_MEMORY = 0.5
@@ -162,3 +165,35 @@ def _peak_gib(function: Callable[[], object]) -> float:
     function()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def check_attention(work: Work) -> Measured:
+    """Compare attention kernels on packed rows: time of a forward and backward pass, and log-probs against sdpa."""
+    from bandpo_cli.errors import UserError
+    from bandpo_cli.models.load import load_policy
+    from bandpo_cli.models.logprobs import token_logprobs
+    from bandpo_cli.models.packing import Row, collate
+
+    size = work.size
+    lengths = [size.max_tokens * (index + 1) // size.samples for index in range(size.samples)]
+    prompt, tokens = [5] * size.prompt_chars, [6] * size.max_tokens
+    rows = [Row(prompt, [tokens[:length]]) for length in lengths]
+    measured, expected = Measured({"tokens": sum(map(len, rows))}), None
+    for kind in ("sdpa", "varlen", "flash_attention_2", "flash_attention_3"):
+        try:
+            model = load_policy(work.config("0.5b", model={"attention": kind}).model).model
+        except UserError:  # it needs a package, or a GPU, that is not there
+            continue
+        batch = collate(rows, model.device)
+
+        def run(model: Any = model, batch: Any = batch) -> torch.Tensor:
+            logprobs = token_logprobs(model, batch).logprobs
+            logprobs.sum().backward()
+            return logprobs.detach()
+
+        logprobs = run()
+        expected = logprobs if expected is None else expected
+        measured.values[f"{kind}_ms"] = 1e3 * seconds_of(run, work.device, 3)
+        measured.values[f"{kind}_gap_nats"] = (logprobs - expected).abs().mean().item()
+        measured.at_most(f"{kind}_gap_nats", MAX_ATTENTION_GAP)
+    return measured

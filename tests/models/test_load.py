@@ -56,9 +56,18 @@ def test_the_reference_does_not_change_with_the_policy() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be installed")
-def test_flash_attention_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model.attention=sdpa") as error:
-        load_policy(ModelConfig(attention="flash_attention_2", dtype="bfloat16"))
+@pytest.mark.parametrize(
+    ("attention", "needed"),
+    [
+        ("flash_attention_2", "the package flash-attn "),
+        ("flash_attention_3", "the package flash-attn-3 "),
+        ("varlen", "a GPU and torch 2.12 or later"),
+    ],
+)
+def test_kernels_that_are_not_at_hand_are_refused(attention: str, needed: str) -> None:
+    config = ModelConfig.model_validate({"attention": attention, "dtype": "bfloat16"})
+    with pytest.raises(UserError, match=rf"'{attention}' needs {needed}.*model.attention=sdpa") as error:
+        load_policy(config)
     assert "\n" not in str(error.value)
 
 

@@ -19,6 +19,8 @@ from transformers import (
 from bandpo_cli.models import attention, packing
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, batch_rows, collate
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from tests.conftest import SHAPE, random_model
 
 ROWS = [
@@ -110,15 +112,80 @@ def test_kernel_for_sequences_of_any_length_gives_the_same_log_probs(model: PreT
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    AttentionInterface.register("varlen", attention._packed(varlen, attention._attend_varlen))
-    model.set_attn_implementation("varlen")
+    AttentionInterface.register("any-length", attention._packed(varlen, attention._attend_varlen))
+    model.set_attn_implementation("any-length")
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
     assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
 
 
-@pytest.mark.usefixtures("_layout")
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Stands in for torch's `varlen_attn`, which has no kernel for a CPU: [E, heads, width] by its documentation."""
+    assert enable_gqa
+    assert torch.equal(ends, key_ends)
+    left, right = window_size
+    outputs = []
+    for first, last in itertools.pairwise(ends.tolist()):
+        assert last - first <= longest == longest_key
+        q = query[first:last]
+        k, v = (
+            states[first:last].repeat_interleave(q.shape[1] // key.shape[1], dim=1) for states in (key, value)
+        )
+        distance = torch.arange(last - first)[:, None] - torch.arange(last - first)
+        outside = (distance < -right) | ((left >= 0) & (distance > left))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(outside, float("-inf")).softmax(-1), v)
+        )
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def _varlen_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+
+
+@pytest.mark.usefixtures("_varlen_on_a_cpu")
+def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel) -> None:
+    """Sampling, which has no packed rows, is that of sdpa."""
+    params = SamplingParams(samples=3, temperature=1.0, max_tokens=6, stop_ids=(2,))
+    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
+    sampled = TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0)
+    model.set_attn_implementation("varlen")
+    ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+    assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
+    assert TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0) == sampled
+
+
+def test_torch_takes_the_arguments_of_varlen_attention() -> None:
+    """On the meta device, where the real function computes shapes."""
+    if not attention.has_torch_varlen():
+        pytest.skip("this version of torch has no varlen attention with grouped heads")
+    query, key = torch.empty(1, 4, 10, 16, device="meta"), torch.empty(1, 2, 10, 16, device="meta")
+    ends: dict[str, Any] = {
+        "cu_seq_lens_q": torch.empty(3, dtype=torch.int32, device="meta"),
+        "max_length_q": 6,
+    }
+    module = torch.nn.Module()
+    output, _ = attention._torch_varlen(module, query, key, key, None, **ends, scaling=0.5, sliding_window=4)
+    assert output.shape == (1, 10, 4, 16)
+
+
+@pytest.mark.usefixtures("_layout", "_varlen_on_a_cpu")
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "varlen"])
 def test_sliding_windows_are_applied(kind: str) -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=kind)).eval()
