@@ -4,18 +4,21 @@
 
 The model has random weights: 231 million parameters in bfloat16, 0.46 GB. A sync is all of `EngineProcess.sync`: the
 weights of the trainer are in the engine, and checked, when it returns. Each sync is followed by a copy of the same
-weights within this process, with one thread as the trainer has on two cores, so that a busy machine slows both.
+weights within this process, with one thread as the trainer has on two cores, so that a busy machine slows both. The
+processor time of both processes depends less on what else runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -47,6 +50,12 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def processor_seconds(process: int) -> float:
+    """Return the processor time that a process has used, from Linux's /proc."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     """Measure and print one line."""
     parser = argparse.ArgumentParser(
@@ -72,9 +81,12 @@ def main() -> None:
         gigabytes = sum(weight.nbytes for weight in weights) / 1e9
         engine = EngineProcess(config, policy)
         try:
-            syncs, plain = [], []
+            syncs, plain, used = [], [], 0.0
+            child: Any = engine._child
             for version in range(1, options.syncs + 1):
+                before = time.process_time() + processor_seconds(child.pid)
                 syncs.append(seconds(lambda version=version: engine.sync(policy.model, version)))
+                used += time.process_time() + processor_seconds(child.pid) - before
                 plain.append(seconds(lambda: torch._foreach_copy_(copies, weights)))
         finally:
             engine.close()
@@ -83,6 +95,7 @@ def main() -> None:
         "engine": options.engine,
         "gigabytes": round(gigabytes, 3),
         "sync_s": round(statistics.median(syncs), 3),
+        "processor_s_per_sync": round(used / len(syncs), 3),
         "sync_gb_per_s": round(statistics.median(rates), 2),
         "sync_gb_per_s_range": [round(min(rates), 2), round(max(rates), 2)],
         "copy_gb_per_s": round(gigabytes / statistics.median(plain), 2),

@@ -38,6 +38,7 @@ NOT_COMPUTED = {
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",
+    "sampling.weight_transfer": "the hardware; only with sampling.max_lag",
     "task.heldout_fraction": "used only where task.heldout is empty",
 }
 """Settings, or complete sections, that do not decide what a run with task.heldout computes, with the reason."""
