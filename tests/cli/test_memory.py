@@ -24,7 +24,7 @@ from bandpo_cli.experiments.memory import (
     memory_saving_settings,
     out_of_memory_errors,
 )
-from bandpo_cli.sampling.engine_channel import error_header, received_error
+from bandpo_cli.sampling.engine_channel import portable_error
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -344,9 +344,7 @@ def test_out_of_memory_of_an_engine_process_with_a_gpu_to_itself(
     """Settings of the updates are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
-        raise received_error(
-            error_header(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."))
-        )
+        raise portable_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."))
     assert "out of memory (engine process: " in str(raised.value)
     settings = settings_of(str(raised.value))
     assert ("optim.micro_batch_tokens" in settings[0]) == helps
