@@ -6,10 +6,14 @@ No torch here: samplers and graders in other processes send these values too. Su
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
+
+TOKEN_TYPE, FLOAT_TYPE = "i", "f"
+"""Types of `array.array`: token ids are 32-bit integers; log-probs and entropies are float32, as in all engines."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model sampled an end token; `length`: the completion reached the token limit."""
@@ -52,6 +56,8 @@ class Problem:
 class Completion:
     """One sampled answer, as tokens.
 
+    Values per token are arrays: 4 bytes per token, without a Python object for each. Other sequences are converted.
+
     Attributes:
         token_ids: the sampled tokens, the end-of-sequence token included when it was sampled.
         logprobs: log π(token) in nats under the *sampling* distribution (temperature applied), one per token.
@@ -61,11 +67,18 @@ class Completion:
             the engine does not report it.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: array[int]
+    logprobs: array[float]
     finish_reason: FinishReason
     policy_version: int
-    entropies: tuple[float, ...] = ()
+    entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+
+    def __post_init__(self) -> None:
+        """Convert sequences to arrays."""
+        for name, kind in (("token_ids", TOKEN_TYPE), ("logprobs", FLOAT_TYPE), ("entropies", FLOAT_TYPE)):
+            values = getattr(self, name)
+            if not isinstance(values, array):
+                object.__setattr__(self, name, array(kind, values))
 
 
 @dataclass(frozen=True)

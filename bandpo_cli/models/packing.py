@@ -11,15 +11,19 @@ that take sequences of equal length, and sequences with boundaries for kernels t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bandpo_cli.types import Group
+
+IntArray = NDArray[np.int64]
 
 MAX_SHARED_ROW_TOKENS = 4096
 """Maximum tokens in a row with several completions; in longer rows the prompt is a small part of the computation."""
@@ -65,12 +69,19 @@ class TokenBatch:
     targets: torch.Tensor
 
 
-def rows_from_groups(groups: Sequence[Group]) -> list[Row]:
-    """Return the groups' completions as rows, in order, with as many completions per prompt as a row may hold."""
+def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]] | None = None) -> list[Row]:
+    """Return the groups' completions as rows, in order, with as many completions per prompt as a row may hold.
+
+    Args:
+        chosen_PG: the completions that the rows hold; None for all of them.
+    """
     rows = []
-    for group in groups:
+    for index, group in enumerate(groups):
         completions = [rollout.completion.token_ids for rollout in group.rollouts_G]
-        rows += _split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
+        if chosen_PG is not None:
+            completions = [*compress(completions, chosen_PG[index])]
+        if completions:
+            rows += _split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
     return rows
 
 
@@ -93,29 +104,21 @@ def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
     """Return the rows as tensors on `device`, without padding."""
-    ids: list[int] = []
-    positions: list[int] = []
-    predictor_index: list[int] = []
-    targets: list[int] = []
-    for row in rows:
-        length = len(row.prompt_ids)
-        last_of_prompt = len(ids) + length - 1
-        ids.extend(row.prompt_ids)
-        positions.extend(range(length))
-        for completion in row.completions:
-            # The prompt's last token predicts a completion's first token; each later token is predicted by the one
-            # before it.
-            predictor_index.append(last_of_prompt)
-            predictor_index.extend(range(len(ids), len(ids) + len(completion) - 1))
-            targets.extend(completion)
-            ids.extend(completion)
-            positions.extend(range(length, length + len(completion)))
+    segments = [ids for row in rows for ids in (row.prompt_ids, *row.completions)]
+    packing = Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device)
+    ids = np.concatenate([np.asarray(segment, np.int64) for segment in segments])
+    layout = packing.layout
+    is_sampled = layout.segments != PROMPT
+    predictors = np.arange(-1, len(ids) - 1)
+    # The prompt's last token predicts a completion's first token; each later token is predicted by the one before it.
+    is_first = is_sampled & (layout.positions == layout.prompt_lengths)
+    predictors[is_first] = (layout.row_starts + layout.prompt_lengths - 1)[is_first]
     return TokenBatch(
-        input_ids=device_tensor([ids], device),
-        position_ids=device_tensor([positions], device),
-        packing=Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device),
-        predictor_index=device_tensor(predictor_index, device),
-        targets=device_tensor(targets, device),
+        input_ids=device_tensor(ids[None], device),
+        position_ids=device_tensor(layout.positions[None], device),
+        packing=packing,
+        predictor_index=device_tensor(predictors[is_sampled], device),
+        targets=device_tensor(ids[is_sampled], device),
     )
 
 
@@ -131,11 +134,12 @@ def empty_batch(pad_id: int, device: torch.device) -> TokenBatch:
 
 
 def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return nested lists of numbers as a tensor on `device`.
+    """Return an array, or nested lists of numbers, as a tensor on `device`.
 
-    The copy to a GPU starts from pinned memory and does not wait for the work queued there.
+    The copy to a GPU starts from pinned memory and does not wait for the work queued there. On a CPU the tensor may
+    share the memory of the array.
     """
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -178,83 +182,106 @@ class Packing:
         return tuple(self._block(group) for group in self._groups)
 
     def drop_masks(self) -> None:
-        """Free masks, which are as large as the square of the rows, and lists; they are made again when needed."""
-        self.__dict__.pop("_groups", None)
+        """Free masks, which are as large as the square of the rows; they are made again when needed."""
         for block in self.__dict__.get("blocks", ()):
             block.__dict__.pop("_mask_without_window", None)
 
     @cached_property
-    def _groups(self) -> list[list[_Sequence]]:
-        """The sequences of each block, before padding."""
-        masked: list[_Sequence] = []
-        plain: list[_Sequence] = []
-        for start, row in self._rows_with_offsets():
-            if len(row) > 2 and sum(row) <= MAX_MASKED_ROW_TOKENS:
-                positions = [*range(row[0]), *(row[0] + i for length in row[1:] for i in range(length))]
-                segments = [segment for segment, length in enumerate(row) for _ in range(length)]
-                masked.append(_Sequence(list(range(start, start + sum(row))), positions, segments))
-            else:
-                plain += [
-                    _Sequence(tokens, list(range(len(tokens))), [])
-                    for tokens in _sequences_of_row(start, row)
-                ]
-        return [*_group_by_length(masked), *_group_by_length(plain)]
+    def layout(self) -> TokenLayout:
+        """The place of each packed token in its row."""
+        lengths = np.array([length for row in self.rows for length in row])
+        segments = np.array([number for row in self.rows for number in range(len(row))])
+        row_lengths = [sum(row) for row in self.rows]
+        prompts = np.repeat([row[PROMPT] for row in self.rows], row_lengths)
+        token_segments = np.repeat(segments, lengths)
+        positions = np.arange(sum(row_lengths)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        return TokenLayout(
+            segments=token_segments,
+            positions=positions + np.where(token_segments == PROMPT, 0, prompts),
+            prompt_lengths=prompts,
+            row_starts=np.repeat([*accumulate(row_lengths[:-1], initial=0)], row_lengths),
+        )
 
     @cached_property
     def block_scatter_index(self) -> torch.Tensor:
         """[T] int64: index of each packed token in the concatenation of all flattened blocks."""
-        gathered = (_padded([sequence.tokens for sequence in group]) for group in self._groups)
-        return self._scatter_index([token for rows in gathered for row in rows for token in row])
+        return self._scatter_index([_token_indices(group).ravel() for group in self._groups])
 
     @cached_property
     def gather_index(self) -> torch.Tensor:
         """[E] int64: packed token at each index of the S concatenated sequences."""
-        return device_tensor([token for tokens in self._all_sequences() for token in tokens], self.device)
+        return device_tensor(np.concatenate(self._sequence_tokens), self.device)
 
     @cached_property
     def scatter_index(self) -> torch.Tensor:
         """[T] int64: index of each packed token in the S concatenated sequences, one of several for the prompt's."""
-        return self._scatter_index([token for tokens in self._all_sequences() for token in tokens])
+        return self._scatter_index(self._sequence_tokens)
 
     @cached_property
     def boundaries(self) -> torch.Tensor:
         """[S + 1] int32: index of the first token of each of the S sequences, followed by E."""
-        lengths = accumulate((len(tokens) for tokens in self._all_sequences()), initial=0)
-        return device_tensor(list(lengths), self.device, torch.int32)
+        lengths = accumulate((row[PROMPT] + length for row in self.rows for length in row[1:]), initial=0)
+        return device_tensor([*lengths], self.device, torch.int32)
 
     @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest prompt with one completion."""
-        return max(row[0] + max(row[1:]) for row in self.rows)
+        return max(row[PROMPT] + max(row[1:]) for row in self.rows)
 
-    def _rows_with_offsets(self) -> list[tuple[int, tuple[int, ...]]]:
-        return list(zip(accumulate(map(sum, self.rows), initial=0), self.rows, strict=False))
+    @cached_property
+    def _groups(self) -> list[list[_Sequence]]:
+        """The sequences of each block: rows within a mask, then prompts with one completion."""
+        masked: list[_Sequence] = []
+        plain: list[_Sequence] = []
+        for row, sequences in self._rows_with_sequences():
+            if len(row) > 2 and sum(row) <= MAX_MASKED_ROW_TOKENS:
+                masked.append(_Sequence(sequences[0].prompt, sum(row), sequences[0].prompt, 0, masked=True))
+            else:
+                plain += sequences
+        return [*_group_by_length(masked), *_group_by_length(plain)]
 
-    def _all_sequences(self) -> list[list[int]]:
+    @property
+    def _sequence_tokens(self) -> list[IntArray]:
         return [
-            tokens for start, row in self._rows_with_offsets() for tokens in _sequences_of_row(start, row)
+            _token_indices([sequence])[0]
+            for _, sequences in self._rows_with_sequences()
+            for sequence in sequences
         ]
 
-    def _scatter_index(self, gather_index: Sequence[int]) -> torch.Tensor:
-        """Return for each packed token the first index at which `gather_index` has it."""
-        first: dict[int, int] = {}
-        for index, token in enumerate(gather_index):
-            first.setdefault(token, index)
-        return device_tensor([first[token] for token in range(len(first))], self.device)
+    def _rows_with_sequences(self) -> Iterator[tuple[tuple[int, ...], list[_Sequence]]]:
+        """Yield each row with its sequences, one per completion."""
+        start = 0
+        for row in self.rows:
+            prompt = row[PROMPT]
+            firsts = accumulate(row[1:-1], initial=start + prompt)
+            yield (
+                row,
+                [
+                    _Sequence(start, prompt + length, first, prompt)
+                    for first, length in zip(firsts, row[1:], strict=True)
+                ],
+            )
+            start += sum(row)
+
+    def _scatter_index(self, gathered: Sequence[IntArray]) -> torch.Tensor:
+        """Return for each packed token the first index at which the concatenation of `gathered` has it."""
+        tokens = np.concatenate(gathered)
+        first = np.empty(sum(map(sum, self.rows)), np.int64)
+        first[tokens[::-1]] = np.arange(len(tokens))[
+            ::-1
+        ]  # of repeated indices, NumPy keeps the last assignment
+        return device_tensor(first, self.device)
 
     def _block(self, sequences: Sequence[_Sequence]) -> Block:
-        length = len(sequences[0].tokens)
-
-        def padded(lists: Sequence[list[int]]) -> torch.Tensor:
-            return device_tensor(_padded(lists), self.device)
-
-        masked = bool(sequences[0].segments)
+        tokens = _token_indices(sequences)
+        positions, segments = self.layout.positions[tokens], self.layout.segments[tokens]
+        masked = sequences[0].masked
         return Block(
-            gather_index=padded([sequence.tokens for sequence in sequences]).flatten(),
-            shape=(len(sequences), length),
-            tokens=sum(len(sequence.tokens) for sequence in sequences),
-            segments=padded([sequence.segments for sequence in sequences]) if masked else None,
-            positions=padded([sequence.positions for sequence in (sequences if masked else sequences[:1])]),
+            gather_index=device_tensor(tokens.ravel(), self.device),
+            shape=(len(sequences), sequences[0].length),
+            tokens=sum(sequence.length for sequence in sequences),
+            segments=device_tensor(segments, self.device) if masked else None,
+            positions=device_tensor(positions if masked else positions[:1], self.device),
         )
 
 
@@ -302,32 +329,55 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
+class TokenLayout(NamedTuple):
+    """Place of each of T packed tokens, [T] int64 each.
+
+    Attributes:
+        segments: 0 in the prompt of its row, 1, 2, ... in the completions.
+        positions: position in its own prompt and completion.
+        prompt_lengths: number of tokens of its row's prompt.
+        row_starts: index of the first token of its row.
+    """
+
+    segments: IntArray
+    positions: IntArray
+    prompt_lengths: IntArray
+    row_starts: IntArray
+
+
 class _Sequence(NamedTuple):
-    """Indices of packed tokens that attend only to each other; `segments` is empty for a plain sequence."""
+    """Packed tokens that attend only to each other: a prompt and one completion, or with a mask a complete row.
 
-    tokens: list[int]
-    positions: list[int]
-    segments: list[int]
+    Attributes:
+        prompt: index of the first token of the prompt.
+        length: number of tokens.
+        rest: index of the first token after those of the prompt, which need not follow them.
+        prompt_length: number of tokens of the prompt.
+        masked: the sequence is a complete row.
+    """
+
+    prompt: int
+    length: int
+    rest: int
+    prompt_length: int
+    masked: bool = False
 
 
-def _padded(lists: Sequence[list[int]]) -> list[list[int]]:
-    """Return the lists with the length of the first one, which is the longest, by repeating their last entries."""
-    length = len(lists[0])
-    return [values + values[-1:] * (length - len(values)) for values in lists]
-
-
-def _sequences_of_row(start: int, row: tuple[int, ...]) -> list[list[int]]:
-    """Return the packed tokens of each completion of a row, each after those of the prompt."""
-    prompt = range(start, start + row[0])
-    ends = accumulate(row[1:], initial=start + row[0])
-    return [[*prompt, *range(first, last)] for first, last in pairwise(ends)]
+def _token_indices(sequences: Sequence[_Sequence]) -> IntArray:
+    """Return the packed tokens of B sequences, [B, L]; shorter ones than the first repeat their last token."""
+    prompt, length, rest, prompt_length, _ = (
+        np.array(column)[:, None] for column in zip(*sequences, strict=True)
+    )
+    index = np.minimum(np.arange(sequences[0].length), length - 1)
+    tokens: IntArray = np.where(index < prompt_length, prompt + index, rest + index - prompt_length)
+    return tokens
 
 
 def _group_by_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
     """Return groups of sequences of similar length, the longest first."""
     groups: list[list[_Sequence]] = []
-    for sequence in sorted(sequences, key=lambda sequence: len(sequence.tokens), reverse=True):
-        if not groups or len(sequence.tokens) < MIN_FILL_RATIO * len(groups[-1][0].tokens):
+    for sequence in sorted(sequences, key=lambda sequence: sequence.length, reverse=True):
+        if not groups or sequence.length < MIN_FILL_RATIO * groups[-1][0].length:
             groups.append([])
         groups[-1].append(sequence)
     return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
 from bandpo_cli.sampling.base import Sampler, SamplingParams, TokenIds
-from bandpo_cli.types import Completion
+from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
@@ -134,20 +135,14 @@ class TransformersSampler:
         n: int,
     ) -> list[list[Completion]]:
         """Return the first `counts` tokens of each row as completions [P][n]."""
-        entropy_rows: list[list[float]] = [[]] * len(tokens) if entropies is None else entropies.tolist()
-        rows = zip(
-            tokens.tolist(), logprobs.tolist(), entropy_rows, counts.tolist(), stopped.tolist(), strict=True
-        )
-        flat = [
-            Completion(
-                tuple(ids[:count]),
-                tuple(values[:count]),
-                "stop" if stop else "length",
-                self._version,
-                tuple(each[:count]),
-            )
-            for ids, values, each, count, stop in rows
-        ]
+        columns = [tokens.int(), logprobs, *([] if entropies is None else [entropies])]
+        rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
+        flat = []
+        for values, count, stop in zip(rows, counts.tolist(), stopped.tolist(), strict=True):
+            ids, *floats = (row[:count].tobytes() for row in values)
+            reported = (array(FLOAT_TYPE, each) for each in floats)
+            reason: FinishReason = "stop" if stop else "length"
+            flat.append(Completion(array(TOKEN_TYPE, ids), next(reported), reason, self._version, *reported))
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 

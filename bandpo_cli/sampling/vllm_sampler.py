@@ -234,7 +234,7 @@ class VllmSampler:
         reason: FinishReason = output.finish_reason
         if reason not in ("stop", "length"):
             raise RunError(f"vLLM ended a completion with {reason!r}")
-        return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), reason, self._version)
+        return Completion(output.token_ids, output.logprobs.logprobs, reason, self._version)
 
     def _wake_if_asleep(self, tags: list[str]) -> None:
         """Allocate the memory of `tags`: weights before the load and the cache after it, to lower the peak."""

@@ -15,10 +15,12 @@ Dimensions as in `training.experience`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
 import torch
 
 from bandpo_cli.config.run import RunConfig
@@ -234,8 +236,7 @@ def _lengths(completions: Sequence[Completion], device: torch.device) -> torch.T
 
 
 def _flat(
-    completions: Sequence[Completion], values: Callable[[Completion], Sequence[float]], device: torch.device
+    completions: Sequence[Completion], values: Callable[[Completion], array[float]], device: torch.device
 ) -> torch.Tensor:
     """Return a value per token of all completions, [N] float32."""
-    flat = [value for completion in completions for value in values(completion)]
-    return device_tensor(flat, device, torch.float32)
+    return device_tensor(np.concatenate([np.asarray(values(each)) for each in completions]), device)

@@ -8,18 +8,21 @@ texts from the tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bandpo_cli.sampling.rollouts import EncodedPrompt
-from bandpo_cli.types import Completion, FinishReason, Grade, Group, Problem, Rollout
+from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason, Grade, Group, Problem, Rollout
 
 _METADATA = "rollouts"
 
@@ -65,9 +68,9 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
     completions = [rollout.completion for rollout in rollouts]
     tensors = {
         "lengths": torch.tensor([len(each.token_ids) for each in completions], dtype=torch.int32),
-        "token_ids": torch.tensor([i for each in completions for i in each.token_ids], dtype=torch.int32),
-        "logprobs": _floats(completions, lambda each: each.logprobs),
-        "entropies": _floats(completions, lambda each: each.entropies),
+        "token_ids": _joined(each.token_ids for each in completions),
+        "logprobs": _joined(each.logprobs for each in completions),
+        "entropies": _joined(each.entropies for each in completions),
     }
     indices = {id(group): index for index, group in enumerate(batch.sampled)}
     metadata = {
@@ -100,7 +103,7 @@ def read_sampled(
     """
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()[_METADATA])
-        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - not a dict
+        columns = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a dict
     completions_PG = _completions(columns, metadata)
     problems = problems_at(metadata["position"], len(completions_PG))
     texts = iter(decode(completions_PG))
@@ -122,17 +125,19 @@ def read_sampled(
     )
 
 
-def _completions(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> list[list[Completion]]:
+def _completions(columns: dict[str, NDArray[Any]], metadata: dict[str, Any]) -> list[list[Completion]]:
     """Return the completions of each group, [P][G]."""
-    ends = [0, *accumulate(columns["lengths"])]
-    has_entropies = bool(columns["entropies"])
+    ends = [0, *accumulate(columns["lengths"].tolist())]
+    tokens = array(TOKEN_TYPE, columns["token_ids"].tobytes())
+    # An earlier version wrote float64 where a value was not exact in float32.
+    logprobs, entropies = (columns[name].astype(np.float32).tobytes() for name in ("logprobs", "entropies"))
     flat = [
         Completion(
-            tuple(columns["token_ids"][start:end]),
-            tuple(columns["logprobs"][start:end]),
+            tokens[start:end],
+            array(FLOAT_TYPE, logprobs[4 * start : 4 * end]),
             cast(FinishReason, reason),
             metadata["version"],
-            tuple(columns["entropies"][start:end]) if has_entropies else (),
+            array(FLOAT_TYPE, entropies[4 * start : 4 * end]),  # empty if the engine reported none
         )
         for (start, end), reason in zip(pairwise(ends), metadata["finish_reasons"], strict=True)
     ]
@@ -140,13 +145,9 @@ def _completions(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> lis
     return [flat[start:end] for start, end in bounds]
 
 
-def _floats(
-    completions: Sequence[Completion], values: Callable[[Completion], Sequence[float]]
-) -> torch.Tensor:
-    """Return a value per token of all completions, [N]: float32 where that is exact, as for all engines, or float64."""
-    exact = torch.tensor([value for each in completions for value in values(each)], dtype=torch.float64)
-    rounded = exact.float()
-    return rounded if torch.equal(rounded.double(), exact) else exact
+def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
+    """Return the concatenated arrays, [N] int32 or float32."""
+    return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))
 
 
 def _as_json(grade: Grade) -> list[object]:
