@@ -267,9 +267,8 @@ class Packing:
         """Return for each packed token the first index at which the concatenation of `gathered` has it."""
         tokens = np.concatenate(gathered)
         first = np.empty(sum(map(sum, self.rows)), np.int64)
-        first[tokens[::-1]] = np.arange(len(tokens))[
-            ::-1
-        ]  # of repeated indices, NumPy keeps the last assignment
+        # Of repeated indices, NumPy keeps the last assignment.
+        first[tokens[::-1]] = np.arange(len(tokens))[::-1]
         return device_tensor(first, self.device)
 
     def _block(self, sequences: Sequence[_Sequence]) -> Block:
