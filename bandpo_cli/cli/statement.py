@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -15,15 +16,18 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory import (
     GIB,
-    MemoryReport,
+    describe_memory,
     memory_report,
-    memory_saving_settings,
+    saving_advice,
     with_all_weights,
 )
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.link import ui_text
 from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import RunResult
+
+if TYPE_CHECKING:
+    from bandpo_cli.models.memory import MemoryEstimate
 
 
 def describe_model(config: RunConfig) -> str:
@@ -122,71 +126,43 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
     try:
-        report = memory_report(config, ranks)
+        estimate = memory_report(config, ranks)
+        full = None if config.model.lora is None else memory_report(with_all_weights(config), ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
-    console.print(_memory_table(report, config), highlight=False)
-    verdict = (
-        f"{_gib(report.peak)} at the peak{'' if ranks == 1 else ' of each rank'}, "
-        f"{report.device} has {_gib(report.available)}: "
-        f"{'fits' if report.trainer_fits else 'too much'}"
-    )
-    console.print(Text.assemble(("memory", "bold"), "  ", verdict), highlight=False)
-    if report.engine_gpu is not None:
-        engine = (
-            f"{_gib(report.engine_peak)} {'on a GPU of its own' if ranks == 1 else 'each, on GPUs of their own'} "
-            f"({report.engine_gpu.device}), {report.engine_gpu.name} has {_gib(report.engine_gpu.available)}: "
-            f"{'fits' if report.engine_fits else 'too much'}"
-        )
-        console.print(Text.assemble(("engine", "bold"), "  ", engine), highlight=False)
-    if config.model.lora is not None:
-        full = memory_report(with_all_weights(config), ranks)
-        trained = (
-            f"{report.estimate.trained / 1e6:,.1f}M of {report.estimate.parameters / 1e6:,.1f}M parameters"
-        )
-        line = f"trains {trained}; training all weights takes {_gib(full.peak)} at the peak"
-        console.print(Text.assemble(("LoRA", "bold"), "  ", line), highlight=False)
-    if not report.fits:
-        # The settings of updates do not help a GPU that only samples.
-        advice = memory_saving_settings(
-            config, report.on_gpu, not report.trainer_fits, report.engine_gpu is not None
-        )
-        print_warning(console, advice)
+    console.print(_memory_table(estimate), highlight=False)
+    print_line(console, f"{describe_memory(estimate)}: {'fits' if estimate.fits else 'too much'}")
+    if full is not None:
+        trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
+        line = f"trains {trained}; training all weights takes {_number(full.peak, 1)} GiB at the peak"
+        print_line(console, line, "LoRA")
+    if not estimate.fits:
+        print_warning(console, saving_advice(config, estimate))
     return True
 
 
-def _memory_table(report: MemoryReport, config: RunConfig) -> Table:
-    estimate = report.estimate
+def _memory_table(estimate: MemoryEstimate) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
     table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters{over}")
     table.add_column("GiB", justify="right")
     table.add_column("while")
-    for name, size in estimate.always.items():
-        table.add_row(name, _number(size), "always")
-    for name, size in estimate.update.items():
-        table.add_row(name, _number(size), "updating")
-    for name, size in estimate.reduction.items():
-        if name not in estimate.update:
-            table.add_row(name, _number(size), "reducing gradients")
-    for name, size in estimate.sampling.items():
-        table.add_row(f"at most: {name}", _number(size), "sampling")
-    is_awake = bool(report.process) or not config.sampling.vllm.sleep
-    phase = "sampling" if not is_awake else "always" if report.engine_gpu is None else "on the engine's GPU"
-    for name, size in report.process.items():
-        table.add_row(name, _number(size), phase)
-    if report.engine:
-        table.add_row("vLLM: weights and cache", _number(report.engine), phase)
+    for phase, components in (
+        ("always", estimate.always),
+        ("updating", estimate.update),
+        ("reducing gradients", estimate.reduction),
+        ("sampling", estimate.sampling),
+        ("on the engine's GPU", estimate.engine_gpu),
+    ):
+        for name, size in components.items():
+            if phase != "reducing gradients" or name not in estimate.update:
+                table.add_row(name, _number(size), phase)
     return table
 
 
-def _number(size: int) -> str:
-    return f"{size / GIB:,.2f}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+def _number(size: int, digits: int = 2) -> str:
+    return f"{size / GIB:,.{digits}f}"
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:

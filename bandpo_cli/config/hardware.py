@@ -1,7 +1,8 @@
-"""Settings whose value `auto` depends on the device of the policy, and the GPU of an engine process."""
+"""Settings whose value `auto` depends on the device of the policy, GPUs of engine processes, torch's GPU allocator."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -44,3 +45,20 @@ def engine_cards(trainers: Sequence[int], cards: int) -> list[int]:
     """
     free = [card for card in range(cards) if card not in trainers]
     return free[: len(trainers)] if len(free) >= len(trainers) else [*trainers]
+
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables of torch's GPU allocator. The first is the older one, which every version of torch and vLLM
+reads."""
+
+
+def use_expandable_segments(config: RunConfig) -> None:
+    """Make torch's GPU allocator grow its segments, unless the environment has settings for it.
+
+    Trainer and engine release and take their memory in turn, which leaves segments that are too small for the next
+    large tensor. torch reads the variable at its first allocation on a GPU. vLLM turns the setting off for the memory
+    that its sleep mode releases (since 0.20.1, `use_memory_pool` in its cumem.py). An engine process
+    (`sampling.max_lag`) does not sleep.
+    """
+    if not config.sampling.max_lag and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"

@@ -82,8 +82,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
+    for language models, is true for architectures that support it."""
     prompts: Literal["auto", "chat", "raw"] = "auto"
     """How chat messages become text: by the tokenizer's chat template, or joined unchanged; `auto` uses the
     template where there is one. Tasks with plain-text prompts (countdown) are not affected."""
@@ -99,9 +100,10 @@ class ModelConfig(Section):
 class VllmConfig(Section):
     """Settings of the vLLM engine."""
 
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU, unless
-    `sampling.max_lag` gives the engine one of its own. Ignored on a CPU."""
+    `sampling.max_lag` gives the engine one of its own. null: what a full batch needs, and at most what the trainer
+    leaves by the estimate; a run writes the share that it used into its config.yaml. Ignored on a CPU."""
     kv_cache_gb: Positive = 2.0
     """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
     tensor_parallel: PositiveInt = 1
@@ -333,8 +335,15 @@ class CheckpointConfig(Section):
         return key
 
 
-WITHOUT_EFFECT = ("tracking", "checkpoint", "grading.workers", "model.gradient_checkpointing")
-"""Sections and settings that change no number of a run but its times.
+WITHOUT_EFFECT = (
+    "tracking",
+    "checkpoint",
+    "grading.workers",
+    "model.gradient_checkpointing",
+    "sampling.vllm.memory_fraction",
+)
+"""Sections and settings that change no number of a run but its times, and vLLM's share of a GPU, which by default
+follows from the GPU.
 
 Settings that change the order of additions (`optim.micro_batch_tokens`) or the batches of an engine
 (`sampling.max_sequences`, `sampling.vllm`) are not among them: a sampled token can depend on the last bit of a

@@ -218,7 +218,9 @@ def _as_tuple(names: Any) -> Any:
 
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
-    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024},
+    "model": {"gradient_checkpointing": "auto"},
+    # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
+    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
     "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
     "evaluation": {"samples": 4, "k": [4]},
 }

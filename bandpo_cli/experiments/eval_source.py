@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, closed_at_end
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.base import Task
@@ -103,6 +104,7 @@ def _open_model(
     settings = config.evaluation
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     on_phase("load")
+    use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.grading.pool import GraderPool, failure_warnings
@@ -116,7 +118,7 @@ def _open_model(
         )
         from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
-        config = with_dtype_here(config)
+        config = check_memory(with_dtype_here(config), ranks, training=False)
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)

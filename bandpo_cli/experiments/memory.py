@@ -1,235 +1,297 @@
-"""Memory of a training run: the estimate before it starts, and the error when it was too much."""
+"""Memory of a run: the estimate for the devices of this machine, the check before it starts, and errors of too little.
+
+The estimate itself is `models.memory`. torch is imported where it is made.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bandpo_cli.config.hardware import dtype_on, engine_cards, trainer_cards
+from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
+from bandpo_cli.errors import (
+    EngineMemoryError,
+    RunError,
+    UserError,
+    find_out_of_memory,
+    first_line,
+    is_out_of_memory,
+)
 from bandpo_cli.rank_process import local_rank_count, rank_count
+from bandpo_cli.ranks import Ranks, ranks_from_environment
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
-    from bandpo_cli.models.memory import MemoryEstimate
+    from bandpo_cli.models.memory import Device, MemoryEstimate
 
 GIB = 2**30
-_MAX_USED_SHARE = 0.95
-"""Largest share of the memory that an estimate may take and still count as fitting."""
+
+log = logging.getLogger("bandpo_cli")
 
 
-class EngineGpu(NamedTuple):
-    """A GPU on which nothing runs but the engine process of a rank (`sampling.max_lag`).
-
-    Attributes:
-        device: its name for torch, such as `cuda:1`; with several ranks those of all of them.
-        name: the name of the card.
-        available: bytes of its memory.
-    """
-
-    device: str
-    name: str
-    available: int
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """The memory that a run takes, against the memory of the device; with several ranks, that of one rank.
-
-    Attributes:
-        estimate: bytes of the trainer, by component.
-        engine: bytes of the vLLM engine; 0 where the policy's own weights are sampled from.
-        device: name of the GPU, or of this machine where there is none.
-        available: bytes of its memory; without a GPU, the share of one rank.
-        peak: the greatest number of bytes in use at one time, on the device of the trainer.
-        on_gpu: the device is a CUDA GPU.
-        process: bytes of the engine process beside those of a vLLM engine, by component; empty without `max_lag`.
-        engine_gpu: the GPU of the engine process; None without `max_lag`, or where it uses the memory of the trainer.
-    """
-
-    estimate: MemoryEstimate
-    engine: int
-    device: str
-    available: int
-    peak: int
-    on_gpu: bool
-    process: dict[str, int] = field(default_factory=dict)
-    engine_gpu: EngineGpu | None = None
-
-    @property
-    def engine_peak(self) -> int:
-        """Bytes of the engine, with those of its process; it holds them during the complete run with `max_lag`."""
-        return self.engine + sum(self.process.values())
-
-    @property
-    def trainer_fits(self) -> bool:
-        """Whether the peak leaves some memory free on the device of the trainer."""
-        return self.peak < _MAX_USED_SHARE * self.available
-
-    @property
-    def engine_fits(self) -> bool:
-        """Whether the engine leaves some memory free on a GPU of its own; True where it has none."""
-        return self.engine_gpu is None or self.engine_peak < _MAX_USED_SHARE * self.engine_gpu.available
-
-    @property
-    def fits(self) -> bool:
-        """Whether every peak leaves some memory free."""
-        return self.trainer_fits and self.engine_fits
-
-
-def memory_report(config: RunConfig, ranks: int = 1) -> MemoryReport:
-    """Estimate the memory of a run on its GPU, or on this machine where there is none. Imports torch.
+def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> MemoryEstimate:
+    """Estimate the memory of a run on the GPU of this rank, or on this machine where there is none. Imports torch.
 
     Args:
         ranks: number of ranks, each with a GPU of its own, or all on this machine without one.
+        training: False for an evaluation, which has no updates.
 
     Raises:
-        UserError: the model's architecture cannot be read, or this machine has no such GPU.
+        UserError: the model's architecture cannot be read, or this machine has no such GPU or no memory left on it.
     """
-    import torch
-
     from bandpo_cli.models.device import is_on_cuda
+    from bandpo_cli.models.memory import Device, estimate_memory
 
-    name = config.model.device
-    on_gpu = is_on_cuda(config.model)
-    engine_gpu = None
-    if on_gpu:
-        try:
-            gpu = torch.cuda.get_device_properties("cuda" if name == "auto" else name)
-            engine_gpu = _engine_gpu(config, local_rank_count() if rank_count() > 1 else ranks)
-        except (RuntimeError, AssertionError, ValueError) as error:
-            raise UserError(
-                f"model.device = {name!r}: not usable on this machine: {first_line(error)}"
-            ) from None
-        device, available = gpu.name, gpu.total_memory
-    else:
-        share = "" if ranks == 1 else f" / {ranks} ranks"
-        device = f"this machine{share} (no GPU)"
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    return memory_report_on(config, device, available, on_gpu, ranks, engine_gpu)
+    if is_on_cuda(config.model):
+        device, engine = _gpus(config, ranks if rank_count() == 1 else local_rank_count())
+        return estimate_memory(config, device, ranks, engine if training else None, training)
+    share = "" if ranks == 1 else f" / {ranks} ranks"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    device = Device(f"this machine{share} (no GPU)", total, total, on_gpu=False)
+    return estimate_memory(config, device, ranks, training=training)
 
 
-def _engine_gpu(config: RunConfig, local_ranks: int) -> EngineGpu | None:
-    """Return the GPU of the engine process of the first rank if it is not that of the trainer; else None.
+def _gpus(config: RunConfig, local_ranks: int) -> tuple[Device, Device | None]:
+    """Return the GPU of this rank's trainer, and that of its engine process where it is another one.
 
     Args:
         local_ranks: number of ranks on this machine.
     """
-    if not config.sampling.max_lag:
-        return None
     import torch
 
-    device = config.model.device
-    trainers = trainer_cards(0 if device == "auto" else torch.device(device).index or 0, local_ranks)
+    from bandpo_cli.models.memory import Device
+
+    name = config.model.device
+    try:
+        card = _card(config)
+        free, total = torch.cuda.mem_get_info(card)
+        device = Device(torch.cuda.get_device_properties(card).name, total, free)
+        others = _engine_cards(config, card, local_ranks)
+        if not others:
+            return device, None
+        # Its free memory is not asked for: that would create a context of this process there.
+        engine = torch.cuda.get_device_properties(others[0])
+        names = ", ".join(f"cuda:{other}" for other in others)
+        return device, Device(f"{engine.name} ({names})", engine.total_memory, engine.total_memory)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise UserError(
+                f"model.device = {name!r}: the GPU has no memory left; end the other processes on it (nvidia-smi lists "
+                "them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+            ) from None
+        raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
+
+
+def _card(config: RunConfig) -> int:
+    """Return the number of the GPU of this rank."""
+    import torch
+
+    index = None if config.model.device == "auto" else torch.device(config.model.device).index
+    return ranks_from_environment().local_rank if index is None else index
+
+
+def _engine_cards(config: RunConfig, card: int, local_ranks: int) -> list[int]:
+    """Return the GPUs of the engine processes if they are not those of the trainers; else none."""
+    if not config.sampling.max_lag:
+        return []
+    import torch
+
+    trainers = trainer_cards(card, local_ranks)
     cards = engine_cards(trainers, torch.cuda.device_count())
-    if cards == trainers:
-        return None
-    gpu = torch.cuda.get_device_properties(cards[0])
-    return EngineGpu(", ".join(f"cuda:{card}" for card in cards), gpu.name, gpu.total_memory)
+    return [] if cards == trainers else cards
 
 
-def memory_report_on(
-    config: RunConfig,
-    device: str,
-    available: int,
-    on_gpu: bool,
-    ranks: int = 1,
-    engine_gpu: EngineGpu | None = None,
-) -> MemoryReport:
-    """Estimate the memory of a run on a device with `available` bytes, which need not be at hand. Imports torch.
+def check_memory(config: RunConfig, ranks: Ranks, training: bool = True) -> RunConfig:
+    """Log the estimate of a run on a GPU, and return its settings with vLLM's share of the GPU. Imports torch.
+
+    Without a GPU only a run that does not fit is logged. All ranks must call this together.
 
     Args:
-        ranks: number of ranks; each has such a device.
-        engine_gpu: with `max_lag`, the GPU of the engine process where it is not that of the trainer.
+        training: False for an evaluation, which has no updates.
 
     Raises:
-        UserError: the model's architecture cannot be read.
+        UserError: the run needs more memory than its GPU has, or than other processes leave of it.
     """
-    from bandpo_cli.models.memory import engine_process_bytes, estimate_memory
+    from bandpo_cli.models.memory import NoEstimateError
 
-    samples_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
-    device_type, has_process = "cuda" if on_gpu else "cpu", config.sampling.max_lag > 0
-    estimate = estimate_memory(config, samples_weights and not has_process, device_type, ranks)
-    process = engine_process_bytes(config, samples_weights, device_type, ranks) if has_process else {}
-    on_card = available if engine_gpu is None else engine_gpu.available
-    engine = 0 if samples_weights else _engine_bytes(config, on_card, on_gpu)
-    beside = 0 if engine_gpu is not None else engine + sum(process.values())
-    peak = _peak(estimate, config, beside)
-    report = MemoryReport(estimate, engine, device, available, peak, on_gpu, process, engine_gpu)
-    if report.fits or not config.checkpoint.background:
-        return report
-    # A run that lacks the memory for the copy of a checkpoint takes no copy.
-    checkpoint = config.checkpoint.model_copy(update={"background": False})
-    without = config.model_copy(update={"checkpoint": checkpoint})
-    return memory_report_on(without, device, available, on_gpu, ranks, engine_gpu)
+    def checked() -> MemoryEstimate:
+        estimate = memory_report(config, ranks.size, training)
+        if estimate.device.on_gpu and not estimate.can_start:
+            raise UserError(f"{describe_memory(estimate)}; {saving_advice(config, estimate, training)}")
+        return estimate
 
-
-def with_all_weights(config: RunConfig) -> RunConfig:
-    """Return the settings of a run without LoRA, which trains all weights."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    try:
+        estimates = ranks.agree(checked)
+    except NoEstimateError as error:
+        log.info("%s", error)
+        return config
+    estimate = estimates[ranks.rank]
+    if ranks.is_main and not estimate.fits:
+        log.warning("%s; %s", describe_memory(estimate), saving_advice(config, estimate, training))
+    elif ranks.is_main and estimate.device.on_gpu:
+        log.info("%s", describe_memory(estimate))
+    fractions = [each.memory_fraction for each in estimates if each.memory_fraction is not None]
+    return with_memory_fraction(config, min(fractions)) if fractions else config
 
 
-def _engine_bytes(config: RunConfig, available: int, on_gpu: bool) -> int:
-    vllm = config.sampling.vllm
-    return int(available * vllm.memory_fraction) if on_gpu else int(vllm.kv_cache_gb * GIB)
+def with_memory_fraction(config: RunConfig, fraction: float | None) -> RunConfig:
+    """Return the settings with vLLM's share of the GPU."""
+    vllm = config.sampling.vllm.model_copy(update={"memory_fraction": fraction})
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"vllm": vllm})})
 
 
-def _peak(estimate: MemoryEstimate, config: RunConfig, engine: int) -> int:
-    """Return the peak in bytes: a sleeping engine frees its memory for the update, another one does not.
+def describe_memory(estimate: MemoryEstimate) -> str:
+    """Return the peak of the estimate and the memory of the GPU, in one line."""
+    device, other = estimate.device, estimate.engine_device
+    of_each = "" if estimate.ranks == 1 else " of each rank"
+    has = f"{device.name} has {_gib(device.total)}"
+    if not device.is_idle:
+        has += f", of which other processes leave {_gib(device.free)}"
+    line = f"memory: {_gib(estimate.peak)} at the peak{of_each} by the estimate, {has}"
+    if other is not None:
+        line += f"; the engine {_gib(estimate.engine_peak)}, {other.name} has {_gib(other.total)}"
+    if estimate.memory_fraction is not None:
+        line += f"; vLLM's share is {estimate.memory_fraction:g} ({_gib(estimate.vllm)})"
+    if estimate.vllm < estimate.vllm_minimum:
+        line += f", and it needs {_gib(estimate.vllm_minimum)}"
+    return line
 
-    An engine process (`max_lag`) samples during the update, so that it does not sleep.
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB"
+
+
+def saving_advice(config: RunConfig, estimate: MemoryEstimate, training: bool = True) -> str:
+    """Return the settings with which a run fits that does not, as the end of a message. Imports torch."""
+    from bandpo_cli.models.memory import estimate_memory
+
+    def fits(flags: Mapping[str, str]) -> bool:
+        assignments = [f"{key}={value}" for key, value in flags.items() if not key.startswith("--")]
+        ranks = int(flags.get("--nproc", estimate.ranks))
+        try:
+            changed = resolve([config.model_dump(mode="json"), read_assignments(assignments)])
+            engine = estimate.engine_device if changed.sampling.max_lag else None
+            return estimate_memory(changed, estimate.device, ranks, engine, training).fits
+        except UserError:  # such as a model without layers for adapters
+            return False
+
+    on_gpu, updates = estimate.device.on_gpu, training and not estimate.trainer_fits
+    can_spread = on_gpu and updates and estimate.ranks == 1 and not config.sampling.max_lag
+    savings = memory_savings(
+        config, on_gpu, updates, estimate.engine_device is not None, _gpu_count(config) if can_spread else 1
+    )
+    if config.sampling.vllm.memory_fraction is not None:
+        savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
+    found = settings_that_fit(savings, fits)
+    advice = "no setting tried makes it fit; use a smaller model or more GPUs"
+    if found is not None:
+        advice = f"it fits with {_flags_text(found)}"
+    if estimate.device.is_idle:
+        return advice
+    return (
+        "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES; "
+        f"on this one {advice}"
+    )
+
+
+def _gpu_count(config: RunConfig) -> int:
+    """Return the number of GPUs that a run could use: one if the settings name it."""
+    import torch
+
+    return 1 if ":" in config.model.device else torch.cuda.device_count()
+
+
+def settings_that_fit(
+    savings: Sequence[tuple[str, str]], fits: Callable[[Mapping[str, str]], bool]
+) -> dict[str, str] | None:
+    """Return settings with which a run fits, as few as possible; None if it does not fit with all of them.
+
+    The first settings that are enough together are left out again where they are not needed.
+
+    Args:
+        savings: settings with values that need less memory, those that cost least first; a later value of a setting
+            needs less than an earlier one.
+        fits: whether the run fits with some of them.
     """
-    if engine and config.sampling.vllm.sleep and not config.sampling.max_lag:
-        sending = sum(estimate.sampling.values())
-        return sum(estimate.always.values()) + max(estimate.updating, engine + sending)
-    return estimate.peak + engine
+    enough = next((n for n in range(1, len(savings) + 1) if fits(dict(savings[:n]))), None)
+    if enough is None:
+        return None
+    last, _ = savings[enough - 1]
+    for key, value in savings[enough - 1 :]:
+        if key == last and fits({key: value}):
+            return {key: value}
+    together = dict(savings[:enough])
+    for key in list(together):
+        fewer = {name: value for name, value in together.items() if name != key}
+        together = fewer if fits(fewer) else together
+    return together
 
 
-def memory_saving_settings(
-    config: RunConfig, on_gpu: bool, training: bool = True, engine_has_gpu: bool = False
-) -> str:
-    """Return flags that lower the memory, those that cost least first, as the end of an error message.
+def _flags_text(flags: Mapping[str, str], separator: str = " ") -> str:
+    return separator.join(
+        f"{key} {value}" if key.startswith("--") else f"--set {key}={value}" for key, value in flags.items()
+    )
+
+
+def memory_savings(
+    config: RunConfig, on_gpu: bool, training: bool = True, engine_has_gpu: bool = False, gpus: int = 1
+) -> list[tuple[str, str]]:
+    """Return settings with values that lower the memory, those that cost least first.
 
     Args:
         on_gpu: the policy is on a CUDA GPU; with it follows which engine `sampling.engine: auto` is.
         training: False for an evaluation, or a GPU that only samples, which have no updates.
         engine_has_gpu: the engine process (`max_lag`) has a GPU to itself, so that the trainer's has more memory.
+        gpus: number of GPUs that the run could use in place of one.
     """
-    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    less = max(config.optim.micro_batch_tokens // 2, longest)
-    found = []
-    if training and less < config.optim.micro_batch_tokens:
-        found.append(f"optim.micro_batch_tokens={less}")
+    sampling, vllm = config.sampling, config.sampling.vllm
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    tokens = config.optim.micro_batch_tokens
+    savings = []
+    while training and tokens > longest:
+        tokens = max(tokens // 2, longest)
+        savings.append(("optim.micro_batch_tokens", f"{tokens}"))
     if training and not config.model.gradient_checkpointing:
-        found.append("model.gradient_checkpointing=true")
+        savings.append(("model.gradient_checkpointing", "true"))
     if dtype_on(config.model.dtype, on_gpu) == "float32":
-        found.append("model.dtype=bfloat16")
-    found += _engine_settings(config, on_gpu, alternates=training and not engine_has_gpu)
-    found.append(f"sampling.max_tokens={max(1, config.sampling.max_tokens // 2)}")
+        savings.append(("model.dtype", "bfloat16"))
+    if training and sampling.max_lag and not engine_has_gpu:
+        savings.append(("sampling.max_lag", "0"))
+    if ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights:
+        savings.append(("sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"))
+    elif not on_gpu:
+        savings.append(("sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"))
+    else:
+        if training and not vllm.sleep and not engine_has_gpu:
+            savings.append(("sampling.vllm.sleep", "true"))
+        if vllm.memory_fraction is not None:
+            savings.append(("sampling.vllm.memory_fraction", f"{vllm.memory_fraction / 2:g}"))
+    savings += [("--nproc", f"{ranks}") for ranks in (2, 4, 8) if ranks <= min(gpus, sampling.prompts)]
+    savings.append(("sampling.max_tokens", f"{max(1, sampling.max_tokens // 2)}"))
     if training and config.model.lora is None:
-        found.append("model.lora.rank=16")
-    return "for less memory, in this order: " + ", ".join(f"--set {setting}" for setting in found)
+        savings.append(("model.lora.rank", "16"))
+    return savings
 
 
-def _engine_settings(config: RunConfig, on_gpu: bool, alternates: bool) -> list[str]:
-    """Return the settings that lower the memory of the engine that the run uses.
+def memory_saving_settings(
+    config: RunConfig, on_gpu: bool, training: bool = True, engine_has_gpu: bool = False
+) -> str:
+    """Return flags that lower the memory, as the end of an error message. Arguments as for `memory_savings`."""
+    first: dict[str, str] = {}
+    for key, value in memory_savings(config, on_gpu, training, engine_has_gpu):
+        first.setdefault(key, value)
+    return f"for less memory, in this order: {_flags_text(first, ', ')}"
 
-    Args:
-        alternates: sampling and updates use the same memory, so that it helps if they do so one after the other.
-    """
-    engine, vllm = ENGINES[resolve_engine(config.sampling.engine, on_gpu)], config.sampling.vllm
-    lag = ["sampling.max_lag=0"] if alternates and config.sampling.max_lag else []
-    if engine.shares_weights:
-        return [*lag, f"sampling.max_sequences={max(1, config.sampling.max_sequences // 4)}"]
-    if not on_gpu:
-        return [*lag, f"sampling.vllm.kv_cache_gb={vllm.kv_cache_gb / 2:g}"]
-    sleep = ["sampling.vllm.sleep=true"] if alternates and not vllm.sleep else []
-    return [*lag, *sleep, f"sampling.vllm.memory_fraction={vllm.memory_fraction / 2:g}"]
+
+def with_all_weights(config: RunConfig) -> RunConfig:
+    """Return the settings of a run without LoRA, which trains all weights."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
 
 
 @contextmanager
@@ -248,7 +310,7 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         from bandpo_cli.models.device import is_on_cuda
 
         on_gpu = is_on_cuda(config.model)
-        has_gpu = training and on_gpu and _engine_gpu(config, local_rank_count()) is not None
+        has_gpu = training and on_gpu and bool(_engine_cards(config, _card(config), local_rank_count()))
         if has_gpu and isinstance(failed, EngineMemoryError):
             training = False  # the settings of updates do not help a GPU that only samples
         advice = memory_saving_settings(config, on_gpu, training, has_gpu)

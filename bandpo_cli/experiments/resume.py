@@ -6,7 +6,7 @@ Nothing heavy is imported at module level.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
 from bandpo_cli.experiments.pins import pin
 from bandpo_cli.experiments.preflight import (
     check_config,
@@ -44,7 +44,6 @@ from bandpo_cli.types import RunResult, TrainCallback
 CHANGEABLE_SETTINGS = (
     *WITHOUT_EFFECT,
     "optim.max_skips",
-    "sampling.vllm.memory_fraction",
     "sampling.vllm.kv_cache_gb",
     "sampling.weight_transfer",
     "sampling.vllm.sleep",
@@ -228,11 +227,12 @@ def _resume(
         return record.result
     pinned = settings_here(plan.pinned, events)
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
-    plan = replace(plan, config=plan.config.model_copy(update={"model": model}), pinned=pinned)
-    with (
-        connected_ranks(pinned) as ranks,
-        loaded_components(pinned, task, ranks) as components,
-    ):
+    with ExitStack() as stack:
+        ranks = stack.enter_context(connected_ranks(pinned))
+        pinned = check_memory(pinned, ranks)
+        config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
+        plan = replace(plan, config=config.model_copy(update={"model": model}), pinned=pinned)
+        components = stack.enter_context(loaded_components(pinned, task, ranks))
         check_same_on_all(ranks, to_yaml(plan.config), str(plan.step))
         if plan.checkpoint is not None:
             with out_of_memory_errors(pinned):

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, closed_at_end, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
@@ -135,7 +136,8 @@ def train(
         The folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank.
 
     Raises:
-        UserError: a setting cannot be used or the model cannot be loaded; nothing has been written.
+        UserError: a setting cannot be used, the model cannot be loaded, or the run needs more memory than its GPU has;
+            nothing has been written.
         RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
             every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
             with status FAILED.
@@ -144,12 +146,13 @@ def train(
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
     config = settings_here(plan.config, events)
-    with (
-        connected_ranks(config) as ranks,
-        loaded_components(config, plan.task, ranks) as components,
-        _new_folder(config, plan, components) as folder,
-    ):
-        return run_steps(config, folder, components, events, 0, stop_requested)
+    with connected_ranks(config) as ranks:
+        config = check_memory(config, ranks)
+        with (
+            loaded_components(config, plan.task, ranks) as components,
+            _new_folder(config, plan, components) as folder,
+        ):
+            return run_steps(config, folder, components, events, 0, stop_requested)
 
 
 @contextmanager
@@ -190,6 +193,7 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
 def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
     """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
     events.phase("load")
+    use_expandable_segments(config)
     from bandpo_cli.models.device import with_dtype_here
 
     return with_dtype_here(config)

@@ -99,7 +99,13 @@ RULES: dict[str, Rule] = {
     "model.attention": Rule(
         "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", overrides=rules.attention
     ),
-    "model.gradient_checkpointing": Rule(to=f"{MODEL}.enable_gradient_checkpointing"),
+    "model.gradient_checkpointing": Rule(
+        "`auto` is true",
+        to=f"{MODEL}.enable_gradient_checkpointing",
+        overrides=lambda config: {
+            f"{MODEL}.enable_gradient_checkpointing": bool(config.model.gradient_checkpointing)
+        },
+    ),
     "model.prompts": Rule(
         "messages in the data files; a template joins them where none of the model is used"
     ),
@@ -136,7 +142,13 @@ RULES: dict[str, Rule] = {
     "sampling.top_p": Rule("1 in both", to=f"{ROLLOUT}.top_p"),
     "sampling.top_k": Rule("off in both", overrides=lambda config: {f"{ROLLOUT}.top_k": -1}),
     "sampling.min_p": Rule("off in both"),
-    "sampling.vllm.memory_fraction": Rule(to=f"{ROLLOUT}.gpu_memory_utilization"),
+    "sampling.vllm.memory_fraction": Rule(
+        "null is 0.5, verl's default",
+        to=f"{ROLLOUT}.gpu_memory_utilization",
+        overrides=lambda config: {
+            f"{ROLLOUT}.gpu_memory_utilization": config.sampling.vllm.memory_fraction or 0.5
+        },
+    ),
     "sampling.vllm.kv_cache_gb": Rule("only for a CPU"),
     "sampling.vllm.tensor_parallel": Rule(to=f"{ROLLOUT}.tensor_model_parallel_size"),
     "sampling.vllm.eager": Rule(to=f"{ROLLOUT}.enforce_eager"),

@@ -160,7 +160,7 @@ def load_policy(
     model.eval()
     if for_training:
         check_output_layer(model)
-        if config.gradient_checkpointing:
+        if uses_gradient_checkpointing(model, config):
             _enable_gradient_checkpointing(model)
         if config.lora is not None:
             add_adapters(model, config.lora, seed, _absolute_location(config), commit)
@@ -341,16 +341,22 @@ def _attention(config: ModelConfig) -> str | None:
     return None if chosen == "auto" else chosen
 
 
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Make the model's layers discard their activations and compute them again in the backward pass.
+def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig) -> bool:
+    """Return whether the model is trained with gradient checkpointing; `auto` is where its architecture supports it.
 
     Raises:
-        UserError: the architecture has no gradient checkpointing that works outside of training mode.
+        UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
-    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+    supported = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    if config.gradient_checkpointing is True and not supported:
         raise UserError(
             f"model.gradient_checkpointing: {model.config.model_type} models do not support it; set it to false"
         )
+    return bool(config.gradient_checkpointing) and supported
+
+
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Make the model's layers discard their activations and compute them again in the backward pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
 

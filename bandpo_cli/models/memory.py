@@ -1,205 +1,387 @@
-"""Estimate of the memory that training needs, from shapes: the model is built on the meta device, without data."""
+"""Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights.
+
+With several ranks, `models.sharding` makes one FSDP group of each decoder layer and one of all other parameters, mostly
+the embedding and the output layer. The buffers counted here follow torch's FSDP2
+(`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and copies it into the parameters, and
+copies gradients into a buffer of the reduction.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.models.adapter_files import adapter_folder, base_config
 from bandpo_cli.models.checks import check_declared_size, loading_errors
 from bandpo_cli.models.device import dtype_here
-from bandpo_cli.models.load import model_location, read_config
+from bandpo_cli.models.load import model_location, read_config, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
-from bandpo_cli.models.packing import MAX_SHARED_ROW_TOKENS, Packing, Row, batch_rows
-from bandpo_cli.models.sharded_memory import FLOAT32_BYTES, ShardedModel, sharded_model
+from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_PROMPT_COPIES, MAX_SHARED_ROW_TOKENS
+from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.checkpoints import is_written_in_background
+
+GIB = 2**30
+SLEEPING_ENGINE_BYTES = 3 * GIB
+"""What a vLLM engine holds while it sleeps, besides weights and cache: CUDA graphs, buffers of NCCL and workspaces. An
+allowance, not a measurement."""
+ENGINE_BYTES_PER_LOGIT = 20
+"""float32 logits, log-probs, probabilities and random numbers, and the int32 counts of vLLM's penalties."""
+_USABLE_SHARE = 0.95
+"""Largest share of a device that an estimate may take and still count as fitting."""
+_FLOAT32 = 4
+_COPY = "copy for a checkpoint"
+
+
+class NoEstimateError(UserError):
+    """The forward pass of the model needs more than the shapes of tensors."""
+
+
+class Device(NamedTuple):
+    """A GPU, or this machine without one.
+
+    Attributes:
+        name: the name of the GPU or the machine.
+        total: bytes of its memory.
+        free: bytes that no process uses.
+        on_gpu: it is a CUDA GPU.
+    """
+
+    name: str
+    total: int
+    free: int
+    on_gpu: bool = True
+
+    @property
+    def usable(self) -> int:
+        """The most bytes that a run should take; an idle GPU, of which the driver holds a little, counts as free."""
+        return int(_USABLE_SHARE * (self.total if self.is_idle else self.free))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no other process holds a relevant part of the memory."""
+        return self.free >= _USABLE_SHARE * self.total
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory in bytes by component; with several ranks, that of one rank.
+    """Bytes by component; with several ranks, those of one rank.
 
     Attributes:
         parameters: number of parameters of the model (not bytes), its adapters included; tied parameters count once.
-        always: memory that is held during the complete run: weights, optimizer state, reference model.
-        update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
-        sampling: additional memory of sampling with the trainer's own model, or of sending it to another engine.
-        reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
-        ranks: number of ranks.
         trained: number of parameters that are trained: all of them, or those of the adapters (LoRA).
+        ranks: number of ranks.
+        always: held during the complete run: weights, optimizer state, reference model, an engine that never sleeps.
+        update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
+        reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
+        sampling: additional memory of sampling, or of sending the weights to another engine.
+        engine_gpu: held on the GPU of the engine process (`sampling.max_lag`) where it has one of its own.
+        device: the device of the trainer.
+        engine_device: the GPU of the engine process; None where there is none.
+        vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
+        vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
+        memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
     """
 
     parameters: int
+    trained: int
+    ranks: int
     always: dict[str, int]
     update: dict[str, int]
+    reduction: dict[str, int]
     sampling: dict[str, int]
-    reduction: dict[str, int] = field(default_factory=dict)
-    ranks: int = 1
-    trained: int = 0
-
-    @property
-    def updating(self) -> int:
-        """Maximum bytes of an update beside what is always held."""
-        return max(sum(self.update.values()), sum(self.reduction.values()))
+    engine_gpu: dict[str, int]
+    device: Device
+    engine_device: Device | None = None
+    vllm: int = 0
+    vllm_minimum: int = 0
+    memory_fraction: float | None = None
 
     @property
     def peak(self) -> int:
-        """Maximum bytes at any one time: updates and sampling alternate."""
-        return sum(self.always.values()) + max(self.updating, sum(self.sampling.values()))
+        """Maximum bytes at any one time on the device of the trainer: updates and sampling alternate."""
+        return _total(self.always) + max(map(_total, (self.update, self.reduction, self.sampling)))
+
+    @property
+    def engine_peak(self) -> int:
+        """Bytes on the GPU of the engine process."""
+        return _total(self.engine_gpu)
+
+    @property
+    def trainer_fits(self) -> bool:
+        """Whether the device of the trainer has some memory left at the peak."""
+        return self.peak <= self.device.usable and (self.engine_device is not None or self._vllm_can_sample)
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the GPU of the engine process has some memory left; True where there is none."""
+        if self.engine_device is None:
+            return True
+        return self.engine_peak <= self.engine_device.usable and self._vllm_can_sample
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has some memory left."""
+        return self.trainer_fits and self.engine_fits
+
+    @property
+    def can_start(self) -> bool:
+        """Whether every device has what the run certainly needs.
+
+        A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
+        """
+        phases = (self.update, self.reduction, self.sampling if self.vllm else {})
+        certain = _total(self.always) + max(map(_total, phases))
+        engine_has_memory = self.engine_device is None or self.engine_peak <= self.engine_device.free
+        return certain <= self.device.free and engine_has_memory and self._vllm_can_sample
+
+    @property
+    def _vllm_can_sample(self) -> bool:
+        return self.vllm >= self.vllm_minimum
 
 
-class AttendedTokens(NamedTuple):
-    """Tokens of which attention holds queries, keys and values: packed tokens with the copies of their prompts.
-
-    Attributes:
-        masked: tokens in blocks with a mask, where each key and value is repeated for the query heads that share it.
-        plain: tokens in sequences of a prompt and one completion.
-        mask: elements of the masks, which the kernel converts to the dtype of the model.
-    """
-
-    masked: int
-    plain: int
-    mask: int
-
-    def saved_elements(self, heads: int, key_value_heads: int, head_dim: int) -> int:
-        """Return the number of elements of queries, keys, values, output and masks that one layer saves."""
-        shared = 2 * (heads + key_value_heads)
-        return (4 * heads * self.masked + shared * self.plain) * head_dim + self.mask
+def _total(components: dict[str, int]) -> int:
+    return sum(components.values())
 
 
 def estimate_memory(
-    config: RunConfig, trainer_samples: bool, device: str = "cpu", ranks: int = 1
+    config: RunConfig,
+    device: Device,
+    ranks: int = 1,
+    engine_device: Device | None = None,
+    training: bool = True,
 ) -> MemoryEstimate:
-    """Estimate the memory that the trainer needs on its device.
+    """Estimate the memory of a run.
 
     Args:
         config: the run's settings.
-        trainer_samples: the trainer's model also samples (the transformers engine), with a key-value cache. False with
-            `sampling.max_lag`, where an engine process samples; see `engine_process_bytes`.
-        device: device type of the trainer, `cpu` or `cuda`.
-        ranks: number of ranks; with more than one the model is sharded, and the estimate is that of one rank.
+        device: the device of the trainer, which need not exist here; each rank has such a device.
+        ranks: number of ranks; with more than one the model is sharded.
+        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is not that of the trainer.
+        training: False for an evaluation, which has a complete model on each rank and no updates.
 
     Raises:
-        UserError: the model's config cannot be read.
+        UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
     """
-    config = with_dtype(config, device == "cuda")
+    on_gpu = device.on_gpu
+    config = with_dtype(config, on_gpu)
     model = build_on_meta_device(config.model)
-    # One share of one is the complete model.
-    sharded = sharded_model(model, model.dtype.itemsize, ranks)
-    always = _held_bytes(config, sharded, device)
-    gradients = {"gradients": sharded.trained_share * FLOAT32_BYTES}
-    update = gradients | _pass_bytes(config, model, device)
-    sampling = _sampling_bytes(config, model, ranks) if trainer_samples else {}
-    if ranks == 1:
-        return MemoryEstimate(sharded.total, always, update, sampling, trained=sharded.trained)
-    if device == "cpu":  # rank 0 has a copy of the weights, in the memory of the host
-        saved = sharded.trained if config.model.lora is not None else sharded.total
-        always["complete weights for a checkpoint"] = saved * sharded.itemsize
-    update |= sharded.update_bytes()
-    reduction = gradients | sharded.reduction_bytes()
-    if trainer_samples:
-        sampling |= {"complete parameters": sharded.sampling_bytes()}
+    shard = shard_of(model, ranks if training else 1)
+    # An engine with weights of its own has them complete and without adapters.
+    weights = model.dtype.itemsize * (shard.total - (shard.trained if config.model.lora is not None else 0))
+    always, update, reduction = {"weights": weights}, dict[str, int](), dict[str, int]()
+    if training:
+        always = _held_bytes(config, shard, model.dtype.itemsize, ranks, on_gpu)
+        gradients = {"gradients": _FLOAT32 * shard.trained_stored}
+        update = gradients | _pass_bytes(config, model, on_gpu) | shard.update
+        reduction = gradients | shard.reduction
+
+    settings, lag = config.sampling.vllm, training and config.sampling.max_lag > 0
+    process: dict[str, int] = {}
+    vllm, minimum, fraction = 0, 0, None
+    if ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights:
+        cache = _sampling_bytes(config, model, ranks)
+        sampling = shard.sync if lag else cache | shard.gathered
+        process = {"weights of the engine process": weights} | cache if lag else {}
     else:
-        sampling = {"a complete weight, to send it to the engine": sharded.sync_bytes()}
-    return MemoryEstimate(sharded.total, always, update, sampling, reduction, ranks, sharded.trained)
+        sampling, sleeps = shard.sync, on_gpu and settings.sleep and not lag
+        if sleeps:
+            resting = {"vLLM while it sleeps": SLEEPING_ENGINE_BYTES}
+            update, reduction = update | resting, reduction | resting
+        phases = [sampling] if sleeps else [sampling, update, reduction]
+        beside = 0 if engine_device else _total(always) + max(map(_total, phases))
+        room = (engine_device or device).usable - beside
+        vllm, minimum, fraction = _vllm_bytes(
+            config, model, weights, ranks, on_gpu, (engine_device or device).total, room
+        )
+        share = {"vLLM: weights and cache": vllm}
+        sampling, process = (sampling | share, {}) if sleeps else (sampling, share)
+    if engine_device is None:
+        always, process = always | process, {}
+    estimate = MemoryEstimate(
+        shard.total, shard.trained, ranks, always, update, reduction, sampling, process, device, engine_device,
+        vllm, minimum, fraction,
+    )  # fmt: skip
+    if not estimate.fits:  # a run that lacks the memory for the copy takes none
+        always.pop(_COPY, None)
+    return estimate
 
 
-def engine_process_bytes(
-    config: RunConfig, samples_itself: bool, device: str = "cpu", ranks: int = 1
-) -> dict[str, int]:
-    """Return the bytes that the engine process of one rank holds (`sampling.max_lag`), by component.
-
-    It has the complete weights in the dtype of forward passes, with adapters merged into them. The transformers engine
-    samples from these, an engine with weights of its own is checked against them; what that engine holds is not part
-    of the result.
-
-    Args:
-        config: the run's settings.
-        samples_itself: the process samples from its copy of the weights (the transformers engine).
-        device: device type of the engine, `cpu` or `cuda`.
-        ranks: number of ranks; each has such a process, which samples a share of the prompts.
-
-    Raises:
-        UserError: the model's config cannot be read.
-    """
-    config = with_dtype(config, device == "cuda")
-    merged = config.model.model_copy(update={"lora": None})
-    model = build_on_meta_device(merged)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
-    held = {"weights of the engine process": parameters * model.dtype.itemsize}
-    return held | (_sampling_bytes(config, model, ranks) if samples_itself else {})
-
-
-def _held_bytes(config: RunConfig, model: ShardedModel, device: str) -> dict[str, int]:
-    """Return the bytes that are held during the complete run, by component."""
-    held = {}
-    if model.ranks > 1:
-        held["weights (float32)"] = model.weight_bytes
-    else:
-        held["weights"] = model.frozen_bytes
-    held["AdamW"] = 2 * model.trained_share * FLOAT32_BYTES
-    if model.ranks == 1 and model.itemsize != FLOAT32_BYTES:
-        held["master weights"] = model.trained_share * FLOAT32_BYTES
-    copied = sum(held.values())
+def _held_bytes(config: RunConfig, shard: Shard, itemsize: int, ranks: int, on_gpu: bool) -> dict[str, int]:
+    """Return the bytes that are held during a complete training run, by component."""
     has_lora = config.model.lora is not None
-    if model.ranks > 1:  # rank 0 copies the complete weights; masters are saved where the weights are rounded
-        copied = held["AdamW"]
-        if model.itemsize != FLOAT32_BYTES:
-            copied += model.trained_share * FLOAT32_BYTES
-    elif has_lora:  # its checkpoints have the adapters alone
-        copied -= model.untrained_bytes
+    masters = _FLOAT32 * shard.trained_stored if itemsize != _FLOAT32 else 0
+    held = {"weights": itemsize * shard.total}
+    if ranks > 1:  # those that are trained are float32, the masters
+        frozen = itemsize * (shard.stored - shard.trained_stored)
+        held = {"weights (float32)": _FLOAT32 * shard.trained_stored + frozen}
+    held["AdamW"] = 2 * _FLOAT32 * shard.trained_stored
+    if masters and ranks == 1:
+        held["master weights"] = masters
     if config.objective.reference_kl > 0 and not has_lora:  # with adapters the reference is the same model
-        held["reference model"] = model.frozen_bytes
-    if device == "cpu" and is_written_in_background(config):  # on a GPU the copy is in the memory of the host
-        held["copy for a checkpoint"] = copied
+        held["reference model"] = itemsize * shard.stored
+    if on_gpu:  # copies for checkpoints are in the memory of the host
+        return held
+    if ranks > 1:  # rank 0 has them
+        held["complete weights for a checkpoint"] = itemsize * (shard.trained if has_lora else shard.total)
+    if is_written_in_background(config):
+        held[_COPY] = held["AdamW"] + masters + (itemsize * shard.trained if ranks == 1 else 0)
     return held
 
 
-def _pass_bytes(config: RunConfig, model: PreTrainedModel, device: str) -> dict[str, int]:
+def _pass_bytes(config: RunConfig, model: PreTrainedModel, on_gpu: bool) -> dict[str, int]:
     """Return the bytes of a forward and backward pass of one micro-batch, by component."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = max(config.optim.micro_batch_tokens, longest)
     text = model.config.get_text_config()
-    attended = attended_tokens(config, text, tokens)
-    tile = min(TILE_BYTES[device], tokens * text.vocab_size * FLOAT32_BYTES)
+    attention = attention_elements(config, text, tokens)
+    tile = min(TILE_BYTES["cuda" if on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
     # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
-    found = {
-        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attended),
+    components = {
+        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attention),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
-        "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * FLOAT32_BYTES,
+        "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
     }
     if config.model.lora is None:
         # before it is added to the gradient of the other micro-batches
         output = text.vocab_size * text.hidden_size * model.dtype.itemsize
-        found["gradient of the output layer"] = output
-    return found
+        components["gradient of the output layer"] = output
+    return components
 
 
 def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> dict[str, int]:
     """Return the bytes of sampling with the transformers engine, a share of the prompts per rank, by component."""
-    text = model.config.get_text_config()
-    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    prompts = math.ceil(config.sampling.prompts / ranks)
-    sequences = min(prompts * config.sampling.samples, config.sampling.max_sequences)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    cache_bytes = (
-        2 * text.num_hidden_layers * heads * head_dim * model.dtype.itemsize
-    )  # per token: keys and values
+    sequences, longest, cache = _cache_shape(config, model, ranks)
     # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-    distribution_bytes = text.vocab_size * (4 + 4 + 8 + 8)
+    distribution = model.config.get_text_config().vocab_size * (4 + 4 + 8 + 8)
     return {
-        f"key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache_bytes,
-        f"next-token distributions of {sequences:,} sequences": sequences * distribution_bytes,
+        f"at most: key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache,
+        f"at most: next-token distributions of {sequences:,} sequences": sequences * distribution,
     }
+
+
+def _cache_shape(config: RunConfig, model: PreTrainedModel, ranks: int) -> tuple[int, int, int]:
+    """Return the number of sequences that are sampled together, their longest length, and bytes of a token's cache."""
+    sampling, text = config.sampling, model.config.get_text_config()
+    sequences = min(math.ceil(sampling.prompts / ranks) * sampling.samples, sampling.max_sequences)
+    _, heads, width = _heads(text)
+    keys_and_values = 2 * text.num_hidden_layers * heads * width * model.dtype.itemsize
+    return sequences, sampling.max_prompt_tokens + sampling.max_tokens, keys_and_values
+
+
+def _vllm_bytes(
+    config: RunConfig, model: PreTrainedModel, weights: int, ranks: int, on_gpu: bool, total: int, room: int
+) -> tuple[int, int, float | None]:
+    """Return the bytes of the vLLM engine, the fewest with which it can sample, and its share of the GPU.
+
+    Where the settings leave the share open, it is what a full batch needs, and at most the room beside the trainer.
+    What stays while the engine sleeps is part of the share.
+
+    Args:
+        weights: bytes of the complete weights.
+        total: memory of the engine's GPU.
+        room: bytes that are left there for the engine while it is awake.
+    """
+    settings = config.sampling.vllm
+    if not on_gpu:
+        return weights + int(settings.kv_cache_gb * GIB), 0, None
+    sequences, longest, cache = _cache_shape(config, model, ranks)
+    logits = config.sampling.max_sequences * model.config.get_text_config().vocab_size
+    fixed = weights // settings.tensor_parallel + logits * ENGINE_BYTES_PER_LOGIT + SLEEPING_ENGINE_BYTES
+    full = fixed + sequences * longest * cache // settings.tensor_parallel
+    fewest = fixed + min(sequences, config.sampling.samples) * longest * cache // settings.tensor_parallel
+    fraction = settings.memory_fraction
+    if fraction is None:
+        fraction = max(math.floor(100 * min(full, room) / total), math.ceil(100 * fewest / total)) / 100
+    return int(total * fraction), fewest, fraction
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank stores of a model, in parameters, and the bytes that FSDP adds to it; nothing with one rank.
+
+    Attributes:
+        total: parameters of the model; tied parameters count once.
+        trained: those of them that require a gradient.
+        stored: parameters that a rank stores: the first dimension of each is divided, rounded up.
+        trained_stored: those of them that require a gradient.
+        update: bytes during a backward pass while activations are held, by component.
+        reduction: bytes at its end, when no activations are left and the parameters have been released.
+        gathered: bytes of all parameters, complete, and of the buffer that a group is gathered into.
+        sync: bytes of the largest weight while it is sent to an engine: gathered and copied.
+    """
+
+    total: int
+    trained: int
+    stored: int
+    trained_stored: int
+    update: dict[str, int] = field(default_factory=dict)
+    reduction: dict[str, int] = field(default_factory=dict)
+    gathered: dict[str, int] = field(default_factory=dict)
+    sync: dict[str, int] = field(default_factory=dict)
+
+
+def shard_of(model: PreTrainedModel, ranks: int) -> Shard:
+    """Return what the first rank, which stores the most, has of a model, which may be on the meta device."""
+    itemsize, parameters = model.dtype.itemsize, list(model.parameters())
+    layers = [
+        list(module.parameters())
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
+    total, trained = _count(parameters), _count(parameters, trained=True)
+    stored, trained_stored = _count(parameters, ranks), _count(parameters, ranks, trained=True)
+    if ranks == 1:
+        return Shard(total, trained, stored, trained_stored)
+    layer = max(map(_count, layers), default=0)
+    trained_layer = max((_count(each, trained=True) for each in layers), default=0)
+    outside = total - sum(map(_count, layers))
+    trained_outside = trained - sum(_count(each, trained=True) for each in layers)
+    largest = max(parameter.numel() for parameter in parameters)
+    # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
+    # the layer before, and its result.
+    backward = itemsize * (2 * layer + trained_layer) + _FLOAT32 * (
+        trained_layer + math.ceil(trained_layer / ranks)
+    )
+    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
+    # outside of the layers are gathered into.
+    buffer = itemsize * (outside - (largest if trained_outside else 0))
+    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
+    reduced = itemsize * trained_outside + _FLOAT32 * (trained_outside + math.ceil(trained_outside / ranks))
+    return Shard(
+        total,
+        trained,
+        stored,
+        trained_stored,
+        update={
+            "complete parameters outside of the layers": itemsize * outside,
+            "two complete layers and a gradient to reduce": max(backward, buffer),
+        },
+        reduction={"gradient outside of the layers to reduce": reduced},
+        gathered={"complete parameters": itemsize * max(total + layer, 2 * outside)},
+        sync={"a complete weight, to send it to the engine": 2 * itemsize * largest},
+    )
+
+
+def _count(parameters: Iterable[nn.Parameter], ranks: int = 1, trained: bool = False) -> int:
+    """Return the number of elements of parameters, or of trained ones, that the first of some ranks stores."""
+    return sum(
+        math.ceil(len(each) / ranks) * (each.numel() // len(each))
+        for each in parameters
+        if each.requires_grad or not trained
+    )
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
@@ -208,6 +390,9 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     Raises:
         UserError: there is no config, transformers does not support its architecture, or the adapters cannot be added.
     """
+    adapter = adapter_folder(config)
+    if adapter is not None:  # it is merged into the base while it is loaded
+        config = base_config(config, adapter)
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
         check_declared_size(model_location(config), model_config, config)
@@ -224,105 +409,99 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def attended_tokens(config: RunConfig, text: PreTrainedConfig, tokens: int) -> AttendedTokens:
-    """Return the most that attention holds of a micro-batch of `tokens` tokens.
-
-    It depends on the lengths of the completions: short ones leave room for more copies of the prompt. Prompts of the
-    maximum length are packed with completions of each power of two up to the maximum.
-    """
+def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the number of attention heads, that of heads for keys and values, and the width of a head."""
     heads = text.num_attention_heads
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    longest = config.sampling.max_tokens
-    lengths = [*takewhile(lambda length: length < longest, (2**i for i in count())), longest]
-    return max(
-        (_attended_with(config, length, tokens) for length in lengths),
-        key=lambda each: each.saved_elements(heads, key_value_heads, head_dim),
-    )
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, width
 
 
-def _attended_with(config: RunConfig, length: int, tokens: int) -> AttendedTokens:
-    """Return what attention holds of a micro-batch of groups whose completions have `length` tokens."""
-    prompt, samples = config.sampling.max_prompt_tokens, config.sampling.samples
-    group = Row(range(prompt), [range(length)] * samples)
-    rows = chain.from_iterable(batch_rows([group], min(tokens, MAX_SHARED_ROW_TOKENS)))
-    packing = Packing(tuple((prompt, *map(len, row.completions)) for row in rows), torch.device("cpu"))
-    groups = tokens / sum(map(sum, packing.rows))
-    if config.model.attention == "flash_attention_2":
-        return AttendedTokens(0, math.ceil(groups * len(packing.gather_index)), 0)
-    masked = [block.shape for block in packing.blocks if block.segments is not None]
-    plain = [block.shape for block in packing.blocks if block.segments is None]
-    return AttendedTokens(
-        math.ceil(groups * sum(size * width for size, width in masked)),
-        math.ceil(groups * sum(size * width for size, width in plain)),
-        math.ceil(groups * sum(size * width**2 for size, width in masked)),
-    )
+def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
+    """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
+
+    They depend on the lengths of the completions: a prompt is copied for each of its completions, or has a mask
+    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length, with completions of
+    each power of two up to the maximum.
+    """
+    prompt, longest = config.sampling.max_prompt_tokens, config.sampling.max_tokens
+    heads, key_value_heads, width = _heads(text)
+    most = 0
+    for length in (*takewhile(lambda length: length < longest, (2**i for i in count())), longest):
+        samples = next(n for n in range(config.sampling.samples, 0, -1) if _share_a_row(prompt, length, n))
+        row = prompt + samples * length
+        copies = math.ceil(tokens / row * samples * (prompt + length))
+        elements = 2 * (heads + key_value_heads) * copies * width
+        if samples > 1 and row <= MAX_MASKED_ROW_TOKENS and config.model.attention in ("auto", "sdpa", "eager"):
+            # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
+            elements = 4 * heads * tokens * width + tokens * row
+        most = max(most, elements)
+    return most
 
 
-def activation_bytes(
-    model: PreTrainedModel, tokens: int, config: ModelConfig, attended: AttendedTokens | None = None
-) -> int:
+def _share_a_row(prompt: int, length: int, samples: int) -> bool:
+    """Return whether completions of a prompt are packed in one row."""
+    row = prompt + samples * length
+    too_many_copies = row > MAX_MASKED_ROW_TOKENS and samples * (prompt + length) > MAX_PROMPT_COPIES * row
+    return samples == 1 or (row <= MAX_SHARED_ROW_TOKENS and not too_many_copies)
+
+
+def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int) -> int:
     """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
 
-    The output layer is not included; `estimate_memory` counts it separately.
-
-    With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
+    The output layer is not included. With gradient checkpointing these are the input of every layer and all activations
+    of one layer at a time.
 
     Args:
-        attended: what attention holds; None for one sequence that is not packed.
+        attention: elements that attention saves in a layer.
+
+    Raises:
+        NoEstimateError: the forward pass of the architecture needs values of tensors, not only their shapes.
     """
-    layers = model.config.get_text_config().num_hidden_layers
-    all_layers = _activation_bytes_one_pass(model, tokens, attended)
-    if not config.gradient_checkpointing:
-        return all_layers
-    layer_input = tokens * model.config.get_text_config().hidden_size * model.dtype.itemsize
-    return int(layers * layer_input + all_layers // layers)
-
-
-def _activation_bytes_one_pass(model: PreTrainedModel, tokens: int, attended: AttendedTokens | None) -> int:
-    """Return the bytes of all distinct tensors that a forward pass saves, without the parameters."""
     parameters = {_storage_address(parameter) for parameter in model.parameters()}
-    saved: dict[int, int] = {}
-    references: list[torch.Tensor] = []  # the address of a storage may be reused after its tensor is freed
+    saved: dict[int, torch.Tensor] = {}  # the address of a storage may be reused after its tensor is freed
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        address = _storage_address(tensor)
-        if address not in parameters and address not in saved:
-            saved[address] = tensor.untyped_storage().nbytes()
-            references.append(tensor)
+        if _storage_address(tensor) not in parameters:
+            saved.setdefault(_storage_address(tensor), tensor)
         return tensor
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    positions = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attended=attended)
-    return sum(saved.values())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.base_model(
+                input_ids=ids,
+                position_ids=ids,
+                # As in training: models would expand None to a matrix of all pairs of tokens.
+                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
+                use_cache=False,
+                saved=attention,
+            )
+    except Exception as error:
+        raise NoEstimateError(
+            f"model.path = {config.path!r}: the memory of {model.config.model_type} models does not follow from their "
+            f"shapes: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    activations = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    if not uses_gradient_checkpointing(model, config):
+        return activations
+    text = model.config.get_text_config()
+    layer_input = tokens * text.hidden_size * model.dtype.itemsize
+    return int(text.num_hidden_layers * layer_input + activations // text.num_hidden_layers)
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Saves what fused kernels save: queries, keys, values and the output, but not the matrix of scores."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        output = torch.empty_like(query).transpose(1, 2).contiguous()
-        ctx.save_for_backward(query, key, value, output)
-        return output
-
-
-class _PackedAttention(torch.autograd.Function):
-    """Saves what packed attention saves: gathered queries, keys and values, masks, and the output in their order."""
+class _Attention(torch.autograd.Function):
+    """Saves as many elements as packed attention saves, without its kernels."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attended: AttendedTokens
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, saved: int
     ) -> torch.Tensor:
-        _, heads, tokens, width = query.shape
-        ctx.save_for_backward(query.new_empty(attended.saved_elements(heads, key.shape[1], width)))
-        return query.new_empty(1, tokens, heads, width)
+        ctx.save_for_backward(query.new_empty(saved))
+        return torch.empty_like(query).transpose(1, 2).contiguous()
 
 
 def _shapes_only(
@@ -331,12 +510,11 @@ def _shapes_only(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: Any,
-    attended: AttendedTokens | None = None,
+    *,
+    saved: int,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    if attended is None:
-        return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
-    return _PackedAttention.apply(query, key, value, attended), None  # type: ignore[no-untyped-call]
+    return _Attention.apply(query, key, value, saved), None  # type: ignore[no-untyped-call]
 
 
 _SHAPES_ONLY = "bandpo_shapes_only"

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 TEMPERATURES = (0.01, 2.0)
 """Temperatures at which vLLM samples, besides 0. Below them it silently uses 0.01, above them it raises."""
+UNESTIMATED_FRACTION = 0.5
+"""vLLM's share of a GPU where `sampling.vllm.memory_fraction` is null and the memory of the model is not estimated."""
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
 
@@ -290,7 +292,8 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
 def _memory_hint(config: SamplingConfig) -> str:
     """Return the settings behind the names that vLLM uses in its errors about memory."""
     return (
-        f" (gpu_memory_utilization is sampling.vllm.memory_fraction = {config.vllm.memory_fraction:g}, "
+        " (gpu_memory_utilization is sampling.vllm.memory_fraction = "
+        f"{config.vllm.memory_fraction or UNESTIMATED_FRACTION:g}, "
         "max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
     )
 
@@ -317,7 +320,7 @@ def _engine_settings(config: SamplingConfig, model: EngineModel, sleeps: bool) -
         "worker_extension_cls": "bandpo_cli.sampling.vllm_worker.PolicyWorker",
     }
     if model.device.type == "cuda":
-        return arguments | {"gpu_memory_utilization": settings.memory_fraction}
+        return arguments | {"gpu_memory_utilization": settings.memory_fraction or UNESTIMATED_FRACTION}
     return arguments | {
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * GIB),
         "block_size": CPU_CACHE_BLOCK,

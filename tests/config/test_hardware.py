@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bandpo_cli.config.hardware import engine_cards, trainer_cards
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.memory import GIB, MemoryReport, memory_report_on
+from bandpo_cli.models.memory import GIB, Device, MemoryEstimate, estimate_memory
+from tests.config.shapes import config_on_disk
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper"
 MODELS = sorted((PAPER / "models").glob("*.yaml"))
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-1.5B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-3B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""The shapes in the config.json of each model on the hub."""
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9,
@@ -100,21 +71,16 @@ def test_a_single_rank_chooses_its_gpu_and_several_are_numbered() -> None:
     assert (trainer_cards(3, 1), trainer_cards(0, 4)) == ([3], [0, 1, 2, 3])
 
 
-def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:
-    """Return the settings with a folder that has the model's config.json in place of its hub id."""
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES[model], "max_position_embeddings": 32768}))
-    return resolve([*layers, {"model": {"path": str(tmp_path)}}])
-
-
-def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryReport:
+def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryEstimate:
     """Return the estimate for each of `ranks` GPUs. GB count as 10⁹ bytes, less than any card of that size has."""
-    return memory_report_on(config, "a GPU", gigabytes * 10**9, True, ranks)
+    return estimate_memory(config, Device("a GPU", gigabytes * 10**9, gigabytes * 10**9), ranks)
 
 
-def fits(config: RunConfig, report: MemoryReport, available: int) -> bool:
+def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
     """Return whether a run fits, by hand: the trainer's memory, and an update or the engine, leave 5% free."""
+    assert config.sampling.vllm.memory_fraction is not None
     engine = config.sampling.vllm.memory_fraction * available
-    used = sum(report.estimate.always.values()) + max(sum(report.estimate.update.values()), engine)
+    used = sum(report.always.values()) + max(sum(report.update.values()), engine)
     return used < 0.95 * available
 
 
@@ -126,12 +92,11 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     model = read_layer(file)["model"]["path"]
     config = config_on_disk(tmp_path, model, read_layer(PAPER / "base.yaml"), read_layer(file))
     report = report_on_gpu(config, size)
-    estimate = report.estimate
-    assert estimate.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert report.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
     assert report.fits
     assert round(report.peak / GIB) == peak
-    assert round(sum(estimate.always.values()) / GIB) == held
-    assert report.engine > 1.5 * estimate.always["weights"]  # the engine's weights, and room for its cache
+    assert round(sum(report.always.values()) / GIB) == held
+    assert report.vllm > 1.5 * report.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
 
@@ -147,13 +112,11 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
     report = report_on_gpu(config, size)
     # inputs and outputs of q, k, v, o, gate, up and down, times the rank, in 28 layers
     adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
-    assert report.estimate.trained == adapters
-    assert report.estimate.parameters - adapters == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert report.trained == adapters
+    assert report.parameters - adapters == pytest.approx(PARAMETERS[model], rel=0.005)
     assert round(report.peak / GIB) == peak
-    assert sum(report.estimate.always.values()) / GIB == pytest.approx(held, abs=0.5)
-    assert sum(report.estimate.always.values()) == pytest.approx(
-        2 * PARAMETERS[model] + 14 * adapters, rel=0.005
-    )
+    assert sum(report.always.values()) / GIB == pytest.approx(held, abs=0.5)
+    assert sum(report.always.values()) == pytest.approx(2 * PARAMETERS[model] + 14 * adapters, rel=0.005)
     less = resolve(
         [
             config.model_dump(mode="json"),
@@ -163,7 +126,7 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
     for each, gigabytes in ((config, size), (less, smaller)):
         on_gpu = report_on_gpu(each, gigabytes)
         assert on_gpu.fits
-        assert on_gpu.engine > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
+        assert on_gpu.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
         before = GPU_SIZES[GPU_SIZES.index(gigabytes) - 1]
         assert not fits(each, on_gpu, before * 10**9)
 
@@ -181,7 +144,7 @@ def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path
     assert round(report.peak / GIB) == peak
     # Masters and two moments of float32, and the reference in bfloat16, an eighth of each.
     assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
-    assert report.engine > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
+    assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
     assert not report_on_gpu(config, size).fits, "one such GPU is enough"
 
 
@@ -209,8 +172,8 @@ def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> Non
     for model, size in ((own["model"]["path"], own_size[1]), (other[1], other[2])):
         config = config_on_disk(tmp_path, model, own, {"sampling": {"engine": "vllm"}})
         report = report_on_gpu(config, int(size))
-        assert report.estimate.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
-        assert report.engine > 1.5 * report.estimate.always["weights"]
+        assert report.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
+        assert report.vllm > 1.5 * report.always["weights"]
         assert report.fits
 
 
@@ -219,7 +182,9 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
     text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
     assert "Needs a CPU" in text or "minute of a CPU" in text
     layer = {key: each for key, each in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
-    assert memory_report_on(resolve([layer]), "this machine", CPU_GIB * GIB, on_gpu=False).fits
+    assert estimate_memory(
+        resolve([layer]), Device("this machine", CPU_GIB * GIB, CPU_GIB * GIB, on_gpu=False)
+    ).fits
 
 
 def test_no_other_header_names_a_gpu() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory import GIB, memory_report_on, memory_saving_settings
+from bandpo_cli.experiments.memory import GIB, memory_saving_settings
 from bandpo_cli.experiments.overview import changed_settings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import device
 from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.memory import Device, estimate_memory
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
 from tests.experiments.test_api import SMALL
 
@@ -35,7 +37,14 @@ RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_gpu(monkeypatch)
+
+
+def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this machine one with a GPU, on which the code runs with the CPU."""
     monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (80 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +78,7 @@ def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(device, "is_on_cuda", lambda config: True)
+        use_fake_gpu(patched)
         first = train(resolve(RUN), runs_dir=tmp_path, name="first")
         named = train(resolve([*RUN, {"model": {"dtype": "bfloat16"}}]), runs_dir=tmp_path, name="named")
     stored = read_layer(tmp_path / "first" / "config.yaml")
@@ -109,10 +118,10 @@ def test_the_statement_names_the_dtype(model: dict[str, str], text: str) -> None
 
 def test_the_estimate_and_the_advice_follow_the_device() -> None:
     config = resolve([])
-    on_gpu, on_cpu = (memory_report_on(config, "x", 80 * GIB, on_gpu=on) for on in (True, False))
-    parts = on_gpu.estimate.always
-    assert parts["master weights"] == 2 * parts["weights"] == on_cpu.estimate.always["weights"]
-    assert "master weights" not in on_cpu.estimate.always
+    on_gpu, on_cpu = (estimate_memory(config, Device("x", 80 * GIB, 80 * GIB, on)) for on in (True, False))
+    parts = on_gpu.always
+    assert parts["master weights"] == 2 * parts["weights"] == on_cpu.always["weights"]
+    assert "master weights" not in on_cpu.always
     assert "model.dtype=bfloat16" in memory_saving_settings(config, on_gpu=False)
     assert "model.dtype" not in memory_saving_settings(config, on_gpu=True)
 

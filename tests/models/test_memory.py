@@ -13,45 +13,23 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.logprobs import TILE_BYTES
-from bandpo_cli.models.lora import add_adapters
+from bandpo_cli.models.lora import add_adapters, save_adapter
 from bandpo_cli.models.memory import (
-    AttendedTokens,
+    Device,
+    NoEstimateError,
     activation_bytes,
-    attended_tokens,
+    attention_elements,
     build_on_meta_device,
     estimate_memory,
 )
-from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.packing import Row, batch_rows, collate
 from tests.conftest import random_model
 
 TOKENS = 96
-
-
-def saved_for_backward(model: torch.nn.Module) -> int:
-    """Return the bytes of all distinct tensors that a real forward pass saves, without the parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)  # type: ignore[operator]
-    return sum(
-        tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in parameters
-    )
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_estimated_activations_equal_those_of_a_real_model(tmp_path: Path, kind: str) -> None:
-    real = random_model(kind)
-    real.save_pretrained(tmp_path)
-    settings = ModelConfig(path=str(tmp_path))
-    meta = build_on_meta_device(settings)
-    assert sum(p.numel() for p in meta.parameters()) == sum(p.numel() for p in real.parameters())
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert activation_bytes(meta, TOKENS, settings) == pytest.approx(saved_for_backward(real), rel=0.05)
+MACHINE = Device("this machine", 2**50, 2**50, on_gpu=False)
+GPU = Device("a GPU", 2**50, 2**50)
+HEADS, KEY_VALUE_HEADS, WIDTH = 4, 2, 8
+"""Of `random_model`."""
 
 
 def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
@@ -67,7 +45,7 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
             }
         ]
     )
-    estimate = estimate_memory(config, trainer_samples=True)
+    estimate = estimate_memory(config, MACHINE)
     assert estimate.always == {
         "weights": 2 * numel,
         "AdamW": 8 * numel,
@@ -82,9 +60,9 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
-    without = estimate_memory(config, trainer_samples=False)
-    assert without.sampling == {}
-    assert without.peak == sum(without.always.values()) + sum(without.update.values())
+    assert estimate.peak == sum(estimate.always.values()) + max(
+        sum(estimate.update.values()), sum(estimate.sampling.values())
+    )
 
 
 def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path) -> None:
@@ -99,7 +77,7 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
         "objective": {"reference_kl": 0.1},
     }
     config = resolve([layer])
-    estimate = estimate_memory(config, trainer_samples=True)
+    estimate = estimate_memory(config, MACHINE)
     assert (estimate.parameters, estimate.trained) == (numel + adapters, adapters)
     assert estimate.always == {
         "weights": 2 * (numel + adapters),
@@ -109,19 +87,8 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
     }
     assert estimate.update["gradients"] == 4 * adapters
     assert "gradient of the output layer" not in estimate.update
-    full = estimate_memory(resolve([layer, {"model": {"lora": None}}]), trainer_samples=True)
+    full = estimate_memory(resolve([layer, {"model": {"lora": None}}]), MACHINE)
     assert full.trained == full.parameters == numel
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_estimated_activations_with_lora_equal_those_of_a_real_model(tmp_path: Path, kind: str) -> None:
-    real, lora = random_model(kind), LoraSettings(rank=4)
-    real.save_pretrained(tmp_path)
-    settings = ModelConfig(path=str(tmp_path), lora=lora)
-    add_adapters(real, lora, seed=0, base="")
-    meta = build_on_meta_device(settings)
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert activation_bytes(meta, TOKENS, settings) == pytest.approx(saved_for_backward(real), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +108,7 @@ def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
     real = random_model()
     real.save_pretrained(tmp_path)
     config = resolve([{"model": {"path": str(tmp_path), "dtype": "float32"}, "checkpoint": checkpoint}])
-    always = estimate_memory(config, trainer_samples=True, device=device).always
+    always = estimate_memory(config, MACHINE if device == "cpu" else GPU).always
     numel = sum(parameter.numel() for parameter in real.parameters())
     assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
 
@@ -150,7 +117,12 @@ def test_gradient_checkpointing_saves_fewer_activations(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
     meta = build_on_meta_device(ModelConfig(path=str(tmp_path)))
     plain, checkpointed = (
-        activation_bytes(meta, TOKENS, ModelConfig(path=str(tmp_path), gradient_checkpointing=on))
+        activation_bytes(
+            meta,
+            TOKENS,
+            ModelConfig(path=str(tmp_path), gradient_checkpointing=on),
+            2 * (HEADS + KEY_VALUE_HEADS) * TOKENS * WIDTH,
+        )
         for on in (False, True)
     )
     assert checkpointed < 0.7 * plain  # 2 layers: all activations of one, and the inputs of both
@@ -172,7 +144,7 @@ def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> 
             "sampling": {"max_prompt_tokens": 30, "max_tokens": 20},
             "optim": {"micro_batch_tokens": micro_batch_tokens},
         }
-        return sum(estimate_memory(resolve([layer]), trainer_samples=True).update.values())
+        return sum(estimate_memory(resolve([layer]), MACHINE).update.values())
 
     assert update_bytes(8) == update_bytes(50) < update_bytes(100)
 
@@ -209,55 +181,135 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion", "attended"),
-    [
-        # 620 tokens are too many for a mask: four sequences of 300 + 80
-        (300, 80, AttendedTokens(masked=0, plain=1520, mask=0)),
-        # 124 tokens have a mask
-        (60, 16, AttendedTokens(masked=124, plain=0, mask=124**2)),
-    ],
-    ids=["copies of the prompt", "mask"],
+    ("prompt", "completion", "samples"),
+    [(300, 80, 4), (60, 16, 4), (60, 80, 1)],  # copies of the prompt, a mask, one sequence
+    ids=["copies of the prompt", "mask", "one completion"],
 )
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_estimated_activations_equal_those_of_packed_rows(
-    tmp_path: Path, kind: str, prompt: int, completion: int, attended: AttendedTokens
+    tmp_path: Path, kind: str, lora: LoraSettings | None, prompt: int, completion: int, samples: int
 ) -> None:
     real = random_model(kind)
     real.save_pretrained(tmp_path)
-    settings = ModelConfig(path=str(tmp_path))
-    tokens = prompt + 4 * completion
+    settings = ModelConfig(path=str(tmp_path), lora=lora)
+    if lora is not None:
+        add_adapters(real, lora, seed=0, base="")
+    meta = build_on_meta_device(settings)
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert sum(each.numel() for each in meta.parameters()) == sum(each.numel() for each in real.parameters())
+    tokens = prompt + samples * completion
     ids = [index % 20 for index in range(tokens)]
-    row = Row(ids[:prompt], [ids[:completion]] * 4)
-    estimated = activation_bytes(build_on_meta_device(settings), tokens, settings, attended)
+    row = Row(ids[:prompt], [ids[:completion]] * samples)
+    if samples > 1 and tokens <= 512:
+        attention = 4 * HEADS * tokens * WIDTH + tokens**2
+    else:
+        attention = 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * samples * (prompt + completion)
+    estimated = activation_bytes(meta, tokens, settings, attention)
     assert estimated == pytest.approx(saved_by_packed_rows(real, [row]), rel=0.05)
 
 
-def text_config(tmp_path: Path) -> Any:
-    random_model().save_pretrained(tmp_path)
-    return build_on_meta_device(ModelConfig(path=str(tmp_path))).config
-
-
 @pytest.mark.parametrize(
-    ("prompt", "longest", "samples", "expected"),
+    ("prompt", "longest", "samples", "copies", "row"),
     [
-        # A row of 1,028 tokens becomes four sequences of 1,025.
-        (1024, 1, 4, (0, 1025 * 4 / 1028, 0)),
-        # A row of 64 + 16 × 8 tokens has a mask.
-        (64, 8, 16, (1, 0, 192)),
+        (1024, 1, 4, 1025 * 4 / 1028, None),  # a row of 1,028 tokens becomes four sequences of 1,025
+        (64, 8, 16, None, 192),  # a row of 64 + 16 × 8 tokens has a mask
         # Only completions of up to 48 tokens share a row of at most 4,096, the most copies per token with 1 token each.
-        (4000, 4000, 2, (0, 4001 * 2 / 4002, 0)),
+        (4000, 4000, 2, 4001 * 2 / 4002, None),
     ],
 )
 def test_prompts_are_copied_as_packing_copies_them(
-    tmp_path: Path, prompt: int, longest: int, samples: int, expected: tuple[float, float, float]
+    tmp_path: Path, prompt: int, longest: int, samples: int, copies: float | None, row: int | None
 ) -> None:
+    random_model().save_pretrained(tmp_path)
+    text = build_on_meta_device(ModelConfig(path=str(tmp_path))).config
     config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": longest, "samples": samples}}])
-    found = attended_tokens(config, text_config(tmp_path), 16384)
-    assert found == tuple(math.ceil(16384 * share) for share in expected)
+    if row is None:
+        assert copies is not None
+        expected = 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * math.ceil(16384 * copies)
+    else:
+        expected = 4 * HEADS * 16384 * WIDTH + 16384 * row
+    assert attention_elements(config, text, 16384) == expected
+
+
+@pytest.mark.parametrize("prompt", [64, 700, 3000])
+@pytest.mark.parametrize("samples", [2, 16])
+def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: int, samples: int) -> None:
+    """Groups whose completions all have one length, packed as for training, up to the longest of 600 tokens."""
+    random_model().save_pretrained(tmp_path)
+    text = build_on_meta_device(ModelConfig(path=str(tmp_path))).config
+    config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": 600, "samples": samples}}])
+    estimate = attention_elements(config, text, 16384) / 16384
+    measured = []
+    for length in (*(2**i for i in range(10)), 600):
+        (rows,) = batch_rows([Row(range(prompt), [range(length)] * samples)], 2**20)
+        parts = [part for row in rows for part in batch_rows([row], 4096)]
+        packings = [collate(part, torch.device("cpu")).packing for part in parts]
+        tokens = sum(sum(map(sum, packing.rows)) for packing in packings)
+        masked = [
+            block.shape for packing in packings for block in packing.blocks if block.segments is not None
+        ]
+        plain = [block.shape for packing in packings for block in packing.blocks if block.segments is None]
+        held = 4 * HEADS * WIDTH * sum(size * width for size, width in masked)
+        held += sum(size * width**2 for size, width in masked)
+        held += 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * sum(size * width for size, width in plain)
+        measured.append(held / tokens)
+    assert max(measured) <= 1.02 * estimate
+    assert max(measured) >= 0.8 * estimate
 
 
 def test_a_large_vocabulary_takes_complete_tiles(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
     config = resolve([{"model": {"path": str(tmp_path)}, "optim": {"micro_batch_tokens": 2**20}}])
-    update = estimate_memory(config, trainer_samples=True).update
+    update = estimate_memory(config, MACHINE).update
     assert update["log-probs and their gradient"] == 2 * TILE_BYTES["cpu"] + 3 * 2**20 * 32 * 4
+
+
+@pytest.fixture
+def without_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer supports gradient checkpointing."""
+    monkeypatch.setattr("bandpo_cli.models.load.GradientCheckpointingLayer", ())
+
+
+def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
+    tmp_path: Path, without_checkpointing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model().save_pretrained(tmp_path)
+
+    def activations(value: bool | str) -> int:
+        settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
+        return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000)
+
+    assert activations("auto") == activations(False)
+    with pytest.raises(UserError, match="do not support it; set it to false"):
+        activations(True)
+    monkeypatch.undo()
+    assert activations("auto") == activations(True) < activations(False)
+
+
+def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model().save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path))
+    model = build_on_meta_device(settings)
+
+    def look_at_values(*_: object, **__: object) -> None:
+        torch.ones(2, device="meta").tolist()
+
+    monkeypatch.setattr(model.base_model, "forward", look_at_values)
+    with pytest.raises(NoEstimateError, match="the memory of qwen2 models does not follow from their shapes"):
+        activation_bytes(model, TOKENS, settings, 1000)
+
+
+def test_a_folder_with_an_adapter_has_the_memory_of_its_base(tmp_path: Path) -> None:
+    """`bandpo eval` loads the checkpoints of a run with LoRA, and merges the adapters into the weights."""
+    base, adapters = tmp_path / "base", tmp_path / "adapter"
+    real = random_model()
+    real.save_pretrained(base)
+    numel = sum(parameter.numel() for parameter in real.parameters())
+    add_adapters(real, LoraSettings(rank=4), seed=0, base=str(base))
+    adapters.mkdir()
+    save_adapter(real, adapters)
+    estimate = estimate_memory(resolve([{"model": {"path": str(adapters)}}]), MACHINE, training=False)
+    assert estimate.always == {"weights": 4 * numel}

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.memory import MemoryEstimate, estimate_memory
+from bandpo_cli.models.memory import Device, Shard, estimate_memory, shard_of
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.sharded_memory import ShardedModel, sharded_model
 from bandpo_cli.models.sharding import local_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from tests.conftest import random_model
 
 RANKS = 4
+MACHINE, GPU = (Device("a device", 2**50, 2**50, on_gpu) for on_gpu in (False, True))
 MANY_WORDS = 8192
 """Words for which the parameters outside of the layers are most of the model."""
 
@@ -69,11 +69,10 @@ def train_twice(model: PreTrainedModel) -> None:
         parameter.grad = None
 
 
-def update_bytes(counts: ShardedModel, words: int) -> int:
+def update_bytes(counts: Shard, words: int, itemsize: int) -> int:
     """Return the estimate of an update whose activations take no memory."""
-    output_layer = words * 64 * counts.itemsize
-    during = sum(counts.update_bytes().values()) + output_layer
-    return 4 * counts.trained_share + max(during, sum(counts.reduction_bytes().values()))
+    during = sum(counts.update.values()) + words * 64 * itemsize
+    return 4 * counts.trained_stored + max(during, sum(counts.reduction.values()))
 
 
 @pytest.mark.parametrize(
@@ -90,17 +89,17 @@ def test_the_peak_of_an_update_is_the_estimate(
     rank_0_of_4: Ranks, words: int, tied: bool, dtype: torch.dtype
 ) -> None:
     model = qwen2(words, tied, dtype)
-    counts = sharded_model(model, dtype.itemsize, RANKS)
+    counts = shard_of(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
     train_twice(model)
     measured = peak_bytes(lambda: train_twice(model))
-    assert 0.9 < measured / update_bytes(counts, words) < 1.03
+    assert 0.9 < measured / update_bytes(counts, words, dtype.itemsize) < 1.03
 
 
 @pytest.mark.parametrize("words", [64, MANY_WORDS])
 def test_the_peak_of_gathering_all_parameters_is_the_estimate(rank_0_of_4: Ranks, words: int) -> None:
     model = qwen2(words, False, torch.bfloat16)
-    counts = sharded_model(model, 2, RANKS)
+    counts = shard_of(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
 
     def gather() -> None:
@@ -108,19 +107,20 @@ def test_the_peak_of_gathering_all_parameters_is_the_estimate(rank_0_of_4: Ranks
             pass
 
     gather()
-    assert peak_bytes(gather) == pytest.approx(counts.sampling_bytes(), rel=0.01)
+    assert peak_bytes(gather) == pytest.approx(counts.gathered["complete parameters"], rel=0.01)
 
 
 def test_the_peak_of_sending_weights_is_the_estimate(rank_0_of_4: Ranks) -> None:
     model = qwen2(MANY_WORDS, True, torch.bfloat16)
-    counts = sharded_model(model, 2, RANKS)
+    counts = shard_of(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
 
     def send() -> None:
         for _, weight in checkpoint_weights(model):
             del weight
 
-    assert 0.5 * counts.sync_bytes() < peak_bytes(send) <= counts.sync_bytes()
+    (estimate,) = counts.sync.values()
+    assert 0.5 * estimate < peak_bytes(send) <= estimate
 
 
 def test_a_model_without_gradients_holds_nothing_complete_after_its_passes(rank_0_of_4: Ranks) -> None:
@@ -136,20 +136,15 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     """255 rows over 4 ranks are 64 rows on the first; a parameter that is not trained keeps its dtype."""
     model = qwen2(64, True, torch.bfloat16)
     model.get_input_embeddings().requires_grad_(False)
-    counts = sharded_model(model, 2, RANKS)
+    counts = shard_of(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
     local = [local_tensor(parameter) for parameter in model.parameters()]
-    assert sum(each.numel() for each in local) == counts.share
-    assert sum(each.nbytes for each in local) == counts.weight_bytes
-    assert counts.share - counts.trained_share == 64 * 64 // 4
-    assert counts.trained_outside == 64  # the last norm
-
-
-def test_the_peak_is_that_of_the_largest_phase() -> None:
-    always = {"weights": 100}
-    assert MemoryEstimate(1, always, {"a": 5, "b": 6}, {"c": 10}, {"d": 10}).peak == 111
-    assert MemoryEstimate(1, always, {"a": 5, "b": 6}, {"c": 12}, {"d": 10}).peak == 112
-    assert MemoryEstimate(1, always, {"a": 5, "b": 6}, {"c": 12}, {"d": 13}).peak == 113
+    assert sum(each.numel() for each in local) == counts.stored
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert sum(local_tensor(each).numel() for each in trained) == counts.trained_stored
+    assert counts.stored - counts.trained_stored == 64 * 64 // 4
+    # The last norm, of 64, is the only trained parameter outside of the layers: bfloat16, float32 and a quarter.
+    assert counts.reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
 
 
 def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -> None:
@@ -171,7 +166,7 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
             }
         ]
     )
-    estimate = estimate_memory(config, trainer_samples=True, ranks=2)
+    estimate = estimate_memory(config, MACHINE, ranks=2)
     assert (estimate.parameters, estimate.ranks) == (numel, 2)
     assert estimate.always == {
         "weights (float32)": 4 * share,
@@ -183,10 +178,10 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
         update={"checkpoint": config.checkpoint.model_copy(update={"every": 10})}
     )
     copied = {"copy for a checkpoint": 12 * share}  # masters and two moments of the rank
-    assert estimate_memory(in_background, True, ranks=2).always == estimate.always | copied
+    assert estimate_memory(in_background, MACHINE, ranks=2).always == estimate.always | copied
     float32 = in_background.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
-    assert estimate_memory(float32, True, ranks=2).always["copy for a checkpoint"] == 8 * share
-    assert "complete weights for a checkpoint" not in estimate_memory(config, True, "cuda", ranks=2).always
+    assert estimate_memory(float32, MACHINE, ranks=2).always["copy for a checkpoint"] == 8 * share
+    assert "complete weights for a checkpoint" not in estimate_memory(config, GPU, ranks=2).always
     assert estimate.update["gradients"] == estimate.reduction["gradients"] == 4 * share
     assert estimate.update["complete parameters outside of the layers"] == 2 * outside
     assert (
@@ -197,6 +192,10 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
     )
     assert estimate.sampling["complete parameters"] == 2 * (numel + layer)
     # The first rank samples 3 of 7 prompts, the second 4.
-    assert "key-value cache of 16 × 50 tokens" in estimate.sampling
-    with_engine = estimate_memory(config, trainer_samples=False, ranks=2)
-    assert list(with_engine.sampling.values()) == [2 * 2 * max(23 * 32, 64 * 32)]
+    assert "at most: key-value cache of 16 × 50 tokens" in estimate.sampling
+    with_engine = estimate_memory(
+        resolve([config.model_dump(), {"sampling": {"engine": "vllm"}}]), GPU, ranks=2
+    )
+    assert with_engine.sampling["a complete weight, to send it to the engine"] == 2 * 2 * max(
+        23 * 32, 64 * 32
+    )

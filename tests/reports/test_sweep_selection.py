@@ -206,6 +206,7 @@ def test_seed_and_tracking_do_not_separate_arms(settings):
         ("checkpoint.every=5", "checkpoint.keep_last=null", "checkpoint.best_metric=train/accuracy"),
         ("grading.workers=3",),
         ("model.gradient_checkpointing=true",),
+        ("sampling.vllm.memory_fraction=0.3",),
     ],
 )
 def test_settings_without_effect_do_not_separate_arms(settings, assignments):
@@ -222,7 +223,7 @@ def test_settings_without_effect_do_not_separate_arms(settings, assignments):
         "optim.micro_batch_tokens=512",
         "optim.max_skips=3",
         "sampling.max_sequences=64",
-        "sampling.vllm.memory_fraction=0.3",
+        "sampling.vllm.sleep=false",
         "evaluation.every=5",
         "evaluation.batch=64",
         "model.device=cpu",

@@ -205,7 +205,8 @@ def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
     monkeypatch.setattr(FakeEngine, call, failing(error))
     monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RunError, match=r"^out of memory ") as raised, out_of_memory_errors(RunConfig()):
+    config = RunConfig.model_validate({"sampling": {"vllm": {"memory_fraction": 0.5}}})
+    with pytest.raises(RunError, match=r"^out of memory ") as raised, out_of_memory_errors(config):
         sampler.sync(random_model(), 1)
     assert "--set sampling.vllm.memory_fraction=0.25" in str(raised.value)
     assert "max_sequences" not in str(raised.value)

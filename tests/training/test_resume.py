@@ -170,6 +170,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: p
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False},
         "grading": {"workers": 1},
         "model": {"gradient_checkpointing": True},
+        "sampling": {"vllm": {"memory_fraction": 0.3}},
     }
     assert {name if name in WITHOUT_EFFECT else name.split(".")[0] for name in flatten(other)} == {
         *WITHOUT_EFFECT

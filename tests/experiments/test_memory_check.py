@@ -1,0 +1,373 @@
+"""The memory of a run is checked before anything is loaded: one line, vLLM's share, a refusal with what helps.
+
+GPUs are replaced by their names and sizes; the models are shapes of Qwen2.5 without weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.hardware import use_expandable_segments
+from bandpo_cli.config.layers import read_assignments, read_layer, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments import memory, resume, train
+from bandpo_cli.experiments.memory import (
+    GIB,
+    check_memory,
+    memory_report,
+    settings_that_fit,
+    with_memory_fraction,
+)
+from bandpo_cli.models import device
+from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
+from bandpo_cli.ranks import SINGLE
+from tests.config.shapes import config_on_disk
+from tests.experiments.test_api import SMALL
+
+GSM8K = {"task": {"name": "gsm8k"}}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+
+
+class Gpus:
+    """The GPUs of this machine: total and free GB of each."""
+
+    def __init__(self) -> None:
+        self.total: list[float] = []
+        self.free: list[float] = []
+
+    def add(self, total: float, free: float | None = None) -> None:
+        self.total.append(total)
+        self.free.append(total if free is None else free)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    found = Gpus()
+    monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda card: (int(found.free[card] * 1e9), int(found.total[card] * 1e9))
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name=f"GPU {card}", total_memory=0)
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.total))
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    return found
+
+
+def model(tmp_path: Path, size: str, **settings: Any) -> RunConfig:
+    """Return `--task gsm8k` with a model of Qwen2.5."""
+    return config_on_disk(tmp_path, f"Qwen/Qwen2.5-{size}-Instruct", GSM8K, settings)
+
+
+def four_layers(tmp_path: Path, **settings: Any) -> RunConfig:
+    """Return `--task gsm8k` with a model of 2.02 billion parameters, whose estimate takes little time."""
+    config = model(tmp_path, "7B", **settings)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4}))
+    return config
+
+
+def flags_of(message: str) -> list[str]:
+    """Return the settings with which the run fits, as the message states them."""
+    return re.findall(r"--set (\S+)", message.partition("it fits with ")[2])
+
+
+def test_the_estimate_is_one_line_before_anything_is_loaded(
+    gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus.add(80)
+    config = model(tmp_path, "1.5B")
+    with caplog.at_level(logging.INFO, "bandpo_cli"):
+        checked = check_memory(config, SINGLE)
+    estimate = memory_report(config)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    share = checked.sampling.vllm.memory_fraction
+    assert record.message == (
+        f"memory: {estimate.peak / GIB:.1f} GiB at the peak by the estimate, GPU 0 has 74.5 GiB; "
+        f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB)"
+    )
+
+
+def test_the_share_of_vllm_follows_from_the_estimate(gpus: Gpus, tmp_path: Path) -> None:
+    """It is what a full batch needs, computed by hand, and at most what the trainer leaves."""
+    gpus.add(80)
+    config = model(tmp_path, "1.5B")
+    # 2 bytes per weight; 512 sequences of 2,048 tokens, keys and values of 2 heads of 128 in 28 layers
+    needed = 2 * 1.5437e9 + 512 * 2048 * 2 * 28 * 2 * 128 * 2 + 512 * 151936 * 20 + SLEEPING_ENGINE_BYTES
+    share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
+    assert share == pytest.approx(needed / 80e9, abs=0.01)
+    gpus.total[0] = gpus.free[0] = 48
+    share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
+    assert share is not None
+    held = 14 * 1.5437e9  # weights, masters and two moments
+    assert 0.93 < share + held / 48e9 < 0.95
+    fixed = config.model_copy(update={"sampling": with_memory_fraction(config, 0.3).sampling})
+    assert check_memory(fixed, SINGLE).sampling.vllm.memory_fraction == 0.3
+    other = with_memory_fraction(config, None).model_copy(
+        update={"sampling": config.sampling.model_copy(update={"engine": "transformers"})}
+    )
+    assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
+
+
+def test_the_share_of_vllm_is_smaller_beside_other_processes(gpus: Gpus, tmp_path: Path) -> None:
+    gpus.add(80, free=50)
+    config = model(tmp_path, "1.5B")
+    share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
+    assert share is not None
+    assert 0.93 * 50 < 80 * share + 14 * 1.5437 < 0.95 * 50
+
+
+@pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}], ids=["awake", "lag"])
+def test_an_engine_that_samples_during_the_update_has_what_the_update_leaves(
+    gpus: Gpus, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    gpus.add(80)
+    config = four_layers(tmp_path, sampling={**sampling, "max_sequences": 1024, "max_tokens": 4096})
+    share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
+    estimate = memory_report(config)
+    assert share is not None
+    beside = 14 * estimate.parameters + sum(estimate.update.values())
+    assert 0.94 < (share * 80e9 + beside) / 80e9 <= 0.95
+    assert estimate.peak == pytest.approx(share * 80e9 + beside)
+
+
+def test_an_evaluation_leaves_more_to_vllm(gpus: Gpus, tmp_path: Path) -> None:
+    gpus.add(24)
+    config = model(tmp_path, "1.5B")
+    share = check_memory(config, SINGLE, training=False).sampling.vllm.memory_fraction
+    assert share is not None
+    assert 0.93 < share + 2 * 1.5437 / 24 < 0.95
+
+
+@pytest.mark.parametrize(
+    ("total", "settings", "keys"),
+    [
+        (
+            48,
+            {"model": {"gradient_checkpointing": False}, "optim": {"micro_batch_tokens": 65536}},
+            {"optim.micro_batch_tokens"},
+        ),
+        (80, {"sampling": {"vllm": {"memory_fraction": 0.9}}}, {"sampling.vllm.memory_fraction"}),
+        (80, {"sampling": {"vllm": {"memory_fraction": 0.01}}}, {"sampling.vllm.memory_fraction"}),
+        (
+            48,
+            {"sampling": {"vllm": {"sleep": False, "memory_fraction": 0.6}}},
+            {"sampling.vllm.sleep", "sampling.vllm.memory_fraction", "optim.micro_batch_tokens"},
+        ),
+        (24, {}, {"model.lora.rank"}),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
+    gpus: Gpus, tmp_path: Path, total: int, settings: dict[str, Any], keys: set[str]
+) -> None:
+    gpus.add(total)
+    config = four_layers(tmp_path, **settings)
+    with pytest.raises(UserError, match="at the peak by the estimate, GPU 0 has ") as raised:
+        check_memory(config, SINGLE)
+    assert "\n" not in str(raised.value)
+    flags = flags_of(str(raised.value))
+    assert {flag.partition("=")[0] for flag in flags} == keys
+    changed = resolve([config.model_dump(mode="json"), read_assignments(flags)])
+    assert memory_report(changed).fits
+    for flag in flags:
+        others = [each for each in flags if each != flag]
+        fewer = resolve([config.model_dump(mode="json"), read_assignments(others)])
+        assert not memory_report(fewer).fits, f"{flag} is not needed"
+
+
+def test_more_gpus_of_the_machine_come_before_other_weights(gpus: Gpus, tmp_path: Path) -> None:
+    for _ in range(8):
+        gpus.add(24)
+    with pytest.raises(UserError, match=r"it fits with --nproc 8$"):
+        check_memory(four_layers(tmp_path), SINGLE)
+
+
+def test_what_nothing_makes_fit_has_no_settings(gpus: Gpus, tmp_path: Path) -> None:
+    gpus.add(6)
+    with pytest.raises(UserError, match="no setting tried makes it fit; use a smaller model or more GPUs"):
+        check_memory(four_layers(tmp_path), SINGLE)
+
+
+def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.add(80, free=10)
+    config = four_layers(tmp_path)
+    with pytest.raises(
+        UserError, match=r"GPU 0 has 74\.5 GiB, of which other processes leave 9\.3 GiB"
+    ) as raised:
+        check_memory(config, SINGLE)
+    assert "choose another GPU with CUDA_VISIBLE_DEVICES" in str(raised.value)
+
+    def full(card: int) -> None:
+        raise torch.OutOfMemoryError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    with pytest.raises(
+        UserError, match=r"^model.device = 'auto': the GPU has no memory left; end "
+    ) as raised:
+        check_memory(config, SINGLE)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_key_value_cache_that_may_stay_small_is_a_warning(
+    gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transformers engine allocates its cache as completions grow."""
+    gpus.add(80)
+    config = model(
+        tmp_path, "1.5B", sampling={"engine": "transformers", "max_sequences": 2048, "samples": 64}
+    )
+    check_memory(config, SINGLE)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    (flag,) = flags_of(record.message)
+    assert flag == "sampling.max_sequences=512"
+
+
+@pytest.mark.parametrize(("gib", "warned"), [(4, False), (0.25, True)])
+def test_without_a_gpu_only_too_little_memory_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gib: float, warned: bool
+) -> None:
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
+    monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
+    with caplog.at_level(logging.INFO, "bandpo_cli"):
+        check_memory(resolve([]), SINGLE)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * warned
+    assert all("it fits with --set " in record.message for record in caplog.records)
+
+
+def test_a_run_that_cannot_fit_ends_before_it_loads_the_model(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.add(0.5)
+    monkeypatch.setattr("bandpo_cli.training.components.load_policy", None)
+    with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
+        train(resolve([SMALL, {"optim": {"micro_batch_tokens": 2**20}}]), runs_dir=tmp_path, name="a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float | None] = []
+
+    def checked(config: RunConfig, *_: object) -> RunConfig:
+        seen.append(config.sampling.vllm.memory_fraction)
+        return with_memory_fraction(config, seen[-1] or 0.31)
+
+    for module in ("train", "resume"):
+        monkeypatch.setattr(sys.modules[f"bandpo_cli.experiments.{module}"], "check_memory", checked)
+    train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    stored = read_layer(tmp_path / "a" / "config.yaml")
+    assert stored["sampling"]["vllm"]["memory_fraction"] == 0.31
+    resume("a", runs_dir=tmp_path, settings=[{"steps": 2}])
+    assert seen == [None, 0.31]
+    assert read_layer(tmp_path / "a" / "config.yaml")["sampling"]["vllm"]["memory_fraction"] == 0.31
+
+
+def needs_at_most(limit: int) -> Any:
+    """Return a function that requires the sum of the values of some settings to save enough."""
+    return lambda flags: sum(map(int, flags.values())) >= limit
+
+
+@pytest.mark.parametrize(
+    ("savings", "limit", "expected"),
+    [
+        ([("a", "1"), ("b", "3"), ("c", "9")], 2, {"b": "3"}),  # the first that is enough
+        ([("a", "1"), ("b", "3"), ("c", "2")], 5, {"b": "3", "c": "2"}),  # not those that are not needed
+        ([("a", "1"), ("a", "2"), ("b", "3")], 5, {"a": "2", "b": "3"}),  # the last value of a setting
+        (
+            [("a", "1"), ("b", "3"), ("b", "4")],
+            4,
+            {"b": "4"},
+        ),  # one alone rather than two with smaller changes
+        ([("a", "1"), ("b", "3")], 5, None),
+    ],
+)
+def test_as_few_settings_as_possible(
+    savings: list[tuple[str, str]], limit: int, expected: dict[str, str] | None
+) -> None:
+    assert settings_that_fit(savings, needs_at_most(limit)) == expected
+
+
+ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \|")
+
+
+def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    rows = ROW.findall(DOCUMENT.read_text("utf-8"))
+    required = {
+        ("0.5B", "1", "24"),
+        ("1.5B", "1", "80"),
+        ("3B", "8", "80"),
+        ("7B", "8", "80"),
+        ("7B", "1", "80"),
+    }
+    assert {(name.removeprefix("Qwen2.5-"), count, size) for name, _, count, size, *_ in rows} >= required
+    for name, lora, count, size, peak, share in rows:
+        config = config_on_disk(
+            tmp_path, f"Qwen/{name}-Instruct", GSM8K, {"model": {"lora": {"rank": 16} if lora else None}}
+        )
+        gpu = Device("a GPU", int(size) * 10**9, int(size) * 10**9)
+        estimate = estimate_memory(config, gpu, int(count))
+        assert estimate.fits, name
+        assert (f"{estimate.peak / GIB:.1f}", f"{estimate.memory_fraction:g}") == (peak, share), name
+
+
+def test_the_shapes_have_the_parameters_of_their_models(tmp_path: Path) -> None:
+    for size, parameters in (("0.5B", 0.494e9), ("1.5B", 1.544e9), ("3B", 3.086e9), ("7B", 7.616e9)):
+        gpu = Device("a GPU", 80 * GIB, 80 * GIB)
+        assert estimate_memory(model(tmp_path, size), gpu).parameters == pytest.approx(parameters, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("environment", "lag", "expected"),
+    [
+        ({}, 0, "expandable_segments:True"),
+        ({}, 1, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, 0, "max_split_size_mb:128"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, 0, None),
+    ],
+)
+def test_segments_are_expandable_unless_the_user_has_settings(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], lag: int, expected: str | None
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    use_expandable_segments(resolve([{"sampling": {"max_lag": lag}}]))
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None) == expected
+
+
+@pytest.mark.slow
+def test_torch_reads_the_settings_of_its_allocator_from_a_run(tmp_path: Path) -> None:
+    """The variable is set before torch is imported."""
+    script = (
+        "import json, sys\n"
+        "from bandpo_cli.config.layers import resolve\n"
+        "from bandpo_cli.experiments import train\n"
+        "assert 'torch' not in sys.modules\n"
+        f"train(resolve({[SMALL, {'steps': 1, 'evaluation': {'every': 0}}]!r}), runs_dir={str(tmp_path)!r}, name='a')\n"
+        "import torch\n"
+        "print(json.dumps(torch._C._accelerator_getAllocatorSettings()))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == "expandable_segments:True"
