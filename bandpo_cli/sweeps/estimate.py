@@ -64,7 +64,7 @@ def seconds_from_earlier_runs(
             hardware = environment["hardware"]
             same_ranks = environment.get("ranks", 1) == ranks
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if same_ranks and same_speed and _shape(earlier) == _shape(_with_dtype_of(own, earlier)):
+            if same_ranks and same_speed and _shape(earlier) == _shape(_with_choices_of(own, earlier)):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append((path.stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
@@ -130,11 +130,15 @@ def _summary_files(runs_dir: Path) -> list[Path]:
     return [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
 
 
-def _with_dtype_of(config: Mapping[str, Any], earlier: Any) -> Mapping[str, Any]:
-    """Return `config`, where its dtype is `auto` with that of an earlier run, whose config.yaml has the one used."""
-    if config["model"]["dtype"] != "auto":
-        return config
-    return {**config, "model": {**config["model"], "dtype": earlier["model"]["dtype"]}}
+def _with_choices_of(config: Mapping[str, Any], earlier: Any) -> Mapping[str, Any]:
+    """Return `config` with what an earlier run chose for the dtype `auto` and vLLM's share null, as its file has it."""
+    model, sampling = config["model"], config["sampling"]
+    if model["dtype"] == "auto":
+        model = {**model, "dtype": earlier["model"]["dtype"]}
+    if sampling["vllm"]["memory_fraction"] is None:
+        share = earlier["sampling"]["vllm"]["memory_fraction"]
+        sampling = {**sampling, "vllm": {**sampling["vllm"], "memory_fraction": share}}
+    return {**config, "model": model, "sampling": sampling}
 
 
 def _shape(config: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bandpo_cli.cli.statement import describe_model, print_memory
 from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
@@ -158,6 +158,16 @@ def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_p
     assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
     other = resolve([*RUN, {"model": {"dtype": "bfloat16"}}])
     assert seconds_from_earlier_runs(other, tmp_path, threads) is None
+    path = tmp_path / "a" / "config.yaml"
+    share = {"sampling": {"vllm": {"memory_fraction": 0.3}}}
+    path.write_text(to_yaml(resolve([read_layer(path), share])))
+    assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
+    assert (
+        seconds_from_earlier_runs(
+            resolve([*RUN, {"sampling": {"vllm": {"memory_fraction": 0.4}}}]), tmp_path, threads
+        )
+        is None
+    )
 
 
 def test_flash_attention_with_auto_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
