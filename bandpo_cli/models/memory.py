@@ -431,7 +431,11 @@ def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -
         row = prompt + samples * length
         copies = math.ceil(tokens / row * samples * (prompt + length))
         elements = 2 * (heads + key_value_heads) * copies * width
-        if samples > 1 and row <= MAX_MASKED_ROW_TOKENS and config.model.attention in ("auto", "sdpa", "eager"):
+        if (
+            samples > 1
+            and row <= MAX_MASKED_ROW_TOKENS
+            and config.model.attention in ("auto", "sdpa", "eager")
+        ):
             # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
             elements = 4 * heads * tokens * width + tokens * row
         most = max(most, elements)
