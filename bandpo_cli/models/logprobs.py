@@ -28,7 +28,7 @@ from bandpo_cli.models.sharding import run_forward
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
 TILE_ROWS = {"cpu": 2048, "cuda": 8192}
-"""Maximum tokens in a tile; its width follows from its size."""
+"""Maximum tokens in a tile; its width follows from its size, and for few tokens from the size of its weights."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -239,8 +239,12 @@ class _Tiles:
         self._weight, self._bias = weight, bias
         tokens, vocabulary = len(hidden), len(weight)
         size = TILE_BYTES.get(device.type, TILE_BYTES["cuda"]) // 4
-        self._height = max(1, min(tokens, TILE_ROWS.get(device.type, TILE_ROWS["cuda"])))
-        self._width = min(vocabulary, max(1, size // self._height))
+        most_rows = TILE_ROWS.get(device.type, TILE_ROWS["cuda"])
+        # A slice of the weights in float32 and its gradient, [width, H], are at most as large as a tile, or as those of
+        # a tile with most rows: a tile of few tokens, as wide as its size allows, would hold all weights.
+        widest = max(1, size // most_rows, size // hidden.shape[1])
+        self._height = max(1, min(tokens, most_rows))
+        self._width = min(vocabulary, widest, max(1, size // self._height))
         self._height = max(1, min(tokens, size // self._width))
         self._buffer = torch.empty(self._height * self._width, device=device)
         self._second_buffer: torch.Tensor | None = None

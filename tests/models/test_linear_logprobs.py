@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bandpo_cli.models import logprobs as module
 from bandpo_cli.models.logprobs import linear_logprobs
@@ -125,3 +128,41 @@ def test_matrix_of_all_logits_is_never_allocated() -> None:
         logprobs.sum().backward()
     largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
     assert 0 < largest <= module.TILE_BYTES["cpu"] < 4 * tokens * vocabulary / 8
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Record the bytes of the largest float32 tensor that an operator returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize(("tokens", "active"), [(5, 5), (600, 5), (600, 0)])
+def test_a_pass_of_few_tokens_holds_no_float32_copy_of_the_output_layer(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, active: int
+) -> None:
+    """The proportions of a 7B model on a GPU, all dimensions by 16: V = 152,064, H = 3,584, tiles of 8,192 rows."""
+    vocabulary, width, rows = 9504, 224, 512
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(module.TILE_ROWS, "cpu", rows)
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).bfloat16().requires_grad_()
+    hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    upstream = torch.zeros(tokens)
+    upstream[:active] = torch.linspace(-1, 2, active)
+    with LargestFloat32() as largest:
+        logprobs, _ = linear_logprobs(hidden, weight, None, targets, 1.0, True)
+        gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+    assert 0 < largest.nbytes <= 2**20 < 4 * vocabulary * width / 8
+    expected, _ = reference(hidden, weight, None, targets, 1.0)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=1e-5)
+    references = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+    for gradient, other in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-2, rtol=1e-2)
