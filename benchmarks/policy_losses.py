@@ -24,8 +24,7 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.objective.aggregation import token_mean
 from bandpo_cli.objective.loss import LossInputs, PolicyLoss, UpdateTokens, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
-from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.old_policy import prepare_experience
+from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
@@ -60,8 +59,12 @@ def run_loss(loss: PolicyLoss, tokens: UpdateTokens, new: torch.Tensor, weights:
     policy_objective(loss, inputs)
 
 
-def random_experience(policy: Policy, config: RunConfig, loss: PolicyLoss) -> Experience:
-    """Return an experience of random prompts and completions, with random advantages."""
+def random_experience(policy: Policy) -> Experience:
+    """Return an experience of random prompts and completions, with random advantages.
+
+    It is that of a method that needs all tokens: its values under π_old are known before the update.
+    """
+    config, loss = loss_of("kl-cov")
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -78,7 +81,9 @@ def random_experience(policy: Policy, config: RunConfig, loss: PolicyLoss) -> Ex
         )  # fmt: skip
         groups.append(Group(problem, rollouts))
     advantages = torch.randn(PROMPTS, SAMPLES, generator=generator)
-    return prepare_experience(policy, None, groups, advantages, loss, config)
+    one_update = config.model_copy(update={"optim": config.optim.model_copy(update={"updates": 1})})
+    (experience,) = prepare_updates(policy, None, groups, advantages, loss, one_update, sampler_is_exact=True)
+    return experience
 
 
 def run_update(
@@ -109,7 +114,7 @@ def main() -> None:
 
     config, loss = loss_of(REFERENCE)
     policy = load_policy(config.model)
-    experience = random_experience(policy, config, loss)
+    experience = random_experience(policy)
     optimizer = Optimizer(policy.model, config.optim, total_updates=10_000)
     tokens, new, weights = random_tokens(arguments.tokens)
     losses: dict[str, Callable[[], None]] = {}

@@ -223,6 +223,9 @@ class ObjectiveConfig(Section):
     """The largest importance weight; null for no correction."""
     importance_floor: Positive | None = None
     """With a mask: the smallest importance weight that is not masked; null for 1/importance_cap."""
+    all_token_metrics: bool = False
+    """Run further forward passes where the sampler's log-probs are not the trainer's, so that `train/entropy` and the
+    metrics `sampler/` are those of all tokens, and not only of those whose log-probs the loss needs."""
 
     @model_validator(mode="after")
     def _check_importance(self) -> ObjectiveConfig:

@@ -188,6 +188,7 @@ RULES: dict[str, Rule] = {
     ),
     "objective.importance_cap": Rule("with objective.importance"),
     "objective.importance_floor": Rule("with objective.importance"),
+    "objective.all_token_metrics": Rule("verl computes its metrics from all tokens"),
     "optim.lr": Rule(to=f"{ACTOR}.optim.lr"),
     "optim.betas": Rule(to=f"{ACTOR}.optim.betas"),
     "optim.eps": Rule(

@@ -26,21 +26,21 @@ def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def clip_counts(
-    state: ClipState, old_logprobs: torch.Tensor, idle_logprobs: torch.Tensor | None = None
+    state: ClipState, old_logprobs: torch.Tensor, left_out_logprobs: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """Count the clipped tokens of an update; the counts of several updates can be added.
 
     Args:
         state: [N] each.
         old_logprobs: [N], nats.
-        idle_logprobs: [M], nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
+        left_out_logprobs: [M], nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
 
     Returns:
         int64 scalars, and by bin of π_old int64 [bins] (`PROBABILITY_EDGES`).
     """
     active, size = state.active, len(BIN_NAMES)
     bins = probability_bins(old_logprobs)
-    all_logprobs = old_logprobs if idle_logprobs is None else torch.cat([old_logprobs, idle_logprobs])
+    all_logprobs = old_logprobs if left_out_logprobs is None else torch.cat([old_logprobs, left_out_logprobs])
     counts = {
         "tokens": torch.tensor(all_logprobs.numel(), device=old_logprobs.device),
         "tokens_with_ratio": torch.tensor(old_logprobs.numel(), device=old_logprobs.device),

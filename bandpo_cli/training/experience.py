@@ -1,30 +1,47 @@
-"""Experience: the tokens that one update trains on, with all values that are computed before the step's first update.
+"""Experience: the tokens of one update, with all values that are computed before the step's first update.
 
 With several ranks, every rank holds the values of all N tokens, but its micro-batches are only its part of them.
 
+Values under π_old, the policy before a step's first update, come from one of three sources:
+
+- the sampler, where it runs the trainer's own model in float32, or where `objective.old_logprobs` is `sampler`;
+- the first update's own forward pass, since the policy is still π_old then;
+- a forward pass without gradient, for the later updates with another sampler, and for a first update whose method needs
+  all tokens at once.
+
+A pass that the loss does not need runs with `objective.all_token_metrics` alone. Groups whose advantages are all 0 have
+no gradient without a reference model and are left out.
+
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
-
-`UpdateBatch` holds what does not depend on the trainer's log-probs under π_old, `Experience` everything.
-`training.old_policy` chooses which of the two an update starts from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.config.run import ObjectiveConfig, RunConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.packing import Row, TokenBatch, batch_rows, collate, empty_batch, rows_from_groups
+from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import (
+    Row,
+    TokenBatch,
+    batch_rows,
+    collate,
+    device_tensor,
+    empty_batch,
+    rows_from_groups,
+)
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
-from bandpo_cli.types import Group
-
-ALL = slice(None)
+from bandpo_cli.types import Completion, Group
 
 
 class MicroBatch(NamedTuple):
@@ -74,155 +91,55 @@ def micro_batches(
 
 
 @dataclass(frozen=True)
-class CorrectionRule:
-    """How π_old and the importance weights of an update follow from the trainer's and the sampler's log-probs.
-
-    Attributes:
-        by_trainer: the ratio is taken to the trainer's log-probs, else to the sampler's.
-        corrects: tokens are weighted by `objective.importance`.
-    """
-
-    objective: ObjectiveConfig
-    by_trainer: bool
-    corrects: bool
-
-    def old_logprobs(self, trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
-        """Return log π_old of each token, the denominator of the ratio, [n]."""
-        return trainer_logprobs if self.by_trainer else sampler_logprobs
-
-    def weights(
-        self, trainer_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the importance weight of each token, [n]; None without a correction.
-
-        Args:
-            lengths: [s] int64, tokens per completion.
-        """
-        if not self.corrects:
-            return None
-        return importance_weights(trainer_logprobs, sampler_logprobs, lengths, self.objective)
-
-
-@dataclass(frozen=True)
-class IdleTokens:
-    """The M tokens of groups whose advantages are all 0, which an update does not run through the model.
-
-    They count in the normalisation of the loss and in the metrics that need no ratio.
-
-    Attributes:
-        lengths: [s] int64, tokens per completion.
-        old_logprobs, sampler_logprobs: [M] float32.
-        trainer_logprobs, entropy, correction: [M] float32, or None as in `Experience`.
-    """
-
-    lengths: torch.Tensor
-    old_logprobs: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    trainer_logprobs: torch.Tensor | None
-    entropy: torch.Tensor | None
-    correction: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class UpdateBatch:
-    """The N tokens of an update's S completions, without what follows from the trainer's log-probs under π_old.
-
-    An update that starts from it must be the first one after sampling: its own forward pass gives these log-probs.
+class Experience:
+    """The N tokens of an update's S completions, or of some of them, flat and in the order of `batches`.
 
     Attributes:
         groups: the P groups that the completions belong to.
         batches: the model's input: prompts and completions in micro-batches.
         lengths: [S] int64, tokens per completion.
-        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
-        entropy: [N] float32, entropy of π_old at T=1 at each token's position; None while it is not known.
-        loss: the policy loss of the method.
-        rule: how π_old and the importance weights follow from the log-probs.
         advantages: [N] float32, the advantage of the token's completion.
+        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
+        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's. Those
+            of the sampler as long as the trainer's are not known.
+        loss: the policy loss of the method.
+        objective: the settings that decide about `old_logprobs` and `correction`.
+        sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.base.is_exact`.
+        is_first: the update is the first one after sampling: the policy that it starts from is π_old.
+        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
+        entropy: [N] float32, entropy of π_old at T=1 at each token's position, by the trainer, else as the sampler
+            reported it; None where neither is known.
+        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
+            ratio is taken to the sampler's log-probs, or where no correction is configured.
+        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
+            `upper`, the ratio bounds.
         ref_logprobs: [N] float32, log-probs under the reference model; None without one.
-        idle: the tokens of the update's other groups; None where all of them are in `groups`.
+        left_out: the tokens of the update's other groups, whose advantages are all 0; None where `groups` are all of
+            them. They do not go through the model in the update, but count in the normalisation of the loss and in the
+            metrics that need no ratio.
     """
 
     groups: Sequence[Group]
     batches: Sequence[MicroBatch]
     lengths: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-    loss: PolicyLoss
-    rule: CorrectionRule
     advantages: torch.Tensor
-    ref_logprobs: torch.Tensor | None
-    idle: IdleTokens | None
+    sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    loss: PolicyLoss
+    objective: ObjectiveConfig
+    sampler_is_exact: bool
+    is_first: bool
+    trainer_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    columns: Columns = field(default_factory=dict)
+    ref_logprobs: torch.Tensor | None = None
+    left_out: Experience | None = None
 
     @property
     def all_lengths(self) -> torch.Tensor:
         """Tokens per completion of all groups of the update, int64; the first S are those of `lengths`."""
-        return self.lengths if self.idle is None else torch.cat([self.lengths, self.idle.lengths])
-
-    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
-        """Return the inputs of the loss for a micro-batch of n tokens.
-
-        Args:
-            logprobs: [n], log-probs under the policy being updated, with gradient.
-            weights: [N], the aggregation weight of every token of the update.
-        """
-        return self._old(logprobs.detach(), batch.span, batch.sequences).inputs(
-            logprobs,
-            weights[batch.span],
-            None if self.ref_logprobs is None else self.ref_logprobs[batch.span],
-        )
-
-    def with_old_policy(
-        self, logprobs: torch.Tensor | None = None, entropy: torch.Tensor | None = None
-    ) -> Experience:
-        """Return the complete experience.
-
-        Args:
-            logprobs: [N] float32, the trainer's log-probs under π_old; None to use the sampler's as these.
-            entropy: [N] float32; None where `self.entropy` has it.
-        """
-        old = self._old(self.sampler_logprobs if logprobs is None else logprobs, ALL, ALL)
-        known = {field.name: getattr(self, field.name) for field in fields(UpdateBatch)}
-        known["entropy"] = self.entropy if entropy is None else entropy
-        return Experience(
-            **known,
-            old_logprobs=old.old_logprobs,
-            trainer_logprobs=logprobs,
-            correction=old.correction,
-            columns=old.columns,
-        )
-
-    def _old(self, logprobs: torch.Tensor, span: slice, sequences: slice) -> _OldValues:
-        """Return the values of complete completions that follow from the trainer's log-probs under π_old, [n]."""
-        sampler_logprobs, lengths = self.sampler_logprobs[span], self.lengths[sequences]
-        advantages = self.advantages[span]
-        old_logprobs = self.rule.old_logprobs(logprobs, sampler_logprobs)
-        return _OldValues(
-            old_logprobs=old_logprobs,
-            correction=self.rule.weights(logprobs, sampler_logprobs, lengths),
-            columns=self.loss.prepare(UpdateTokens(old_logprobs, advantages, lengths)),
-            advantages=advantages,
-            lengths=lengths,
-        )
-
-
-@dataclass(frozen=True)
-class Experience(UpdateBatch):
-    """The N tokens of an update's S completions, flat and in the order of `batches`.
-
-    Attributes:
-        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's.
-        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where the sampler's are
-            used as these.
-        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
-            sampler's log-probs are the trainer's (`sampling.base.is_exact`), or where no correction is configured.
-        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
-            `upper`, the ratio bounds.
-    """
-
-    old_logprobs: torch.Tensor
-    trainer_logprobs: torch.Tensor | None
-    correction: torch.Tensor | None
-    columns: Columns
+        return self.lengths if self.left_out is None else torch.cat([self.lengths, self.left_out.lengths])
 
     @property
     def trained_advantages(self) -> torch.Tensor:
@@ -231,34 +148,63 @@ class Experience(UpdateBatch):
             return self.advantages
         return torch.where(self.correction == 0, 0.0, self.advantages)
 
-    def loss_inputs(self, batch: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
-        """Return the inputs of the loss for a micro-batch; see `UpdateBatch.loss_inputs`."""
-        span = batch.span
-        values = _OldValues(
-            old_logprobs=self.old_logprobs[span],
-            correction=None if self.correction is None else self.correction[span],
-            columns={name: column[span] for name, column in self.columns.items()},
-            advantages=self.advantages[span],
+    @property
+    def needs_own_pass(self) -> bool:
+        """Whether the update's own forward pass gives the trainer's log-probs and entropies under π_old."""
+        return self.is_first and self.trainer_logprobs is None
+
+    def micro_batch(self, batch: MicroBatch) -> Experience:
+        """Return the tokens of one of `batches`."""
+
+        def part(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[batch.span]
+
+        return replace(
+            self,
+            batches=[batch],
             lengths=self.lengths[batch.sequences],
+            advantages=self.advantages[batch.span],
+            sampler_logprobs=self.sampler_logprobs[batch.span],
+            old_logprobs=self.old_logprobs[batch.span],
+            trainer_logprobs=part(self.trainer_logprobs),
+            entropy=part(self.entropy),
+            correction=part(self.correction),
+            columns={name: column[batch.span] for name, column in self.columns.items()},
+            ref_logprobs=part(self.ref_logprobs),
         )
-        reference = None if self.ref_logprobs is None else self.ref_logprobs[span]
-        return values.inputs(logprobs, weights[span], reference)
 
+    def with_trainer_values(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+        """Return the experience with values of π_old that the trainer has computed.
 
-@dataclass(frozen=True)
-class _OldValues:
-    """Values of n tokens under π_old, [n] each."""
+        The ratio is taken to these log-probs, and the importance weights and columns follow from them, unless
+        `objective.old_logprobs` is `sampler`.
 
-    old_logprobs: torch.Tensor
-    correction: torch.Tensor | None
-    columns: Columns
-    advantages: torch.Tensor
-    lengths: torch.Tensor
+        Args:
+            logprobs: [N] float32.
+            entropy: [N] float32; None to keep those of the sampler.
+        """
+        measured = replace(
+            self, trainer_logprobs=logprobs, entropy=self.entropy if entropy is None else entropy
+        )
+        if self.objective.old_logprobs == "sampler":
+            return measured
+        correction = None
+        if not self.sampler_is_exact:
+            correction = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
+        return replace(measured, old_logprobs=logprobs, correction=correction).with_columns()
 
-    def inputs(
-        self, logprobs: torch.Tensor, weights: torch.Tensor, ref_logprobs: torch.Tensor | None
-    ) -> LossInputs:
-        """Return the inputs of the loss; `weights` [n] are the aggregation weights."""
+    def with_columns(self) -> Experience:
+        """Return the experience with the columns of its method."""
+        tokens = UpdateTokens(self.old_logprobs, self.advantages, self.lengths)
+        return replace(self, columns=self.loss.prepare(tokens))
+
+    def loss_inputs(self, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
+        """Return the inputs of the loss.
+
+        Args:
+            logprobs: [N], log-probs under the policy being updated, with gradient.
+            weights: [N], the aggregation weight of each token.
+        """
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=self.old_logprobs,
@@ -266,24 +212,134 @@ class _OldValues:
             weights=weights if self.correction is None else weights * self.correction,
             lengths=self.lengths,
             columns=self.columns,
-            ref_logprobs=ref_logprobs,
+            ref_logprobs=self.ref_logprobs,
         )
 
 
-@dataclass(frozen=True)
-class Forward:
-    """The forward passes of an update, at the weights before it; all tensors are detached.
+@torch.no_grad()
+def prepare_updates(
+    policy: Policy,
+    reference: Policy | None,
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    loss: PolicyLoss,
+    config: RunConfig,
+    sampler_is_exact: bool,
+) -> list[Experience]:
+    """Return one experience per update of the step, each from P/`optim.updates` consecutive groups.
 
-    Attributes:
-        loss: the update's loss, a scalar on the device.
-        logprobs: [N], log π(token), nats.
-        ratios: [N], π/π_old.
-        gradient_weights: [N], as in `LossOutputs`.
-        entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
+    All values of π_old that an update's own forward pass does not give are computed here, before the first update. They
+    are not checked for NaN and infinity; `update_policy` does that.
+
+    Args:
+        policy: π_old, the policy before the step's first update.
+        reference: the reference model, or None without a KL penalty.
+        groups: the P graded groups of the step.
+        advantages_PG: [P, G] float32.
+        loss: the method's loss.
+        sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
+            `sampling.base.is_exact`.
+
+    Raises:
+        RunError: a completion has no tokens.
     """
+    max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
+    measures_all = config.objective.all_token_metrics and not sampler_is_exact
+    by_sampler = config.objective.old_logprobs == "sampler"
+    size = len(groups) // config.optim.updates
+    experiences = []
+    for start in range(0, len(groups), size):
+        is_first = start == 0
+        advantages = advantages_PG[start : start + size]
+        runs = active_groups(advantages)
+        if reference is not None or loss.needs_all_tokens:
+            runs = torch.ones_like(runs)
+        used, others = (
+            [group for group, chosen in zip(groups[start : start + size], mask, strict=True) if chosen]
+            for mask in (runs.tolist(), (~runs).tolist())
+        )
+        experience = _sampled(used, advantages[runs], policy, loss, config, sampler_is_exact, is_first)
+        experience = replace(experience, batches=rank_batches(policy, used, max_tokens))
+        if reference is not None:
+            (ref_logprobs,) = _forward(reference, experience.batches, temperature, with_entropy=False)
+            experience = replace(experience, ref_logprobs=ref_logprobs)
+        if by_sampler or (sampler_is_exact and not is_first):
+            experience, needs_pass = experience.with_columns(), False
+        else:
+            # The first update takes the trainer's log-probs even of an exact sampler: its ratios are exactly 1.
+            needs_pass = not is_first or loss.needs_all_tokens
+        if needs_pass or (measures_all and not is_first):
+            experience = experience.with_trainer_values(*_forward(policy, experience.batches, temperature))
+        if others:
+            left_out = _sampled(others, advantages[~runs], policy, loss, config, sampler_is_exact, is_first)
+            if measures_all:
+                batches = rank_batches(policy, others, max_tokens)
+                left_out = left_out.with_trainer_values(*_forward(policy, batches, temperature))
+            experience = replace(experience, left_out=left_out)
+        experiences.append(experience)
+    return experiences
 
-    loss: torch.Tensor
-    logprobs: torch.Tensor
-    ratios: torch.Tensor
-    gradient_weights: torch.Tensor
-    entropy: torch.Tensor | None = None
+
+def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
+    """Return which groups have an advantage that is not 0, [P] bool; the first one where none has.
+
+    An update without any token would leave the moments of AdamW as they are; with a gradient of 0 they decay.
+    """
+    active = (advantages_PG != 0).any(dim=1)
+    if not active.any():
+        active[0] = True
+    return active
+
+
+def _sampled(
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    policy: Policy,
+    loss: PolicyLoss,
+    config: RunConfig,
+    sampler_is_exact: bool,
+    is_first: bool,
+) -> Experience:
+    """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
+    if not all(completion.token_ids for completion in completions):
+        raise RunError("the sampler returned a completion without a token, not even an end token")
+    device = policy.device
+    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
+    has_entropies = all(len(each.entropies) == len(each.token_ids) for each in completions)
+    sampler_logprobs = _flat(completions, lambda completion: completion.logprobs, device)
+    return Experience(
+        groups=groups,
+        batches=(),
+        lengths=lengths,
+        advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
+        sampler_logprobs=sampler_logprobs,
+        old_logprobs=sampler_logprobs,
+        loss=loss,
+        objective=config.objective,
+        sampler_is_exact=sampler_is_exact,
+        is_first=is_first,
+        entropy=_flat(completions, lambda completion: completion.entropies, device)
+        if has_entropies
+        else None,
+    )
+
+
+def _flat(
+    completions: Sequence[Completion], values: Callable[[Completion], array[float]], device: torch.device
+) -> torch.Tensor:
+    """Return a value per token of all completions, [N] float32."""
+    return device_tensor(np.concatenate([np.asarray(values(each)) for each in completions]), device)
+
+
+def _forward(
+    policy: Policy, batches: Sequence[MicroBatch], temperature: float, with_entropy: bool = True
+) -> list[torch.Tensor]:
+    """Return log-probs, and entropies if asked for, of all tokens of the batches, of those of all ranks, [N] each."""
+    outputs = []
+    with policy.passes() as model:
+        for batch in batches:
+            output = token_logprobs(model, batch.tokens, temperature, with_entropy)
+            batch.tokens.packing.drop_masks()
+            outputs.append([values for values in output if values is not None])
+    return policy.ranks.concatenate([torch.cat(values) for values in zip(*outputs, strict=True)])

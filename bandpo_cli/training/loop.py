@@ -27,7 +27,7 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, first_errors
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.loss import PolicyLoss, policy_loss
+from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.base import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
@@ -35,7 +35,7 @@ from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
 from bandpo_cli.training.batches import RolloutBatches
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
-from bandpo_cli.training.experience import UpdateBatch
+from bandpo_cli.training.experience import prepare_updates
 from bandpo_cli.training.metrics import (
     StepTimer,
     clip_map_columns,
@@ -43,7 +43,6 @@ from bandpo_cli.training.metrics import (
     schedule_metrics,
     token_metrics,
 )
-from bandpo_cli.training.old_policy import prepare_updates
 from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
@@ -127,7 +126,11 @@ def _train_steps(
             advantages_PG = _advantages(config, rollouts.groups)
             # → token batches → old log-probs → bounds
             loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
-            experiences = _prepare_updates(config, components, rollouts.groups, advantages_PG, loss)
+            # The log-probs of older weights are not the trainer's, whichever engine computed them.
+            exact = config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy)
+            experiences = prepare_updates(
+                components.policy, components.reference, rollouts.groups, advantages_PG, loss, config, exact
+            )
         with timer.phase("update"):
             # → loss → optimizer step, once per experience
             is_main = components.ranks.is_main
@@ -136,7 +139,7 @@ def _train_steps(
             components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
         with timer.phase("record"):
             # → metrics
-            trained: Sequence[UpdateBatch] = updates.trained or experiences
+            trained = updates.trained or experiences
             record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
             record |= schedule_metrics(config, step)
             record |= work.metrics(timer, rollouts, trained)
@@ -163,29 +166,6 @@ def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     rewards_PG = torch.tensor([[grade.reward for grade in grades] for grades in grades_PG])
     has_reward_PG = torch.tensor([[grade.has_reward for grade in grades] for grades in grades_PG])
     return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG)
-
-
-def _prepare_updates(
-    config: RunConfig,
-    components: Components,
-    groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    loss: PolicyLoss,
-) -> list[UpdateBatch]:
-    """Return one experience per update of the step, each from P/`optim.updates` groups.
-
-    All of them are computed before the first update, because π_old is the policy before the step.
-    """
-    return prepare_updates(
-        components.policy,
-        components.reference,
-        groups,
-        advantages_PG,
-        loss,
-        config,
-        # Those of older weights are not, whichever engine computed them.
-        sampler_is_exact=config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy),
-    )
 
 
 def _finish_step(

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread
-from bandpo_cli.training.experience import Experience, IdleTokens, UpdateBatch
+from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateMetrics
 from bandpo_cli.types import Grade, Group, Rollout
 
@@ -84,26 +84,28 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 
-def token_metrics(experiences: Sequence[UpdateBatch]) -> dict[str, float]:
+def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return the metrics of π_old on the tokens of the step: entropy, log-prob gap, importance weights.
 
     Each is the metric of the tokens whose values are known. If no entropy is, it is NaN; the others are absent.
+    `train/entropy_token_share` is the share of the tokens with an entropy; absent where all have one.
     """
-    parts: list[UpdateBatch | IdleTokens] = [*experiences]
-    parts += [each.idle for each in experiences if each.idle is not None]
+    parts = [*experiences, *(each.left_out for each in experiences if each.left_out is not None)]
     entropies = [each.entropy for each in parts if each.entropy is not None]
     metrics = {"train/entropy": torch.cat(entropies).mean().item() if entropies else math.nan}
-    complete = [each for each in parts if isinstance(each, Experience | IdleTokens)]
+    share = sum(map(len, entropies)) / sum(len(each.sampler_logprobs) for each in parts)
+    if share < 1:
+        metrics["train/entropy_token_share"] = share
     gaps = [
         (each.sampler_logprobs - each.trainer_logprobs).abs()
-        for each in complete
+        for each in parts
         if each.trainer_logprobs is not None
     ]
     if gaps:
         gap = torch.cat(gaps)
         metrics["sampler/logprob_gap_mean"] = gap.mean().item()
         metrics["sampler/logprob_gap_max"] = gap.max().item()
-    corrections = [each.correction for each in complete if each.correction is not None]
+    corrections = [each.correction for each in parts if each.correction is not None]
     if corrections:
         weights = torch.cat(corrections)
         metrics["sampler/importance_mean"] = weights.mean().item()
@@ -125,14 +127,14 @@ def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
     advantage 0. If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
     experiences = updates.trained
-    ratios = torch.cat(updates.ratios)
+    ratios = torch.cat([forward.ratios for forward in updates.forwards])
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),
         "ratio": ratios,
         "lower": _column(experiences, "lower", torch.zeros_like(ratios)),
         "upper": _column(experiences, "upper", torch.full_like(ratios, math.inf)),
         "advantage": torch.cat([experience.trained_advantages for experience in experiences]),
-        "gradient_weight": torch.cat(updates.gradient_weights),
+        "gradient_weight": torch.cat([forward.gradient_weights for forward in updates.forwards]),
     }
     stride = -(-len(columns["ratio"]) // CLIP_MAP_TOKENS)
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.training.experience import UpdateBatch
+from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.training.sampled_groups import SampledGroups
 
@@ -96,7 +96,7 @@ class PackedWork:
         self.padding += positions - sum(block.tokens for block in blocks)
 
     def metrics(
-        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[UpdateBatch]
+        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience]
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
 

@@ -25,8 +25,27 @@ from bandpo_cli.objective.aggregation import AGGREGATIONS
 from bandpo_cli.objective.loss import k3, policy_objective
 from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics, gradient_metrics
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES, BadCompletion, count_bad_batches, write_bad_batch
-from bandpo_cli.training.experience import Experience, Forward, UpdateBatch
+from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward passes of an update, at the weights before it; all tensors are detached.
+
+    Attributes:
+        loss: the update's loss, a scalar on the device.
+        logprobs: [N], log π(token), nats.
+        ratios: [N], π/π_old.
+        gradient_weights: [N], as in `LossOutputs`.
+        entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
+    """
+
+    loss: torch.Tensor
+    logprobs: torch.Tensor
+    ratios: torch.Tensor
+    gradient_weights: torch.Tensor
+    entropy: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class BadUpdate:
     """
 
     number: int
-    experience: UpdateBatch
+    experience: Experience
     forward: Forward | None
     error: NonFiniteError
 
@@ -57,77 +76,66 @@ def raise_bad_update(bad: BadUpdate) -> None:
 
 @dataclass
 class UpdateMetrics:
-    """Per-token values of the applied updates of a step, each token at its own update; skipped updates are left out.
+    """The applied updates of a step, for metrics of each token at its own update; skipped updates are left out.
 
     Attributes:
-        trained: the experiences of the applied updates, in the order of the other lists.
-        counts: sums of `clip_counts` over the updates.
-        ratios: [N] per update, π/π_old; idle tokens have none.
-        gradient_weights: [N] per update, as in `LossOutputs`.
-        old_new: [N] per update, k3 estimate of KL(π_old‖π) in nats.
-        ref: [N] per update, k3 estimate of KL(π‖π_reference) in nats; empty without a reference model.
-        losses: loss per update, scalars on the device.
+        trained: the experiences of the applied updates.
+        forwards: their forward passes, in the same order.
         grad_norms: gradient norm before clipping, per update.
         lr: learning rate of the last update, applied or skipped.
         skipped: number of skipped updates.
     """
 
     trained: list[Experience] = field(default_factory=list)
-    counts: dict[str, torch.Tensor] = field(default_factory=dict)
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    gradient_weights: list[torch.Tensor] = field(default_factory=list)
-    old_new: list[torch.Tensor] = field(default_factory=list)
-    ref: list[torch.Tensor] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
+    forwards: list[Forward] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
     skipped: int = 0
-
-    def add(self, experience: Experience, forward: Forward, grad_norm: float) -> None:
-        """Add an applied update."""
-        state = experience.loss.clip_state(
-            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
-        )
-        idle_logprobs = None if experience.idle is None else experience.idle.old_logprobs
-        for name, count in clip_counts(state, experience.old_logprobs, idle_logprobs).items():
-            self.counts[name] = self.counts[name] + count if name in self.counts else count
-        self.trained.append(experience)
-        self.ratios.append(forward.ratios)
-        self.gradient_weights.append(forward.gradient_weights)
-        self.old_new.append(k3(experience.old_logprobs, forward.logprobs))
-        if experience.ref_logprobs is not None:
-            self.ref.append(k3(forward.logprobs, experience.ref_logprobs))
-        self.losses.append(forward.loss)
-        self.grad_norms.append(grad_norm)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step; if all updates were skipped, only the learning rate and the skips."""
         metrics = {"optim/lr": self.lr, "optim/skipped_updates": float(self.skipped)}
         if not self.trained:
             return metrics
-        ratios = torch.cat(self.ratios)
+        logprobs, ratios, gradient_weights = (
+            torch.cat(values)
+            for values in zip(
+                *((each.logprobs, each.ratios, each.gradient_weights) for each in self.forwards), strict=True
+            )
+        )
+        old_logprobs = torch.cat([experience.old_logprobs for experience in self.trained])
+        advantages = torch.cat([experience.trained_advantages for experience in self.trained])
         metrics |= {
-            **clip_metrics(self.counts),
-            **gradient_metrics(
-                torch.cat(self.gradient_weights),
-                torch.cat([experience.trained_advantages for experience in self.trained]),
-                torch.cat([experience.old_logprobs for experience in self.trained]),
-            ),
+            **clip_metrics(self._clip_counts()),
+            **gradient_metrics(gradient_weights, advantages, old_logprobs),
             "ratio/mean": ratios.mean().item(),
             "ratio/max": ratios.max().item(),
-            "kl/old_new": torch.cat(self.old_new).mean().item(),
-            "optim/loss": torch.stack(self.losses).double().mean().item(),
+            "kl/old_new": k3(old_logprobs, logprobs).mean().item(),
+            "optim/loss": torch.stack([forward.loss for forward in self.forwards]).double().mean().item(),
             "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
         }
-        if self.ref:
-            metrics["kl/ref"] = torch.cat(self.ref).mean().item()
+        references = [each.ref_logprobs for each in self.trained if each.ref_logprobs is not None]
+        if references:
+            metrics["kl/ref"] = k3(logprobs, torch.cat(references)).mean().item()
         return metrics
+
+    def _clip_counts(self) -> dict[str, torch.Tensor]:
+        """Return the sums of `clip_counts` over the updates."""
+        counts: dict[str, torch.Tensor] = {}
+        for experience, forward in zip(self.trained, self.forwards, strict=True):
+            state = experience.loss.clip_state(
+                experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
+            )
+            left_out = None if experience.left_out is None else experience.left_out.old_logprobs
+            for name, count in clip_counts(state, experience.old_logprobs, left_out).items():
+                counts[name] = counts[name] + count if name in counts else count
+        return counts
 
 
 def update_policy(
     policy: Policy,
     optimizer: Optimizer,
-    experiences: Sequence[UpdateBatch],
+    experiences: Sequence[Experience],
     config: RunConfig,
     on_bad_update: BadUpdateCallback = raise_bad_update,
 ) -> UpdateMetrics:
@@ -137,8 +145,8 @@ def update_policy(
 
     Args:
         policy: the policy; its weights are changed in place.
-        experiences: the first one may be an `UpdateBatch` if the policy is still π_old: the ratios of that update are
-            exactly 1.
+        experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
+            while the policy is still π_old: its ratios are exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
             update is skipped: weights and moments stay, and the learning-rate schedule advances.
 
@@ -155,22 +163,20 @@ def update_policy(
             forward = _accumulate_gradient(policy, experience, config)
             check_finite_forward(forward)
             norm = optimizer.step()
-            metrics.add(_completed(experience, forward), forward, norm)
         except NonFiniteError as error:
             on_bad_update(BadUpdate(number, experience, forward, error))
             optimizer.skip()
             metrics.skipped += 1
+            continue
+        if experience.needs_own_pass:
+            experience = experience.with_trainer_values(forward.logprobs, forward.entropy)
+        metrics.trained.append(experience)
+        metrics.forwards.append(forward)
+        metrics.grad_norms.append(norm)
     return metrics
 
 
-def _completed(experience: UpdateBatch, forward: Forward) -> Experience:
-    """Return the experience; the forward pass of a step's first update has the values of π_old that it lacks."""
-    if isinstance(experience, Experience):
-        return experience
-    return experience.with_old_policy(forward.logprobs, forward.entropy)
-
-
-def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunConfig) -> Forward:
+def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
     """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
@@ -184,10 +190,14 @@ def _accumulate_gradient(policy: Policy, experience: UpdateBatch, config: RunCon
     columns: list[
         list[torch.Tensor]
     ] = []  # of each micro-batch: log-probs, ratios, gradient weights, entropies
-    with_entropy = experience.entropy is None
+    own_pass = experience.needs_own_pass
+    with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
     for batch in experience.batches:
         new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
-        inputs = experience.loss_inputs(batch, new.logprobs, weights)
+        part = experience.micro_batch(batch)
+        if own_pass:
+            part = part.with_trainer_values(new.logprobs.detach(), new.entropy)
+        inputs = part.loss_inputs(new.logprobs, weights[batch.span])
         out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
         with record_function(f"{PROFILER_PREFIX}backward"):
             new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
@@ -252,12 +262,11 @@ class BadUpdateHandler:
         raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}{advice}") from None
 
 
-def check_finite_experience(experience: UpdateBatch) -> None:
+def check_finite_experience(experience: Experience) -> None:
     """Raise NonFiniteError if the log-probs or advantages of an experience are not finite."""
-    complete = experience if isinstance(experience, Experience) else None
     _check_tokens(
         {
-            "the policy's log-probs": None if complete is None else complete.trainer_logprobs,
+            "the policy's log-probs": experience.trainer_logprobs,
             "the sampler's log-probs": experience.sampler_logprobs,
             "the reference model's log-probs": experience.ref_logprobs,
             "the advantages": experience.advantages,
@@ -332,18 +341,17 @@ def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
 def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
     """Return the token values per completion, by column; None for each completion where a value was not computed."""
     experience, forward = bad.experience, bad.forward
-    old = experience if isinstance(experience, Experience) else None
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
-        "old_logprobs": None if old is None else old.old_logprobs,
+        "old_logprobs": None if experience.needs_own_pass else experience.old_logprobs,
         "new_logprobs": None if forward is None else forward.logprobs,
-        "trainer_logprobs": None if old is None else old.trainer_logprobs,
+        "trainer_logprobs": experience.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
         "ref_logprobs": experience.ref_logprobs,
         "ratios": None if forward is None else forward.ratios,
-        "lower": None if old is None else old.columns.get("lower"),
-        "upper": None if old is None else old.columns.get("upper"),
-        "importance": None if old is None else old.correction,
+        "lower": experience.columns.get("lower"),
+        "upper": experience.columns.get("upper"),
+        "importance": experience.correction,
         "advantages": experience.advantages,
     }
     return {

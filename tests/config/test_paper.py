@@ -35,6 +35,7 @@ NOT_COMPUTED = {
     "task.rewards": "used only with several graders, and task.grader is stated",
     "objective.importance": "used only with an importance_cap",
     "objective.importance_floor": "used only with an importance_cap",
+    "objective.all_token_metrics": "metrics alone",
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",

@@ -109,7 +109,7 @@ class GivenSampler:
     """Samples one token at a time, reports log-probs with noise, and keeps what it returned in `given`.
 
     Args:
-        noise: standard deviation in nats; 0 for log-probs without noise and with entropies.
+        noise: standard deviation in nats; 0 for log-probs without noise and, unless `ahead`, with entropies.
         ahead: it samples from a copy of the weights that only `sync` replaces, while the trainer changes its own.
     """
 
@@ -177,7 +177,7 @@ class GivenSampler:
             self._rollout(prompt, row[len(prompt) :], found)
             for row, found in zip(rows, logprobs, strict=True)
         ]
-        if not self._noise:
+        if not self._noise and not self._ahead:
             self._entropies |= {
                 (each.prompt_ids, each.token_ids): tuple(found[: len(each.token_ids)])
                 for each, found in zip(rollouts, entropies, strict=True)
@@ -273,7 +273,7 @@ def compare(
     *layers: dict[str, Any],
     steps: int = 1,
     exact_sampler: bool = True,
-    noiseless: bool = False,
+    noise: float | None = None,
     given_gradients: bool = False,
     ahead: bool = False,
     seed: int = 0,
@@ -281,9 +281,9 @@ def compare(
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
 
     Args:
-        exact_sampler: the sampler reports that it runs the trainer's own model; else its log-probs have noise
-            of 0.3 nats.
-        noiseless: its log-probs are the trainer's and it reports entropies, which the package then uses.
+        exact_sampler: the sampler reports that it runs the trainer's own model.
+        noise: standard deviation of its log-probs in nats; None for 0 where it is exact, else 0.3. Without noise it
+            reports entropies, too.
         given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
         ahead: the package samples each batch during the step before (`sampling.max_lag`); the reference, which knows
             nothing of that, trains on these batches in their order.
@@ -297,7 +297,8 @@ def compare(
     built = build_components(config, GivenTask())
     if ahead:  # after the components, which would start the process of an engine
         config = resolve([config.model_dump(), {"sampling": {"max_lag": 1}}])
-    noise = 0.0 if noiseless else 0.05 if exact_sampler else 0.3
+    if noise is None:
+        noise = 0.0 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed, ahead)
     components = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
     gradients = record_gradients(components)

@@ -57,6 +57,8 @@ class Token:
     ratio: float = math.nan
     has_ratio: bool = True
     """The package runs the token through the model in the update."""
+    is_measured: bool = True
+    """The package runs the token through the model with the weights of π_old."""
 
 
 @dataclass
@@ -123,6 +125,7 @@ class ReferenceTrainer:
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
             self._mark_tokens_without_ratio(part, update)
+            self._mark_measured_tokens(index, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
@@ -283,6 +286,15 @@ class ReferenceTrainer:
         for token, flag in zip(update.tokens, flags, strict=True):
             token.has_ratio = flag
 
+    def _mark_measured_tokens(self, index: int, update: Update) -> None:
+        """Mark the tokens that have a pass under π_old: the first update's own, or one that the loss needs."""
+        objective = self.settings["objective"]
+        needs_pass = index == 0 or (objective["old_logprobs"] == "trainer" and not self.exact_sampler)
+        for token in update.tokens:
+            token.is_measured = token.has_ratio and needs_pass
+            if objective["all_token_metrics"] and not self.exact_sampler:
+                token.is_measured = True
+
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
         """Return the loss of a token, by cases of the sign of its advantage instead of min and clamp."""
         objective = self.settings["objective"]
@@ -368,14 +380,16 @@ class ReferenceTrainer:
         def share(chosen: Sequence[Token], of: Sequence[Token]) -> float:
             return len(chosen) / len(of)
 
-        gaps = [abs(t.sampler_logprob - t.own_logprob) for t in tokens]
+        measured = [t for t in tokens if t.is_measured]
+        gaps = [abs(t.sampler_logprob - t.own_logprob) for t in measured]
+        entropies = [t.entropy for t in (tokens if self.exact_sampler else measured)]
         weighted = [t for t in tokens if t.importance != 0]
         at_upper = [t for t in weighted if t.advantage > 0 and t.ratio > t.upper]
         at_lower = [t for t in weighted if t.advantage < 0 and t.ratio < t.lower]
         with_ratio = [t for t in tokens if t.has_ratio]
         outside = [t for t in with_ratio if not t.lower <= t.ratio <= t.upper]
         record = {
-            "train/entropy": mean([t.entropy for t in tokens]),
+            "train/entropy": mean(entropies),
             "sampler/logprob_gap_mean": mean(gaps),
             "sampler/logprob_gap_max": max(gaps),
             "optim/skipped_updates": 0.0,
@@ -389,17 +403,19 @@ class ReferenceTrainer:
             "clip/lower_fraction": share(at_lower, tokens),
             "clip/outside_fraction": share(outside, with_ratio),
         }
+        if len(entropies) < len(tokens):
+            record["train/entropy_token_share"] = len(entropies) / len(tokens)
         if self._corrects():
-            record["sampler/importance_mean"] = mean([t.importance for t in tokens])
-            record["sampler/importance_max"] = max(t.importance for t in tokens)
+            record["sampler/importance_mean"] = mean([t.importance for t in measured])
+            record["sampler/importance_max"] = max(t.importance for t in measured)
             record["sampler/importance_masked_fraction"] = share(
-                [t for t in tokens if t.importance == 0], tokens
+                [t for t in measured if t.importance == 0], measured
             )
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
         for low, high in itertools.pairwise(edges):
-            inside = [t for t in tokens if low < math.exp(t.old_logprob) <= high]
+            inside = [t for t in tokens if low < math.exp(self._known_old_logprob(t)) <= high]
             active = [t for t in (*at_upper, *at_lower) if low < math.exp(t.old_logprob) <= high]
             record[f"clip/token_share/p_{low:g}_{high:g}"] = share(inside, tokens)
             if inside:
@@ -410,6 +426,10 @@ class ReferenceTrainer:
                 chosen = [t for t in used if t.advantage * sign > 0 and low < math.exp(t.old_logprob) <= high]
                 record |= self._gradient_metrics(chosen, f"/{name}/p_{low:g}_{high:g}")
         return record | self._gradient_metrics(used, "")
+
+    def _known_old_logprob(self, token: Token) -> float:
+        """Return log π_old, or the sampler's log-prob of a token that the package runs through no model."""
+        return token.old_logprob if token.is_measured or token.has_ratio else token.sampler_logprob
 
     def _gradient_metrics(self, tokens: Sequence[Token], suffix: str) -> dict[str, float]:
         """Return the metrics of dloss/dlog π over −advantage, by cases: the ratio, or 0 for a clipped token."""

@@ -31,7 +31,6 @@ class Variant(NamedTuple):
     layers: dict[str, Any]
     exercised: Callable[[Case], bool]
     exact_sampler: bool = True
-    noiseless: bool = False
     seed: int = 0
 
 
@@ -118,6 +117,16 @@ def has_tokens_without_ratio(case: Case) -> bool:
     return clips_both_ways(case) and flags == {False, True}
 
 
+def measures_some(case: Case) -> bool:
+    """Zero-variance groups have no pass of the trainer, so that their entropies are not known."""
+    shares = [r.get("train/entropy_token_share", 1.0) for r in case.records]
+    return has_tokens_without_ratio(case) and all(0.1 < share < 0.9 for share in shares)
+
+
+def measures_all(case: Case) -> bool:
+    return has_tokens_without_ratio(case) and not any("train/entropy_token_share" in r for r in case.records)
+
+
 def refills(case: Case) -> bool:
     return max(r["train/groups_drawn"] for r in case.records) > 4
 
@@ -196,24 +205,49 @@ VARIANTS = [
         clips_both_ways,
         False,
     ),
+    Variant(
+        "zero-variance groups of another engine",
+        {**TIGHT_KL, "sampling": {"prompts": 8}},
+        measures_some,
+        False,
+    ),
+    Variant(
+        "zero-variance groups of another engine, metrics of all tokens",
+        {**TIGHT_KL, "sampling": {"prompts": 8}, "objective": {"all_token_metrics": True}},
+        measures_all,
+        False,
+    ),
+    Variant(
+        "zero-variance groups, ratios to the sampler",
+        {**TIGHT_KL, "sampling": {"prompts": 8}, "objective": {"old_logprobs": "sampler"}},
+        measures_some,
+        False,
+    ),
+    Variant(
+        "zero-variance groups, ratios to the sampler, metrics of all tokens",
+        {
+            **TIGHT_KL,
+            "sampling": {"prompts": 8},
+            "objective": {"old_logprobs": "sampler", "all_token_metrics": True},
+        },
+        measures_all,
+        False,
+    ),
     # a sampler whose log-probs and entropies are used as the trainer's
     Variant(
         "log-probs of the sampler",
         {**TIGHT_KL, "sampling": {"prompts": 8}},
         has_tokens_without_ratio,
-        noiseless=True,
     ),
     Variant(
         "log-probs of the sampler at temperature 0.7",
         {**CLIP, "sampling": {"temperature": 0.7}, "optim": {"updates": 2, "micro_batch_tokens": 30}},
         learns,
-        noiseless=True,
     ),
     Variant(
         "log-probs of the sampler with reference KL",
         {**TIGHT_KL, "objective": {"reference_kl": 0.1}},
         learns,
-        noiseless=True,
     ),
     # rewards and groups
     Variant("rewards of -1 and 1", {**TIGHT_KL, "reward": {"wrong": -1.0}}, clips_both_ways),
@@ -260,7 +294,6 @@ def test_two_steps_equal_the_reference(tmp_path: Path, random_qwen2: Path, varia
         variant.layers,
         steps=2,
         exact_sampler=variant.exact_sampler,
-        noiseless=variant.noiseless,
         seed=variant.seed,
     )
     note(variant.name, case.differences)
@@ -278,7 +311,7 @@ def test_an_untied_output_layer_equals_the_reference(tmp_path: Path, random_llam
 def test_batches_sampled_one_step_ahead_train_as_in_the_reference(tmp_path: Path, random_qwen2: Path) -> None:
     """From the third step on the sampler's weights are neither the initial ones nor those of the step."""
     cap = {**CLIP, "objective": {"importance_cap": 1.2}}
-    case = compare(tmp_path, random_qwen2, cap, steps=4, noiseless=True, ahead=True)
+    case = compare(tmp_path, random_qwen2, cap, steps=4, ahead=True)
     note("one step ahead", case.differences)
     assert learns(case)
     assert [max(t.importance for u in each.updates for t in u.tokens) for each in case.results[1:]] == [
@@ -298,6 +331,7 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path: Path, random_qwen
         {"model": {"dtype": "bfloat16"}},
         band("kl", 0.05),
         steps=2,
+        noise=0.05,
         given_gradients=True,
     )
     note("bfloat16", case.differences)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +17,7 @@ from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.old_policy import prepare_experience
+from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.types import Grade, Group, Problem, Rollout
 from tests.conftest import random_model
 
@@ -63,9 +64,29 @@ def experiences_of(
     )
     size, loss = len(groups) // updates, policy_loss(bounds or BandSettings(), config.objective)
     return [
-        prepare_experience(policy, None, groups[i : i + size], advantages[i : i + size], loss, config, exact)
+        experience_of(policy, groups[i : i + size], advantages[i : i + size], loss, config, exact)
         for i in range(0, len(groups), size)
     ]
+
+
+def experience_of(
+    policy: Policy,
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    loss: PolicyLoss,
+    config: RunConfig = CONFIG,
+    exact: bool = True,
+    reference: Policy | None = None,
+) -> Experience:
+    """Return the experience of all groups with log-probs under π_old from a pass of the trainer.
+
+    That is what the first update of a method that needs all tokens has; the columns are those of `loss`.
+    """
+    needs_all = copy.copy(loss)
+    needs_all.needs_all_tokens = True
+    one = config.model_copy(update={"optim": config.optim.model_copy(update={"updates": 1})})
+    (experience,) = prepare_updates(policy, reference, groups, advantages_PG, needs_all, one, exact)
+    return replace(experience, loss=loss)
 
 
 def band_loss() -> PolicyLoss:

@@ -15,10 +15,10 @@ from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.metrics import clip_map_columns, token_metrics
-from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import UpdateMetrics, update_policy
 from bandpo_cli.types import Group
+from tests.training import small_updates
 from tests.training.small_updates import config_of, graded_groups, policy_of, shifted_groups, weights_of
 
 RULES = ["token-mask", "sequence-mask", "sequence-mask-any"]
@@ -28,9 +28,7 @@ def experience_of(policy: Policy, groups: list[Group], config: RunConfig, **chan
     """Return the experience of groups that another engine sampled."""
     rewards = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
     loss = policy_loss(config.bounds, config.objective)
-    found = prepare_experience(
-        policy, None, groups, group_advantages(rewards), loss, config, sampler_is_exact=False
-    )
+    found = small_updates.experience_of(policy, groups, group_advantages(rewards), loss, config, exact=False)
     return replace(found, **changes)
 
 
@@ -95,7 +93,7 @@ def test_masked_tokens_are_not_counted_as_clipped(method: str) -> None:
     kept = (torch.arange(len(experience.old_logprobs)) % 2).float()
     updates = updated(policy, replace(experience, correction=kept), config, times=2)
     metrics = updates.metrics()
-    weights, ratios = updates.gradient_weights[-1], updates.ratios[-1]
+    weights, ratios = updates.forwards[-1].gradient_weights, updates.forwards[-1].ratios
     clipped = (weights == 0) & (kept == 1) & (experience.advantages != 0)
     assert clipped.any()
     assert metrics["clip/active_fraction"] == pytest.approx(clipped.float().mean().item())

@@ -98,6 +98,8 @@ SLOW: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"model": {"gradient_checkpointing": True}},
     "LoRA with a reference": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.05}},
     "log-probs of the sampler": {"objective": {"old_logprobs": "sampler", "aggregation": "token-mean"}},
+    "log-probs of a pass without gradient": {"sampling": {"max_lag": 1}},
+    "metrics of all tokens": {"sampling": {"max_lag": 1}, "objective": {"all_token_metrics": True}},
 }
 VARIANTS = FAST | SLOW
 
@@ -112,6 +114,8 @@ def test_two_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) ->
     assert one is not None
     assert max(line.get("optim/grad_norm", 0.0) for line in one.lines) > 0.01
     assert one.lines[-1]["ratio/max"] > 1.0001
+    measured = [line.get("train/entropy_token_share", 1.0) for line in one.lines[1:]]
+    assert (min(measured) < 1) == (name == "log-probs of a pass without gradient")
     compare(one, two, 1e-5)
 
 

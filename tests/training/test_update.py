@@ -13,7 +13,6 @@ from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.old_policy import prepare_experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Group
@@ -21,6 +20,7 @@ from tests.training.small_updates import (
     CONFIG,
     band_loss,
     config_of,
+    experience_of,
     experiences_of,
     graded_groups,
     policy_of,
@@ -85,7 +85,7 @@ def test_an_update_raises_the_probability_of_better_completions() -> None:
     groups, advantages = _same_groups(before)
     optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-3}), total_updates=1)
     update_policy(policy, optimizer, [before], CONFIG)
-    after = prepare_experience(policy, None, groups, advantages, before.loss, CONFIG)
+    after = experience_of(policy, groups, advantages, before.loss, CONFIG)
     assert ((after.old_logprobs - before.old_logprobs) * before.advantages).mean() > 0
 
 
@@ -115,7 +115,7 @@ def test_a_batch_without_reward_spread_changes_nothing() -> None:
     policy = policy_of()
     groups = graded_groups(policy)
     flat = group_advantages(torch.ones(4, 4))
-    experience = prepare_experience(policy, None, groups, flat, band_loss(), CONFIG)
+    experience = experience_of(policy, groups, flat, band_loss(), CONFIG)
     before = weights_of(policy)
     metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
     assert torch.equal(weights_of(policy), before)
@@ -152,10 +152,10 @@ def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tupl
     groups = with_completions(graded_groups(policy)[:1], *token_ids)
     advantages = group_advantages(torch.tensor([[rollout.grade.reward for rollout in groups[0].rollouts_G]]))
     config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
-    before = prepare_experience(policy, policy, groups, advantages, band_loss(), config)
+    before = experience_of(policy, groups, advantages, band_loss(), config, reference=policy)
     metrics = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
     assert all(math.isfinite(value) for value in metrics.metrics().values())
-    after = prepare_experience(policy, None, groups, advantages, band_loss(), config)
+    after = experience_of(policy, groups, advantages, band_loss(), config)
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
         assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
@@ -165,7 +165,7 @@ def test_a_completion_without_tokens_is_refused() -> None:
     policy = policy_of()
     groups = with_completions(graded_groups(policy), (2,), ())
     with pytest.raises(RunError, match="a completion without a token"):
-        prepare_experience(policy, None, groups, torch.zeros(4, 2), band_loss(), CONFIG)
+        experience_of(policy, groups, torch.zeros(4, 2), band_loss(), CONFIG)
 
 
 @pytest.mark.parametrize(("by", "weight"), [(-0.5, math.exp(0.5)), (0.5, math.exp(-0.5)), (-3.0, 2.0)])
@@ -178,7 +178,7 @@ def test_tokens_of_another_engine_are_weighted_by_the_truncated_ratio(by: float,
         advantages = group_advantages(
             torch.tensor([[r.grade.reward for r in group.rollouts_G] for group in groups])
         )
-        experience = prepare_experience(policy, None, groups, advantages, band_loss(), CONFIG, exact)
+        experience = experience_of(policy, groups, advantages, band_loss(), CONFIG, exact)
         optimizer = Optimizer(policy.model, config_of(optim={"max_grad_norm": None}).optim, total_updates=1)
         update_policy(policy, optimizer, [experience], CONFIG)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ def test_the_ratio_can_use_the_samplers_log_probs() -> None:
     policy = policy_of()
     groups = shifted_groups(graded_groups(policy), 0.25)
     config = config_of(objective={"old_logprobs": "sampler"})
-    experience = prepare_experience(policy, None, groups, torch.zeros(4, 4), band_loss(), config, False)
+    experience = experience_of(policy, groups, torch.zeros(4, 4), band_loss(), config, exact=False)
     assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
     assert experience.correction is None
     metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()

@@ -1,0 +1,346 @@
+"""Experiences: values of π_old from three sources, and groups without an advantage that do not go through the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.models import logprobs
+from bandpo_cli.models.load import Policy, load_reference
+from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
+from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.registries import METHODS
+from bandpo_cli.sampling.base import SamplingParams, is_exact
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.training import experience, update
+from bandpo_cli.training.experience import Experience, active_groups, prepare_updates
+from bandpo_cli.training.metrics import token_metrics
+from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.update import UpdateMetrics, update_policy
+from bandpo_cli.types import Group
+from tests.training.small_updates import (
+    PROMPTS,
+    config_of,
+    experience_of,
+    graded_groups,
+    policy_of,
+    weights_of,
+)
+
+RATIO_METRICS = {"ratio/mean", "ratio/max", "kl/old_new", "clip/outside_fraction"}
+"""Metrics of the tokens that went through the model in an update."""
+
+
+def settings(method: str = "band", updates: int = 2, **sections: Any) -> RunConfig:
+    optim = {"updates": updates, "warmup_steps": 0, "lr": 1e-2, "max_grad_norm": None}
+    return config_of(bounds={"method": method}, optim=optim, **sections)
+
+
+def graded(policy: Policy, entropy: bool = True) -> tuple[list[Group], torch.Tensor]:
+    """Return groups of which some have equal rewards, and their advantages."""
+    groups = graded_groups(policy, entropy)
+    rewards = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
+    assert sum(map(has_reward_spread, groups)) == 2
+    return groups, group_advantages(rewards)
+
+
+def experiences_of(
+    policy: Policy, config: RunConfig, entropy: bool = True, exact: bool = True
+) -> list[Experience]:
+    groups, advantages = graded(policy, entropy)
+    loss = policy_loss(config.bounds, config.objective)
+    return prepare_updates(policy, None, groups, advantages, loss, config, exact)
+
+
+def complete_of(policy: Policy, config: RunConfig, exact: bool = True) -> list[Experience]:
+    """Return experiences of all tokens, from passes of the trainer."""
+    groups, advantages = graded(policy)
+    loss = policy_loss(config.bounds, config.objective)
+    size = len(groups) // config.optim.updates
+    return [
+        experience_of(policy, groups[i : i + size], advantages[i : i + size], loss, config, exact)
+        for i in range(0, len(groups), size)
+    ]
+
+
+@dataclass
+class Outcome:
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    updates: UpdateMetrics
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.updates.metrics() | token_metrics(self.updates.trained)
+
+
+def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
+    optimizer = Optimizer(policy.model, config.optim, total_updates=len(experiences))
+    updates = update_policy(policy, optimizer, experiences, config)
+    gradient = torch.cat([each.grad.flatten() for each in policy.model.parameters()])  # type: ignore[union-attr]
+    return Outcome(weights_of(policy), gradient, updates)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [10_000, 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(
+    method: str, micro_batch_tokens: int
+) -> None:
+    """One update: the gradient is that of all groups; metrics differ in those that need a ratio alone."""
+    config = settings(method, updates=1)
+    config = config.model_copy(
+        update={"optim": config.optim.model_copy(update={"micro_batch_tokens": micro_batch_tokens})}
+    )
+    policy, other = policy_of(), policy_of()
+    found = updated(policy, experiences_of(policy, config), config)
+    expected = updated(other, complete_of(other, config), config)
+    assert expected.gradient.abs().max() > 1e-3
+    torch.testing.assert_close(found.gradient, expected.gradient, atol=1e-5, rtol=1e-4)
+    left_out = set() if policy_loss(config.bounds, config.objective).needs_all_tokens else RATIO_METRICS
+    same = {name for name in expected.metrics if name not in left_out and not name.startswith("sampler/")}
+    for name in same:
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-5), name
+
+
+SAMPLERS = {
+    "the trainer's model": (True, True, {}),
+    "another engine": (False, False, {}),
+    "another engine, metrics of all tokens": (False, False, {"all_token_metrics": True}),
+}
+"""Reports of entropies, whether log-probs are exact, and settings of `objective`."""
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-sum-norm"])
+def test_updates_without_groups_that_have_no_advantage_equal_those_with_all_tokens(
+    aggregation: str, sampler: str
+) -> None:
+    """Two updates. The metrics of the sampler and the entropy are those of the tokens with an advantage, or of all."""
+    entropy, exact, objective = SAMPLERS[sampler]
+    config = settings(objective={"aggregation": aggregation, **objective})
+    policy, other = policy_of(), policy_of()
+    found = updated(policy, experiences_of(policy, config, entropy, exact), config)
+    expected = updated(other, complete_of(other, config, exact), config)
+    torch.testing.assert_close(found.gradient, expected.gradient, atol=1e-4, rtol=1e-3)
+    wanted = {name: value for name, value in expected.metrics.items() if name not in RATIO_METRICS}
+    if exact:
+        wanted = {name: value for name, value in wanted.items() if not name.startswith("sampler/")}
+    elif not objective:
+        # Every group of these has an advantage, or none of its tokens.
+        trained = [with_advantage(each) for each in expected.updates.trained]
+        tokens = sum(len(each.advantages) for each in expected.updates.trained)
+        wanted |= token_metrics(trained)
+        wanted["train/entropy_token_share"] = sum(len(each.advantages) for each in trained) / tokens
+        assert 0.2 < wanted["train/entropy_token_share"] < 0.8
+        assert wanted["train/entropy"] != pytest.approx(expected.metrics["train/entropy"], rel=1e-3)
+    assert found.metrics.keys() == wanted.keys() | RATIO_METRICS | (
+        {name for name in found.metrics if name.startswith("sampler/")} if exact else set()
+    )
+    for name, value in wanted.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def with_advantage(experience: Experience) -> Experience:
+    """Return the tokens of an experience that have an advantage."""
+    used = experience.advantages != 0
+    return replace(
+        experience,
+        advantages=experience.advantages[used],
+        **{
+            name: getattr(experience, name)[used]
+            for name in ("sampler_logprobs", "trainer_logprobs", "entropy", "correction")
+            if getattr(experience, name) is not None
+        },
+    )
+
+
+def test_with_ratios_to_another_sampler_the_first_update_has_the_values_of_the_trainer() -> None:
+    """Later updates start from other weights than π_old, so that their tokens are in no metric of it."""
+    config = settings(objective={"old_logprobs": "sampler"})
+    policy, other = policy_of(), policy_of()
+    found = updated(policy, experiences_of(policy, config, entropy=False, exact=False), config)
+    by_trainer = settings()
+    trained = with_advantage(complete_of(other, by_trainer, exact=False)[0])
+    groups, _ = graded(other)
+    tokens = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts_G)
+    wanted = token_metrics([trained]) | {"train/entropy_token_share": len(trained.advantages) / tokens}
+    for name in ("train/entropy", "train/entropy_token_share", "sampler/logprob_gap_mean"):
+        assert found.metrics[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    assert not [name for name in found.metrics if name.startswith("sampler/importance")]
+    config = settings(objective={"old_logprobs": "sampler", "all_token_metrics": True})
+    measured = updated(
+        policy_of(), experiences_of(policy_of(), config, entropy=False, exact=False), config
+    ).metrics
+    complete = token_metrics(complete_of(other, by_trainer, exact=False))
+    assert measured["train/entropy"] == pytest.approx(complete["train/entropy"], rel=1e-4)
+    assert "train/entropy_token_share" not in measured
+    same = [name for name in found.metrics if not name.startswith(("train/", "sampler/"))]
+    assert {name: measured[name] for name in same} == {name: found.metrics[name] for name in same}
+
+
+def test_the_first_update_has_ratios_of_exactly_one() -> None:
+    policy = policy_of()
+    config = settings()
+    outcome = updated(policy, experiences_of(policy, config), config)
+    first, second = outcome.updates.forwards
+    assert (first.ratios == 1).all()
+    assert torch.equal(first.logprobs, outcome.updates.trained[0].old_logprobs)
+    assert (second.ratios != 1).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(method: str) -> None:
+    """And its columns of some completions are those of all, so that they can be computed per micro-batch."""
+    config = settings(method)
+    loss = policy_loss(config.bounds, config.objective)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([30, 20, 50])
+    old = -4 * torch.rand(100, generator=generator) - 0.1
+    new = old + 0.3 * torch.randn(100, generator=generator)
+    advantages = torch.tensor([1.0, 0.0, -2.0]).repeat_interleave(lengths)
+    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    parts = [
+        loss.prepare(UpdateTokens(old[span], advantages[span], lengths[index : index + 1]))
+        for index, span in enumerate((slice(0, 30), slice(30, 50), slice(50, 100)))
+    ]
+    separate = all(torch.equal(torch.cat([part[name] for part in parts]), columns[name]) for name in columns)
+    inputs = LossInputs(new, old, advantages, torch.full_like(new, 0.01), lengths, columns)
+    out = policy_objective(loss, inputs)
+    idle = advantages == 0
+    without = not out.gradient[idle].any() and not loss.token_losses(inputs)[idle].any()
+    assert (separate and without) != loss.needs_all_tokens
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Return a list that receives (with gradient, completion tokens) of each forward pass."""
+    passes: list[tuple[bool, int]] = []
+
+    def counted(model: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+        passes.append((torch.is_grad_enabled(), len(batch.targets)))
+        return logprobs.token_logprobs(model, batch, *arguments, **options)
+
+    monkeypatch.setattr(experience, "token_logprobs", counted)
+    monkeypatch.setattr(update, "token_logprobs", counted)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("objective", "method", "without_gradient"),
+    [
+        ({}, "band", ["second"]),
+        ({"old_logprobs": "sampler"}, "band", []),
+        ({"all_token_metrics": True}, "band", ["left out of the first", "second", "left out of the second"]),
+        (
+            {"old_logprobs": "sampler", "all_token_metrics": True},
+            "band",
+            ["left out of the first", "second", "left out of the second"],
+        ),
+        ({}, "kl-cov", ["all of the first", "all of the second"]),
+        ({"old_logprobs": "sampler"}, "kl-cov", []),
+    ],
+    ids=[
+        "trainer",
+        "sampler",
+        "trainer, metrics of all tokens",
+        "sampler, metrics of all tokens",
+        "trainer, all tokens at once",
+        "sampler, all tokens at once",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    objective: dict[str, Any],
+    method: str,
+    without_gradient: list[str],
+) -> None:
+    """Two updates of two groups each, one of which has equal rewards; a pass is one micro-batch."""
+    config = settings(method, objective=objective)
+    policy = policy_of()
+    groups, _ = graded(policy, entropy=False)
+    uniform, spread = (
+        [group for group in groups if has_reward_spread(group) is spread] for spread in (False, True)
+    )
+    groups = [group for pair in zip(spread, uniform, strict=True) for group in pair]
+    rewards = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
+    policy.model.to(getattr(torch, dtype))
+    sampler = TransformersSampler(policy.model, policy.pad_id)
+    sampler.shares_weights = dtype == "bfloat16"
+    passes = count_passes(monkeypatch)
+    loss = policy_loss(config.bounds, config.objective)
+    experiences = prepare_updates(
+        policy, None, groups, group_advantages(rewards), loss, config, is_exact(sampler, policy)
+    )
+    update_policy(policy, Optimizer(policy.model, config.optim, 2), experiences, config)
+    sizes = [sum(len(each.completion.token_ids) for each in group.rollouts_G) for group in groups]
+    tokens = {
+        "left out of the first": sizes[1],
+        "second": sizes[2],
+        "left out of the second": sizes[3],
+        "all of the first": sizes[0] + sizes[1],
+        "all of the second": sizes[2] + sizes[3],
+    }
+    with_gradient = [tokens["all of the first"], tokens["all of the second"]]
+    if method == "band":
+        with_gradient = [sizes[0], sizes[2]]
+    assert passes == [
+        *((False, tokens[name]) for name in without_gradient),
+        *((True, count) for count in with_gradient),
+    ]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_pass_without_gradient_where_the_sampler_is_exact(
+    monkeypatch: pytest.MonkeyPatch, entropy: bool
+) -> None:
+    """Not even for entropies that an engine does not report, and not with metrics of all tokens."""
+    policy = policy_of()
+    config = settings(objective={"all_token_metrics": True})
+    passes = count_passes(monkeypatch)
+    metrics = updated(policy, experiences_of(policy, config, entropy), config).metrics
+    assert [with_gradient for with_gradient, _ in passes] == [True, True]
+    assert ("train/entropy_token_share" in metrics) != entropy
+
+
+def test_a_reference_model_keeps_all_groups() -> None:
+    policy = policy_of()
+    config = settings(objective={"reference_kl": 0.1})
+    groups, advantages = graded(policy)
+    loss = policy_loss(config.bounds, config.objective)
+    reference = load_reference(policy, ModelConfig())
+    experiences = prepare_updates(policy, reference, groups, advantages, loss, config, sampler_is_exact=True)
+    assert [group for each in experiences for group in each.groups] == groups
+    assert all(each.left_out is None and each.ref_logprobs is not None for each in experiences)
+
+
+def test_one_group_is_kept_where_none_has_an_advantage() -> None:
+    advantages = torch.tensor([[0.0, 0.0], [1.0, -1.0], [0.0, float("nan")]])
+    assert active_groups(advantages).tolist() == [False, True, True]
+    assert active_groups(advantages[:1]).tolist() == [True]
+    assert active_groups(torch.zeros(3, 2)).tolist() == [True, False, False]
+
+
+def test_entropies_and_log_probs_of_the_sampler_are_those_of_the_trainer() -> None:
+    """At a temperature other than 1, at which the log-probs are, and the entropies are not."""
+    policy = policy_of()
+    config = settings(sampling={"temperature": 0.7})
+    params = SamplingParams(4, 0.7, 6, policy.stop_ids, entropy=True)
+    sampled = TransformersSampler(policy.model, policy.pad_id).sample(PROMPTS, params, seed=5)
+    changed = []
+    for group, completions in zip(graded_groups(policy), sampled, strict=True):
+        pairs = zip(group.rollouts_G, completions, strict=True)
+        rollouts = [replace(rollout, completion=completion) for rollout, completion in pairs]
+        changed.append(replace(group, rollouts_G=tuple(rollouts)))
+    loss = policy_loss(config.bounds, config.objective)
+    complete = experience_of(policy, changed, torch.zeros(4, 4), loss, config)
+    reported = [
+        value for group in changed for each in group.rollouts_G for value in each.completion.entropies
+    ]
+    assert complete.entropy is not None
+    torch.testing.assert_close(torch.tensor(reported), complete.entropy, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(complete.sampler_logprobs, complete.old_logprobs, atol=2e-5, rtol=1e-5)
