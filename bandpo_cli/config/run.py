@@ -180,6 +180,9 @@ class GradingConfig(Section):
     batch: PositiveInt = 64
     """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
     never split. Such a call has `deadline` seconds per completion."""
+    while_sampling: bool = False
+    """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
+    background in any case. Reward functions that take lists get those of fewer problems at a time."""
 
 
 class RewardConfig(Section):

@@ -158,6 +158,7 @@ RULES: dict[str, Rule] = {
     "grading.deadline": Rule(_IN_CONFIG_FILE),
     "grading.memory_gb": Rule(_IN_CONFIG_FILE),
     "grading.batch": Rule(_IN_CONFIG_FILE),
+    "grading.while_sampling": Rule("verl grades in its reward workers"),
     "reward.correct": Rule(_IN_CONFIG_FILE),
     "reward.wrong": Rule(_IN_CONFIG_FILE),
     "reward.overlong_buffer": Rule(

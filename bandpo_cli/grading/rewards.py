@@ -45,8 +45,7 @@ def training_grader(
     def grade_component(
         component: RewardComponent | None, problems: Sequence[Problem], texts: Sequence[str]
     ) -> list[Grade]:
-        grader = None if component is None else component.grader
-        named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
+        named = graded_by(component, problems)
         grades = pool.grade(named, texts)
         check_not_all_failed(
             ranks.gather_all([each.verdict for each in grades]),
@@ -62,6 +61,12 @@ def training_grader(
         return [weighted_grade(components, grades) for grades in zip(*grades_by_component, strict=True)]
 
     return grade
+
+
+def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
+    """Return problems whose grader is that of the component; the problems themselves where it names none."""
+    grader = None if component is None else component.grader
+    return problems if grader is None else [replace(problem, grader=grader) for problem in problems]
 
 
 def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:

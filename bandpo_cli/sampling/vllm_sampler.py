@@ -132,7 +132,10 @@ class VllmSampler:
 
         with closing(stream_outputs(self._llm, batches(), self._engine_call)) as stream:
             for outputs in stream:
-                yield [[self._completion(output) for output in request.outputs] for request in outputs]
+                groups = [[self._completion(output) for output in request.outputs] for request in outputs]
+                if groups and self._check is not None:
+                    self._check.observe(outputs[0].prompt_token_ids, groups[0][0])
+                yield groups
 
     @contextmanager
     def _engine_call(self) -> Iterator[None]:

@@ -10,20 +10,34 @@ With several ranks each has such a thread, and each gets the groups of all ranks
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from types import TracebackType
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
-from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.evaluation.background import BackgroundGrading
+from bandpo_cli.evaluation.batches import chunks
+from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
+from bandpo_cli.sampling.base import SampleRequest, StreamingSampler
 from bandpo_cli.sampling.dynamic import select_groups
-from bandpo_cli.sampling.rollouts import grade_groups, sample_completions
+from bandpo_cli.sampling.rollouts import (
+    EncodedPrompt,
+    decode_completions,
+    grade_groups,
+    problem_per_completion,
+    sample_completions,
+    stream_completions,
+)
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.training.sampled_groups import SampledGroups
-from bandpo_cli.types import Group
+from bandpo_cli.types import Completion, Grade, Group, Problem
 
 STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
@@ -140,20 +154,98 @@ def _sample_batch(
     """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
     batch = components.stream.next(config.sampling.prompts)
     problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
-    with timer.phase("sample"):
-        prompts = components.encoder.encode(problems)
-        completions = sample_completions(components.sampler, prompts, components.params, seed, version)
-    with timer.phase("grade"):
-        groups = grade_groups(
-            components.policy.tokenizer,
-            training_grader(components.grader, config.task.rewards, ranks),
-            problems,
-            prompts,
-            completions,
-            config.reward,
-            components.params.max_tokens,
-        )
-        return ranks.gather_all(groups)
+    params = components.params
+    with ExitStack() as stack:
+        pool: ErrorReportingGrader = components.grader
+        with timer.phase("sample"):
+            prompts = components.encoder.encode(problems)
+            if _grades_while_sampling(config, components):
+                grading = BackgroundGrading(components.grader.grade, components.grader.cancel)
+                pool = early = EarlyGrades(pool, stack.enter_context(grading), config.task.rewards)
+                size = config.grading.batch // params.samples
+                completions = _submit_parts(components, early, problems, prompts, size, seed, version)
+            else:
+                completions = sample_completions(components.sampler, prompts, params, seed, version)
+        with timer.phase("grade"):
+            groups = grade_groups(
+                components.policy.tokenizer,
+                training_grader(pool, config.task.rewards, ranks),
+                problems,
+                prompts,
+                completions,
+                config.reward,
+                params.max_tokens,
+            )
+            return ranks.gather_all(groups)
+
+
+def _grades_while_sampling(config: RunConfig, components: Components) -> bool:
+    """Return whether `grading.while_sampling` has an effect.
+
+    An engine process grades in the background in any case. The transformers engine does not stream: smaller calls would
+    change the last bits of its log-probs.
+    """
+    streams = isinstance(components.sampler, StreamingSampler) and not config.sampling.max_lag
+    return config.grading.while_sampling and streams
+
+
+def _submit_parts(
+    components: Components,
+    early: EarlyGrades,
+    problems: Sequence[Problem],
+    prompts: Sequence[EncodedPrompt],
+    size: int,
+    seed: int,
+    version: int,
+) -> list[list[Completion]]:
+    """Return completions [P][n], and submit each part to the graders as soon as it is sampled.
+
+    Args:
+        size: problems per part.
+        seed: seed of the first prompt; the one after it has the next, as within one call of `Sampler.sample`.
+    """
+    requests = (
+        SampleRequest([prompt.token_ids for prompt in part], seed + start)
+        for start, part in chunks(prompts, size)
+    )
+    completions: list[list[Completion]] = []
+    with closing(stream_completions(components.sampler, requests, components.params, version)) as stream:
+        for part in stream:
+            answered = problems[len(completions) : len(completions) + len(part)]
+            texts = decode_completions(components.policy.tokenizer, part)
+            early.submit(problem_per_completion(answered, part), texts)
+            completions += part
+    return completions
+
+
+class EarlyGrades:
+    """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool."""
+
+    def __init__(
+        self,
+        pool: ErrorReportingGrader,
+        grading: BackgroundGrading,
+        components: Sequence[RewardComponent] | None,
+    ) -> None:
+        """Set the pool that grades, in the thread of `grading`, for each of the components (`task.rewards`)."""
+        self._pool, self._grading = pool, grading
+        self._components: Sequence[RewardComponent | None] = components or [None]
+        self._parts: list[list[Future[list[Grade]]]] = [[] for _ in self._components]
+
+    @property
+    def errors(self) -> Mapping[str, str]:
+        """The first error of each grader that failed, by name."""
+        return self._pool.errors
+
+    def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
+        """Start grading texts [N], each as an answer to its problem [N]."""
+        for component, parts in zip(self._components, self._parts, strict=True):
+            parts.append(self._grading.submit(graded_by(component, problems), texts))
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
+        parts = self._parts.pop(0)
+        return [grade for part in parts for grade in part.result()]
 
 
 def _ignore_phase(phase: str) -> None:

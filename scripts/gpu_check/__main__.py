@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_check.engines import check_trl, check_vllm
+from scripts.gpu_check.engines import check_early_grades, check_trl, check_vllm
 from scripts.gpu_check.kernels import check_attention, check_logprobs, check_operator
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
@@ -55,6 +55,7 @@ CHECKS: dict[str, Check] = {
     "ahead": check_ahead,
     "engine-weights": check_engine_weights,
     "vllm": check_vllm,
+    "early-grades": check_early_grades,
     "trl": check_trl,
     "step-1.5b": partial(check_step, shape="1.5b"),
     "memory-1.5b": partial(check_memory, shape="1.5b"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scripts.gpu_check.grader import grade
+from scripts.gpu_check.grader import SLOW_GRADER, grade
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.training import (
     free_memory,
@@ -35,13 +35,7 @@ MAX_TIME_OVER_TRL = 1.0
 
 def check_vllm(work: Work) -> Measured:
     """Train with vLLM as the sampler: phases, sleep and wake, CUDA graphs, and the gap after each of five syncs."""
-    if is_missing("vllm"):
-        raise Skipped("vllm is not installed")
-    sampling: dict[str, Any] = {"engine": "vllm"}
-    from bandpo_cli.config.run import VllmConfig
-
-    settings = {"memory_fraction": MEMORY_FRACTION} if work.on_gpu else {"kv_cache_gb": 0.1, "eager": True}
-    sampling["vllm"] = VllmConfig(**settings)
+    sampling = _vllm_settings(work)
     found: dict[str, Any] = {}
     gaps: list[float] = []
 
@@ -68,6 +62,40 @@ def check_vllm(work: Work) -> Measured:
         measured.at_least("freed_by_sleep_gib", MIN_FREED * MEMORY_FRACTION * total)
         measured.values["cuda_graphs"] = found["cudagraph_mode"] != "NONE"
         measured.equal("cuda_graphs", True)
+    return measured
+
+
+def _vllm_settings(work: Work) -> dict[str, Any]:
+    """Return the settings of sampling with vLLM. Raise Skipped where it is not installed."""
+    if is_missing("vllm"):
+        raise Skipped("vllm is not installed")
+    from bandpo_cli.config.run import VllmConfig
+
+    settings = {"memory_fraction": MEMORY_FRACTION} if work.on_gpu else {"kv_cache_gb": 0.1, "eager": True}
+    return {"engine": "vllm", "vllm": VllmConfig(**settings)}
+
+
+def check_early_grades(work: Work) -> Measured:
+    """Train with vLLM and a grader that takes `SLOW_S` per answer, graded after and during sampling.
+
+    A quarter of the completions is sampled at a time: random weights end no completion early, so that all would end in
+    the same step.
+    """
+    measured, rewards = Measured(), []
+    at_a_time = {"max_sequences": work.size.prompts * work.size.samples // 4}
+    for early in (False, True):
+        config = work.config(
+            "0.5b",
+            sampling=_vllm_settings(work) | at_a_time,
+            grading={"while_sampling": early, "batch": work.size.samples},
+        )
+        run = train_steps(work, config, f"early-grades-{early}", lambda *_: None, grader=SLOW_GRADER)
+        name = "during" if early else "after"
+        measured.values[f"graded_{name}_s"] = run.mean("time/sample") + run.mean("time/grade")
+        rewards.append([record["train/reward"] for record in run.records])
+    measured.values["rewards_equal"] = rewards[0] == rewards[1]
+    if not work.on_gpu:
+        measured.equal("rewards_equal", True)
     return measured
 
 

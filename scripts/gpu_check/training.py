@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scripts.gpu_check.grader import GRADER
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.stand_ins import StandIn
 from scripts.gpu_check.work import RandomProblems, Work
@@ -71,6 +72,7 @@ def train_steps(
     observe: Observer,
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
+    grader: str = GRADER,
 ) -> TrainedRun:
     """Train from the beginning or from a checkpoint up to step `LAST_STEP`, on the path of `bandpo train`.
 
@@ -96,7 +98,7 @@ def train_steps(
     free_memory()
     if work.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    components = build_components(config, RandomProblems(work.size), ranks)
+    components = build_components(config, RandomProblems(work.size, grader), ranks)
     try:
         first = 0
         if checkpoint is not None:

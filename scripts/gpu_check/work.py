@@ -105,6 +105,7 @@ class Work:
         from bandpo_cli.config.run import (
             CheckpointConfig,
             EvaluationConfig,
+            GradingConfig,
             ModelConfig,
             OptimConfig,
             RunConfig,
@@ -131,6 +132,7 @@ class Work:
             "optim": (OptimConfig, {"updates": 2, "lr": 1e-6, "micro_batch_tokens": size.micro_batch_tokens}),
             "evaluation": (EvaluationConfig, {"every": 0}),
             "checkpoint": (CheckpointConfig, {"every": 0, "keep_best": 0}),
+            "grading": (GradingConfig, {}),
             "tracking": (TrackingConfig, {"mlflow": False}),
         }
         built = {name: cls(**{**given, **sections.get(name, {})}) for name, (cls, given) in values.items()}
@@ -179,8 +181,8 @@ class RandomProblems:
 
     name = "random"
 
-    def __init__(self, size: Size) -> None:
-        self._size = size
+    def __init__(self, size: Size, grader: str = GRADER) -> None:
+        self._size, self._grader = size, grader
 
     def train_problems(self) -> Sequence[Problem]:
         """Return 256 problems."""
@@ -188,7 +190,11 @@ class RandomProblems:
 
         return [
             Problem(
-                f"p{index}", f"problem {index:3}: ".ljust(self._size.prompt_chars, "x"), "1", "random", GRADER
+                f"p{index}",
+                f"problem {index:3}: ".ljust(self._size.prompt_chars, "x"),
+                "1",
+                "random",
+                self._grader,
             )
             for index in range(256)
         ]

@@ -32,6 +32,7 @@ NOT_COMPUTED = {
     "grading.workers": "the hardware",
     "grading.memory_gb": "the hardware",
     "grading.batch": "used only by functions that take lists",
+    "grading.while_sampling": "when the same grades are computed",
     "task.rewards": "used only with several graders, and task.grader is stated",
     "objective.importance": "used only with an importance_cap",
     "objective.importance_floor": "used only with an importance_cap",

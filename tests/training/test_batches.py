@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.evaluation.background import BackgroundGrading
+from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.sampling.base import SamplingParams
-from bandpo_cli.training.batches import RolloutBatches
-from bandpo_cli.types import Completion
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+from bandpo_cli.training.batches import EarlyGrades, RolloutBatches
+from bandpo_cli.types import Completion, Grade, Problem
 from tests.training.by_hand import plain_logprobs, token_advantages
 from tests.training.recording import (
     Recording,
@@ -23,6 +28,7 @@ from tests.training.recording import (
     SampleCall,
     Sampled,
     execute,
+    hashed_grade,
     prepare_run,
     run,
     same_weights,
@@ -121,6 +127,98 @@ def test_a_run_without_lag_samples_in_the_thread_that_trains(
     monkeypatch.setattr(RolloutBatches, "_sample", None)
     recording = run(tmp_path / "a", small_model, {"steps": 2})
     assert "sampler/lag" not in recording.line(2)
+
+
+class StreamingCopy(RecordingSampler):
+    """Samples all requests of a batch in one call; before it yields the last ones, it waits for grades of the first."""
+
+    waited: list[bool]
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[list[Completion]]]:
+        every = [*requests]
+        prompts = [prompt for request in every for prompt in request.prompts_P]
+        starts = accumulate((len(request.prompts_P) for request in every), initial=every[0].seed)
+        assert [request.seed for request in every] == [*starts][:-1]
+        groups = iter(self.sample(prompts, params, every[0].seed))
+        step = self.recording.current
+        for request in every[:-1]:
+            yield [next(groups) for _ in request.prompts_P]
+        until = time.monotonic() + 20
+        while "grade" not in step.order and time.monotonic() < until:
+            time.sleep(0.01)
+        self.waited.append("grade" in step.order)
+        yield [*groups]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_grades_while_sampling_give_the_same_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
+    StreamingCopy.waited = []
+    recordings = [
+        run(
+            tmp_path / str(early),
+            small_model,
+            {"steps": 2, "evaluation": {"every": 0}, "sampling": {"dynamic": dynamic}},
+            {"grading": {"while_sampling": early, "batch": 4}},
+            uniform=lambda ids: ids[1:4],
+        )
+        for early in (False, True)
+    ]
+    plain, early = ([without_clock(line) for line in each.folder.read_metrics()] for each in recordings)
+    assert plain == early
+    assert same_weights(*(each.steps[2].updates[-1].weights for each in recordings))
+    batches = sum(len(each.training) for each in recordings[1].steps.values())
+    assert StreamingCopy.waited == [True] * batches
+    assert batches >= 3 if dynamic else batches == 2
+
+
+def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
+    """Each component grades each part; the sum and the check of failed graders follow when all are graded."""
+    problems = [Problem(f"p{index}", "1+1=", "2", "test", "number") for index in range(5)]
+    texts = ["2", "3", "2", "22", ""]
+    rewards = [RewardComponent(grader="number", weight=1.0), RewardComponent(grader="countdown", weight=0.5)]
+
+    class Pool:
+        errors: Mapping[str, str] = {"number": "no module"}
+
+        def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+            return [
+                Grade(len(text) / 10, False, "wrong")
+                if problem.grader == "countdown"
+                else hashed_grade(problem, text)
+                for problem, text in zip(problems, texts, strict=True)
+            ]
+
+    pool = Pool()
+    for components in (rewards, None):
+        with BackgroundGrading(pool.grade, lambda: None) as grading:
+            early = EarlyGrades(pool, grading, components)
+            for part in (slice(2), slice(2, 5)):
+                early.submit(problems[part], texts[part])
+            expected = training_grader(pool, components)(problems, texts)
+            assert training_grader(early, components)(problems, texts) == expected
+            assert early.errors == pool.errors
+
+
+def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
+    StreamingCopy.waited = []
+    recording = prepare_run(tmp_path / "a", small_model, {"grading": {"while_sampling": True, "batch": 4}})
+
+    def fail(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        recording.current.order.append("grade")
+        raise RunError("the grader has gone")
+
+    monkeypatch.setattr(recording.components.grader, "grade", fail)
+    with pytest.raises(RunError, match="the grader has gone"):
+        execute(recording, first=1)
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("grading")]
 
 
 class WaitingSampler(RecordingSampler):
