@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bandpo_cli.errors import RunError, UserError, first_line, mark_received
@@ -27,6 +26,9 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=6)
 """Longest wait of a collective: one rank may sample far longer than the others, or write a large checkpoint. A rank
 that ends is noticed by its parent process, not by this limit."""
+
+BALANCED = 1.01
+"""Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,6 @@ class Ranks:
     def share_start(self, count: int, rank: int | None = None) -> int:
         """Return the index of the first of `count` items that `share` gives to `rank` (default: this rank)."""
         return count * (self.rank if rank is None else rank) // self.size
-
-    def share_by_cost(self, costs: Sequence[int]) -> slice:
-        """Return this rank's part of items with these costs: consecutive ones, with about the same sum on each rank."""
-        total = sum(costs)
-        # An item belongs to the rank that its middle falls into.
-        ends = accumulate(costs)
-        owners = [
-            min(self.size - 1, (2 * end - cost) * self.size // (2 * total)) if total else 0
-            for end, cost in zip(ends, costs, strict=True)
-        ]
-        start = sum(owner < self.rank for owner in owners)
-        return slice(start, start + owners.count(self.rank))
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order, on every rank. They are pickled."""
@@ -157,6 +147,53 @@ class Ranks:
         """Wait until every rank has called this."""
         if self.size > 1:
             self.gather(None)
+
+
+def balanced_owners(
+    prompts_P: Sequence[int], completions_PG: Sequence[Sequence[int]], size: int
+) -> list[list[int]]:
+    """Distribute completions over ranks so that all ranks have about the same number of tokens.
+
+    A rank holds a prompt once for all of its completions, so that a group on two ranks costs a second copy of its
+    prompt. Groups go to the ranks as a whole, those of the most tokens first; then completions move, one by one, from
+    the rank with the most tokens to the one with the fewest.
+
+    Args:
+        prompts_P: tokens of each group's prompt.
+        completions_PG: tokens of each completion.
+        size: number of ranks.
+
+    Returns:
+        The rank of each completion [P][G]; the same for the same arguments on every rank.
+    """
+    costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
+    loads = [0] * size
+    owners_PG: list[list[int]] = [[]] * len(costs_P)
+    for group in sorted(range(len(costs_P)), key=lambda index: -costs_P[index]):
+        rank = loads.index(min(loads))
+        owners_PG[group] = [rank] * len(completions_PG[group])
+        loads[rank] += costs_P[group]
+
+    def loads_after(group: int, index: int, donor: int, receiver: int) -> tuple[int, int]:
+        length, owners = completions_PG[group][index], owners_PG[group]
+        taken = length + (prompts_P[group] if owners.count(donor) == 1 else 0)
+        given = length + (0 if receiver in owners else prompts_P[group])
+        return loads[donor] - taken, loads[receiver] + given
+
+    while max(loads) * size > BALANCED * sum(loads):
+        donor, receiver = loads.index(max(loads)), loads.index(min(loads))
+        moves = [
+            (max(loads_after(group, index, donor, receiver)), group, index)
+            for group, owners in enumerate(owners_PG)
+            for index, owner in enumerate(owners)
+            if owner == donor
+        ]
+        most, group, index = min(moves)
+        if most >= loads[donor]:
+            break
+        loads[donor], loads[receiver] = loads_after(group, index, donor, receiver)
+        owners_PG[group][index] = receiver
+    return owners_PG
 
 
 SINGLE = Ranks()

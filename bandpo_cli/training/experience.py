@@ -19,8 +19,9 @@ padding, and in the order of the completions. Log-probs and entropies are in nat
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import (
-    Row,
     TokenBatch,
     batch_rows,
     collate,
@@ -41,6 +41,7 @@ from bandpo_cli.models.packing import (
 )
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
+from bandpo_cli.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Completion, Group
 
 
@@ -48,55 +49,78 @@ class MicroBatch(NamedTuple):
     """Complete completions that go through the model in one pass.
 
     Attributes:
-        tokens: the model's input.
-        span: its sampled tokens among the N of the update.
-        sequences: its completions among the S of the update.
+        tokens: the model's input, with n sampled tokens of s completions.
+        span: [n] int64, index of each sampled token among the N of the update.
+        sequences: [s] int64, index of each completion among the S of the update.
     """
 
     tokens: TokenBatch
-    span: slice
-    sequences: slice
+    span: torch.Tensor
+    sequences: torch.Tensor
 
 
-def rank_batches(policy: Policy, groups: Sequence[Group], max_tokens: int) -> list[MicroBatch]:
-    """Return this rank's part of an update in micro-batches of at most `max_tokens` tokens.
+@dataclass(frozen=True)
+class RankShare:
+    """The completions of an update that this rank runs through the model.
 
-    The ranks have about equal numbers of tokens, of consecutive groups, and equal numbers of micro-batches: some may be
-    empty, because every pass through a sharded model needs all ranks.
+    Attributes:
+        batches: its completions in micro-batches; as many on every rank.
+        order: [N] int64, index in the update of each token in the order of the ranks and their batches; None with one
+            rank, where both orders are the same.
     """
-    counts = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
-    prompts = [len(group.rollouts_G[0].prompt_ids) for group in groups]
-    part = policy.ranks.share_by_cost([p + sum(each) for p, each in zip(prompts, counts, strict=True)])
-    token, sequence = sum(map(sum, counts[: part.start])), sum(map(len, counts[: part.start]))
-    batches = [*micro_batches(policy, rows_from_groups(groups[part]), max_tokens, token, sequence)]
-    most = int(policy.ranks.max(len(batches)))
-    nothing = MicroBatch(empty_batch(policy.pad_id, policy.device), slice(0, 0), slice(0, 0))
-    return batches + [nothing] * (most - len(batches))
+
+    batches: Sequence[MicroBatch] = ()
+    order: torch.Tensor | None = None
+
+    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return columns with the values of all ranks, [N] each, in the order of the update.
+
+        Args:
+            columns: values of the tokens of `batches`, one batch after another, of one dtype.
+        """
+        gathered = ranks.concatenate(columns)
+        if self.order is None:
+            return gathered
+        return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
 
-def micro_batches(
-    policy: Policy, rows: Sequence[Row], max_tokens: int, token: int = 0, sequence: int = 0
-) -> Iterator[MicroBatch]:
-    """Yield the rows in batches of at most `max_tokens` tokens.
+def rank_share(policy: Policy, groups: Sequence[Group], max_tokens: int) -> RankShare:
+    """Return this rank's completions of an update in micro-batches of at most `max_tokens` tokens.
 
-    Args:
-        token, sequence: numbers of the first token and the first completion of the rows within the update.
+    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
+    pass through a sharded model needs all ranks.
     """
-    for batch_of_rows in batch_rows(rows, max_tokens):
-        tokens = collate(batch_of_rows, policy.device)
-        last_token = token + len(tokens.targets)
-        last_sequence = sequence + sum(len(row.completions) for row in batch_of_rows)
-        yield MicroBatch(tokens, slice(token, last_token), slice(sequence, last_sequence))
-        token, sequence = last_token, last_sequence
+    ranks, device = policy.ranks, policy.device
+    lengths_PG = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
+    owners_PG = balanced_owners(
+        [len(group.rollouts_G[0].prompt_ids) for group in groups], lengths_PG, ranks.size
+    )
+    completion_owners = np.array([*chain.from_iterable(owners_PG)], np.int64)
+    token_owners = completion_owners.repeat([*chain.from_iterable(lengths_PG)])
+    sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (completion_owners, token_owners))
+    chosen_PG = [[owner == ranks.rank for owner in owners] for owners in owners_PG]
+    batches = []
+    for rows in batch_rows(rows_from_groups(groups, chosen_PG), max_tokens):
+        batch = collate(rows, device)
+        n, s = len(batch.targets), sum(len(row.completions) for row in rows)
+        batches.append(
+            MicroBatch(batch, device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        )
+        tokens, sequences = tokens[n:], sequences[s:]
+    none = device_tensor([], device, torch.int64)
+    nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)
+    batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
+    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
+    return RankShare(batches, order)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The N tokens of an update's S completions, or of some of them, flat and in the order of `batches`.
+    """The N tokens of an update's S completions, or of some of them, flat and in the order of the completions.
 
     Attributes:
         groups: the P groups that the completions belong to.
-        batches: the model's input: prompts and completions in micro-batches.
+        share: the model's input: prompts and completions of this rank in micro-batches.
         lengths: [S] int64, tokens per completion.
         advantages: [N] float32, the advantage of the token's completion.
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
@@ -120,7 +144,7 @@ class Experience:
     """
 
     groups: Sequence[Group]
-    batches: Sequence[MicroBatch]
+    share: RankShare
     lengths: torch.Tensor
     advantages: torch.Tensor
     sampler_logprobs: torch.Tensor
@@ -154,14 +178,14 @@ class Experience:
         return self.is_first and self.trainer_logprobs is None
 
     def micro_batch(self, batch: MicroBatch) -> Experience:
-        """Return the tokens of one of `batches`."""
+        """Return the tokens of one micro-batch of `share`."""
 
         def part(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values[batch.span]
 
         return replace(
             self,
-            batches=[batch],
+            share=RankShare([batch]),
             lengths=self.lengths[batch.sequences],
             advantages=self.advantages[batch.span],
             sampler_logprobs=self.sampler_logprobs[batch.span],
@@ -259,9 +283,9 @@ def prepare_updates(
             for mask in (runs.tolist(), (~runs).tolist())
         )
         experience = _sampled(used, advantages[runs], policy, loss, config, sampler_is_exact, is_first)
-        experience = replace(experience, batches=rank_batches(policy, used, max_tokens))
+        experience = replace(experience, share=rank_share(policy, used, max_tokens))
         if reference is not None:
-            (ref_logprobs,) = _forward(reference, experience.batches, temperature, with_entropy=False)
+            (ref_logprobs,) = _forward(reference, experience.share, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
         if by_sampler or (sampler_is_exact and not is_first):
             experience, needs_pass = experience.with_columns(), False
@@ -269,12 +293,12 @@ def prepare_updates(
             # The first update takes the trainer's log-probs even of an exact sampler: its ratios are exactly 1.
             needs_pass = not is_first or loss.needs_all_tokens
         if needs_pass or (measures_all and not is_first):
-            experience = experience.with_trainer_values(*_forward(policy, experience.batches, temperature))
+            experience = experience.with_trainer_values(*_forward(policy, experience.share, temperature))
         if others:
             left_out = _sampled(others, advantages[~runs], policy, loss, config, sampler_is_exact, is_first)
             if measures_all:
-                batches = rank_batches(policy, others, max_tokens)
-                left_out = left_out.with_trainer_values(*_forward(policy, batches, temperature))
+                share = rank_share(policy, others, max_tokens)
+                left_out = left_out.with_trainer_values(*_forward(policy, share, temperature))
             experience = replace(experience, left_out=left_out)
         experiences.append(experience)
     return experiences
@@ -310,7 +334,7 @@ def _sampled(
     sampler_logprobs = _flat(completions, lambda completion: completion.logprobs, device)
     return Experience(
         groups=groups,
-        batches=(),
+        share=RankShare(),
         lengths=lengths,
         advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
@@ -333,13 +357,13 @@ def _flat(
 
 
 def _forward(
-    policy: Policy, batches: Sequence[MicroBatch], temperature: float, with_entropy: bool = True
+    policy: Policy, share: RankShare, temperature: float, with_entropy: bool = True
 ) -> list[torch.Tensor]:
-    """Return log-probs, and entropies if asked for, of all tokens of the batches, of those of all ranks, [N] each."""
+    """Return log-probs, and entropies if asked for, of the tokens of all ranks, [N] each."""
     outputs = []
     with policy.passes() as model:
-        for batch in batches:
+        for batch in share.batches:
             output = token_logprobs(model, batch.tokens, temperature, with_entropy)
             batch.tokens.packing.drop_masks()
             outputs.append([values for values in output if values is not None])
-    return policy.ranks.concatenate([torch.cat(values) for values in zip(*outputs, strict=True)])
+    return share.gather(policy.ranks, [torch.cat(values) for values in zip(*outputs, strict=True)])

@@ -192,7 +192,7 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     ] = []  # of each micro-batch: log-probs, ratios, gradient weights, entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
-    for batch in experience.batches:
+    for batch in experience.share.batches:
         new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
         part = experience.micro_batch(batch)
         if own_pass:
@@ -208,8 +208,8 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
             columns[-1].append(new.entropy)
     # The gradients have been summed over the ranks in the backward passes.
     (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
-    logprobs, ratios, gradient_weights, *entropies = policy.ranks.concatenate(
-        [torch.cat(each) for each in zip(*columns, strict=True)]
+    logprobs, ratios, gradient_weights, *entropies = experience.share.gather(
+        policy.ranks, [torch.cat(each) for each in zip(*columns, strict=True)]
     )
     return Forward(
         loss=all_losses.sum(),

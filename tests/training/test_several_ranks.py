@@ -231,7 +231,8 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, d
     names = {id(each): name for name, each in model.named_parameters()}
     masters = {name: 10 * state[f"{names[id(each)]}.exp_avg"] for name, each in gradient.items()}
     weights = dict(checkpoint_weights(model))
-    tolerance = 1e-5 if dtype == "float32" else 0.02
+    # Two ranks add in another order; in float32 that makes up to 1.1e-5 here, depending on the processor.
+    tolerance = 1e-4 if dtype == "float32" else 0.02
     narrow = getattr(torch, dtype)
     for rank, found in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, dtype, tmp_path)):
         assert torch.equal(found["reference"], base)
@@ -247,7 +248,7 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, d
         assert found["weights"].keys() == weights.keys()
         for name, weight in weights.items():
             assert found["weights"][name].dtype == narrow
-            torch.testing.assert_close(found["weights"][name], weight, atol=tolerance / 10, rtol=tolerance)
+            torch.testing.assert_close(found["weights"][name], weight, atol=tolerance / 100, rtol=tolerance)
 
 
 class OneRankFails:
