@@ -170,7 +170,7 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
     for row, rollout in zip(table.itertuples(), rollouts, strict=True):
         assert (tuple(row.prompt_ids), tuple(row.token_ids)) == (
             rollout.prompt_ids,
-            rollout.completion.token_ids,
+            tuple(rollout.completion.token_ids),
         )
         assert (row.prompt, row.text, row.reward) == (rollout.prompt, rollout.text, rollout.grade.reward)
         assert row.error in line
