@@ -56,6 +56,13 @@ def processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_gigabytes(process: int) -> float:
+    """Return the memory of a process without that which it shares with others, from Linux's /proc."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024 / 1e9
+
+
 def main() -> None:
     """Measure and print one line."""
     parser = argparse.ArgumentParser(
@@ -88,12 +95,14 @@ def main() -> None:
                 syncs.append(seconds(lambda version=version: engine.sync(policy.model, version)))
                 used += time.process_time() + processor_seconds(child.pid) - before
                 plain.append(seconds(lambda: torch._foreach_copy_(copies, weights)))
+            resident = resident_gigabytes(child.pid)
         finally:
             engine.close()
     rates = [gigabytes / each for each in syncs]
     result = {
         "engine": options.engine,
         "gigabytes": round(gigabytes, 3),
+        "engine_process_gb": round(resident, 2),
         "sync_s": round(statistics.median(syncs), 3),
         "processor_s_per_sync": round(used / len(syncs), 3),
         "sync_gb_per_s": round(statistics.median(rates), 2),
