@@ -161,9 +161,10 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
             a, b = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
         except KeyError:
             raise UserError(f"{where}: {name} has no pair of lora_A.weight and lora_B.weight") from None
-        weight = weights.get(name.removeprefix(ADAPTER_PREFIX))
+        layer = name.removeprefix(ADAPTER_PREFIX)
+        weight = weights.get(layer)
         if weight is None:
-            raise UserError(f"{where}: its base model has no layer {name.removeprefix(ADAPTER_PREFIX)}")
+            raise UserError(f"{where}: its base model has no layer {layer}")
         if (
             (b.shape[0], a.shape[-1]) != weight.shape
             or a.shape[0] != b.shape[-1]
@@ -173,7 +174,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
             raise UserError(
                 f"{where}: {name}: matrices of {[*b.shape]} and {[*a.shape]} for weights of {[*weight.shape]}"
             )
-        weight.copy_(merged_weight(weight, a, b, config.scaling(len(a))))
+        weight.copy_(merged_weight(f"{layer}.weight", weight, a, b, config.scaling(len(a))))
     if tensors or not pairs:
         raise UserError(
             f"{where}: {min(tensors, default='no tensor')}: only LoRA on linear layers is supported"

@@ -5,6 +5,10 @@ dtype of W, so that the optimizer has float32 masters of them as of any other pa
 float32. B starts at 0: the policy starts as the model that was loaded. Without its adapters, the same model is the
 reference of the KL penalty.
 
+Rounding to 16 bits must not drop the adapters' effect, which is far below half a unit in the last place of W and of W·x
+for many updates. Forward passes round the sum of both terms once (`_round_once`), and merged weights are rounded
+stochastically (`merged_weight`).
+
 All functions also accept a model without adapters, and all but `add_adapters` a sharded one.
 """
 
@@ -14,7 +18,8 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -74,6 +79,27 @@ def add_adapters(
         dtype = model.get_submodule(name).base_layer.weight.dtype
         for adapter in (layer.lora_A, layer.lora_B):
             adapter.to(dtype)  # peft stores the adapters of 16-bit weights in float32
+        if dtype != torch.float32:
+            layer.forward = MethodType(_round_once, layer)
+
+
+def _round_once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return W·x + s·B·(A·x) with a single rounding of the sum, as the forward method of a layer of peft in 16 bits.
+
+    peft rounds W·x to 16 bits before it adds the adapter's term, so that the sum stays W·x where that term is less than
+    half a unit in the last place. `addmm` adds in float32. A bias does not lie on the grid of the sum, so adding it
+    afterwards drops nothing on average.
+
+    Args:
+        layer: the layer of peft.
+        x: inputs, [..., in].
+    """
+    base = layer.base_layer
+    if layer.disable_adapters:
+        return cast(torch.Tensor, base(x))
+    change = layer.lora_B[_NAME](layer.lora_A[_NAME](x)) * layer.scaling[_NAME]
+    y = torch.addmm(change.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view_as(change)
+    return y if base.bias is None else y + base.bias
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -184,7 +210,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 class MergedWeights:
-    """The weights of adapted layers with their adapters: W + s·B·A, computed in float32 and rounded once."""
+    """The weights of adapted layers with their adapters: `merged_weight` of each."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the adapted layers of `model`."""
@@ -212,19 +238,36 @@ class MergedWeights:
         a, b = (
             full_tensor(each[_NAME].weight.detach().to(self._dtype)) for each in (layer.lora_A, layer.lora_B)
         )
-        return merged_weight(weight, a, b, layer.scaling[_NAME])
+        return merged_weight(self.original_name(name), weight, a, b, layer.scaling[_NAME])
 
 
-def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return W + s·B·A, computed in float32 and rounded once to the dtype of W.
+@torch.no_grad()
+def merged_weight(
+    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Return W + s·B·A, computed in float32 and rounded stochastically to the dtype of W.
+
+    Rounding to the nearest number would return W wherever the change is less than half a unit in the last place. Here
+    the probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
+    the mean of the result is the sum. The random numbers depend on the name alone: equal sums give equal weights, and
+    an element that is rounded away from 0 stays so while its sum grows.
 
     Args:
-        weight: W, [out, in].
+        name: the name of the parameter in the model without adapters.
+        weight: W, [out, in], in float32 or bfloat16.
         a: A, [rank, in].
         b: B, [out, rank].
         scaling: s.
     """
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
+    total = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    if weight.dtype == torch.float32:
+        return total
+    assert weight.dtype == torch.bfloat16, "the upper half of a float32"
+    generator = torch.Generator(weight.device).manual_seed(derive_seed(0, "rounding", name))
+    bits = total.view(torch.int32)
+    bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=weight.device, generator=generator)
+    bits &= -(2**16)
+    return total.to(weight.dtype)
 
 
 def save_adapter(
