@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from bandpo_cli.config.base import check_known
@@ -21,12 +22,28 @@ def is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def check_engine(engine: str) -> None:
-    """Raise an error if the package of an engine is not installed.
+def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
+    """Raise an error if the package of an engine is not installed, or the engine cannot use the policy's GPU.
+
+    vLLM in the trainer's process always runs on the first visible GPU. A process of its own (`max_lag`) chooses one.
+
+    Args:
+        engine: `sampling.engine`.
+        device: `model.device`.
+        max_lag: `sampling.max_lag`.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: with the command that installs the package, or makes the GPU the first one.
     """
+    kind, _, card = device.partition(":")
+    name = resolve_engine(engine, on_gpu=kind == "cuda")
+    if not ENGINES[name].shares_weights and card.isdecimal() and int(card) > 0 and not max_lag:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        chosen = visible[int(card)] if int(card) < len(visible) else card
+        raise ConfigError(
+            f"model.device = '{device}': the {name} engine runs on the first visible GPU; type "
+            f"CUDA_VISIBLE_DEVICES={chosen} before the command, and leave model.device out"
+        )
     package = None if engine == AUTO_ENGINE else ENGINES[engine].package
     if package is not None and not is_installed(package):
         raise ConfigError(

@@ -204,7 +204,7 @@ def model_request(
     # Adapters are merged into the weights when a model is loaded.
     model_layer = {"model": {"path": ref.path, "lora": None}}
     config = resolve([*base, eval_task_layer(tasks, own), *layers, model_layer])
-    check_engine(config.sampling.engine)
+    check_engine(config.sampling.engine, config.model.device)
     check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
@@ -306,7 +306,7 @@ def request_from_record(
         return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
     if not complete:
         check_model_path(ref.path)
-        check_engine(config.sampling.engine)
+        check_engine(config.sampling.engine, config.model.device)
     return EvalRequest(config, (ref, build_task(config.task)), legacy)
 
 

@@ -110,7 +110,12 @@ def _open_model(
         from bandpo_cli.grading.pool import GraderPool, failure_warnings
         from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling.base import SamplingParams, build_sampler, describe_sampler
+        from bandpo_cli.sampling.base import (
+            SamplingParams,
+            build_sampler,
+            check_model,
+            describe_sampler,
+        )
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,
@@ -118,6 +123,7 @@ def _open_model(
         )
         from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
+        check_model(config)
         config = check_memory(with_dtype_here(config), ranks, training=False)
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         check_context_length(policy, config)

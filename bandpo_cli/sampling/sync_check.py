@@ -10,7 +10,8 @@ probes, because a pass of a sharded model needs all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +27,8 @@ SAMPLES, COMPLETION_TOKENS = 4, 8
 PROMPT_TOKENS = 72
 """Length of the probe's prompt: more than two blocks of the engine's prefix cache (16 tokens, 32 on a CPU), so that a
 cache which a sync has not cleared is read."""
+CHECK_EVERY = 10
+"""Syncs of which one is checked completely."""
 ATTEMPTS = 2
 """Probes, with other tokens each, of which one must be within the limit: a single outlier does not end a run."""
 LIMITS = {
@@ -48,8 +51,26 @@ def probe_limit(model: PreTrainedModel) -> float:
     return LIMITS.get((model.device.type, forward_dtype(model)), HALF_PRECISION_LIMIT)
 
 
+class CheckSchedule:
+    """Chooses the syncs that are checked completely: the first, one in ten, and the one after a sync that failed."""
+
+    def __init__(self) -> None:
+        self._remaining = 0
+
+    @contextmanager
+    def sync(self, always: bool = False) -> Iterator[bool]:
+        """Yield whether the sync of the block is checked completely; it counts as one if the block raises no error.
+
+        Args:
+            always: check this one in any case.
+        """
+        remaining, self._remaining = 0 if always else self._remaining, 0
+        yield remaining == 0
+        self._remaining = (remaining or CHECK_EVERY) - 1
+
+
 class SyncCheck:
-    """Compares the engine with the trainer after each sync.
+    """Compares the engine with the trainer after a sync.
 
     The engine continues a prompt; the trainer computes the log-probs of the sampled tokens. The prompt is the start of
     a rollout of the latest sampling call, if that was long enough: the keys and values of the old weights are then in

@@ -1,13 +1,14 @@
 """Sampling with vLLM: a separate engine in the trainer's process that loads the policy's weights after every update.
 
-The engine starts with random weights and the policy's config, so it only ever runs weights that a sync loaded. Every
-sync ends with a check that the engine runs them. With several ranks, each of them has an engine with all weights.
+The engine starts with random weights and the policy's config, so it only ever runs weights that a sync loaded. A sync
+ends with a check that the engine runs them. With several ranks, each of them has an engine with all weights.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import random
 import tempfile
@@ -34,7 +35,7 @@ from bandpo_cli.sampling.base import (
     TokenIds,
     engine_model,
 )
-from bandpo_cli.sampling.sync_check import SyncCheck
+from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.sampling.vllm_stream import stream_outputs
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
@@ -50,7 +51,14 @@ from bandpo_cli.types import Completion, FinishReason
 if TYPE_CHECKING:
     import vllm
 
+log = logging.getLogger("bandpo_cli")
+
 GIB = 2**30
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+V1_WARNING = (
+    "vLLM runs its older model runner (V1), which draws the random numbers of every completion separately at each "
+    "token; for the newer one, unset VLLM_USE_V2_MODEL_RUNNER and check that triton is installed"
+)
 TEMPERATURES = (0.01, 2.0)
 """Temperatures at which vLLM samples, besides 0. Below them it silently uses 0.01, above them it raises."""
 UNESTIMATED_FRACTION = 0.5
@@ -85,6 +93,8 @@ class VllmSampler:
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
+        self._schedule = CheckSchedule()
+        self._converted: set[str] | None = None
         if own is None:
             return
         try:
@@ -95,10 +105,12 @@ class VllmSampler:
             if not isinstance(error, RunError) or isinstance(error, StaleEngineError):
                 raise
             raise UserError(f"sampling.engine = 'vllm': vLLM cannot run this model here: {error}") from error
+        if policy.device.type == "cuda" and self._model_runner() == V1_RUNNER:
+            log.warning("%s", V1_WARNING)
 
     @property
     def probe_gap(self) -> float:
-        """Mean difference in nats between the engine's and the trainer's log-probs, measured by the last sync."""
+        """Mean difference in nats between the engine's and the trainer's log-probs, by the last complete check."""
         assert self._check is not None
         return self._check.gap
 
@@ -157,20 +169,32 @@ class VllmSampler:
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights and check that the engine runs them; all ranks must call this together.
 
+        The check is complete where `CheckSchedule` says so, and after sleep: it compares tensors and log-probs. The
+        other syncs check that all weights were loaded, and the version.
+
         Raises:
             StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
                 error is raised unchanged.
         """
         assert self._check is not None
-        self.load(checkpoint_weights(model), version)
-        self._check.check(model, version, self._sample_probe)
+        with self._schedule.sync(always=self._asleep) as is_complete:
+            self._load(checkpoint_weights(model), version, is_complete)
+            if is_complete:
+                self._check.check(model, version, self._sample_probe)
 
     def load(self, weights: Weights, version: int) -> None:
         """Load the weights, clear the cache of the old ones, and compare tensors; see `LoadingSampler`."""
-        compared = ComparedWeights(weights, self._settings.tensor_parallel)
+        with self._schedule.sync(always=self._asleep) as is_complete:
+            self._load(weights, version, is_complete)
+
+    def _load(self, weights: Weights, version: int, is_complete: bool) -> None:
+        """Load the weights, clear the cache of the old ones, and compare the version, and tensors if `is_complete`."""
+        compared = ComparedWeights(weights if is_complete else (), self._settings.tensor_parallel)
+        if is_complete:
+            weights = compared
         try:
             self._wake_if_asleep(["weights"])
-            skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(compared), version))
+            skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(weights), version))
             self._wake_if_asleep(["kv_cache"])
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
@@ -199,8 +223,7 @@ class VllmSampler:
         """
         import vllm
 
-        runners = self._llm.collective_rpc("policy_runner", args=())
-        return {"engine": "vllm", "version": str(vllm.__version__), "model_runner": runners[0]}
+        return {"engine": "vllm", "version": str(vllm.__version__), "model_runner": self._model_runner()}
 
     def close(self) -> None:
         """Shut the engine down; afterwards this process can start another one."""
@@ -213,6 +236,11 @@ class VllmSampler:
             del self._llm
             gc.collect()
             release_cached_memory()
+
+    def _model_runner(self) -> str:
+        """Return module and name of the class that runs the model."""
+        name: str = self._llm.collective_rpc("policy_runner", args=())[0]
+        return name
 
     def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
         """Raise UserError for lengths and temperatures that the engine does not support."""
@@ -257,15 +285,25 @@ class VllmSampler:
         return [(name, tensor.cpu()) for name, tensor in weights]
 
     def _compare_tensors(self, weights: ComparedWeights, version: int) -> None:
-        """Compare the version of the last load, and bit by bit the tensors that the engine stores unchanged."""
+        """Compare the version of the last load, and bit by bit the tensors that the engine stores unchanged.
+
+        A matrix that differs at the first sync is one that vLLM stores in another form on this device: later checks
+        leave it out. The log-probs of the first sync show whether it was loaded, as the engine starts with random
+        weights.
+        """
+        differing = set()
         for loaded_version, fingerprints in self._llm.collective_rpc("policy_state", args=(weights.shapes,)):
             if loaded_version != version:
                 raise StaleEngineError(f"vLLM runs version {loaded_version} of the weights, not {version}")
-            for name, engine_fingerprint in fingerprints.items():
-                if engine_fingerprint != weights.fingerprints[name]:
-                    raise StaleEngineError(
-                        f"vLLM does not run version {version} of the weights: {name} differs"
-                    )
+            differing |= {
+                name for name, stored in fingerprints.items() if stored != weights.fingerprints[name]
+            }
+        if self._converted is None:
+            self._converted = {
+                name for name in differing if len(weights.shapes[name]) == 2 and "embed" not in name
+            }
+        for name in sorted(differing - self._converted):
+            raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
 
     def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
         """Return completions of one prompt, whatever version the engine has."""

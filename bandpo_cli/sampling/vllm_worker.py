@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +21,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 """Tensors under their names in a checkpoint."""
 
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_EMBEDDING_ROWS = 1024
-"""Rows of an embedding that are compared after a sync."""
+_MAX_ROWS = 1024
+"""Rows of a matrix that are compared after a sync."""
 _INHERITED_VARIABLES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 """Environment variables that vLLM sets and every process started later inherits."""
 
@@ -176,13 +176,21 @@ class PolicyWorker:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def policy_state(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int | None, dict[str, int]]:
-        """Return the version of the last complete load, and the fingerprints of unsharded tensors by name."""
-        parameters = dict(self.model_runner.get_model().named_parameters())
-        fingerprints = {
-            name: fingerprint(parameters[name], shape)
-            for name, shape in shapes.items()
-            if name in parameters and _has_rows(tuple(parameters[name].shape), shape)
-        }
+        """Return the version of the last complete load, and the fingerprints by name of what is stored unchanged.
+
+        Args:
+            shapes: names of the tensors in a checkpoint, and the shapes of the parts to compare.
+        """
+        model = self.model_runner.get_model()
+        parameters = dict(model.named_parameters())
+        packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+        fingerprints = {}
+        for name, shape in shapes.items():
+            stored = parameters.get(name)
+            if stored is None and len(shape) == 2:  # on a CPU, packed biases have another dtype
+                stored = _part_of_packed(name, shapes, parameters, packed)
+            if stored is not None and _has_rows(tuple(stored.shape), shape):
+                fingerprints[name] = fingerprint(stored, shape)
         return self.policy_version, fingerprints
 
 
@@ -190,7 +198,7 @@ class ComparedWeights:
     """Weights on their way into the engine, and fingerprints of those that the engine stores unchanged.
 
     Attributes:
-        shapes: names and shapes of the compared tensors that were taken; see `compared_shape`.
+        shapes: names and shapes of the tensors to compare that were taken; see `compared_shape`.
         fingerprints: their fingerprints by name.
     """
 
@@ -211,16 +219,13 @@ class ComparedWeights:
 
 
 def compared_shape(name: str, tensor: torch.Tensor, tensor_parallel: int) -> tuple[int, ...] | None:
-    """Return the shape of what is compared of a tensor; None if vLLM fuses or repacks it.
+    """Return the shape of what is compared of a tensor; None if nothing is.
 
-    vLLM neither fuses nor repacks vectors, which are norm weights and biases, and the embedding. Of that, only the
-    first rows are compared, and none if it is sharded over GPUs. `policy_state` skips tensors that the engine stores in
-    another shape.
+    These are vectors (norm weights and biases), which vLLM neither packs nor shards, and matrices if they are not
+    sharded over GPUs. `policy_state` skips tensors that the engine stores in another shape.
     """
-    if tensor.ndim == 1:
+    if tensor.ndim == 1 or (tensor.ndim == 2 and tensor_parallel == 1):
         return tuple(tensor.shape)
-    if tensor.ndim == 2 and "embed" in name and tensor_parallel == 1:
-        return min(len(tensor), _MAX_EMBEDDING_ROWS), tensor.shape[1]
     return None
 
 
@@ -228,9 +233,10 @@ def compared_shape(name: str, tensor: torch.Tensor, tensor_parallel: int) -> tup
 def fingerprint(tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
     """Return a 64-bit sum over the bits of the first `shape[0]` rows, each element weighted by its index.
 
-    It uses integer arithmetic, so it is the same on every device and changes if any single bit changes.
+    It uses integer arithmetic, so it is the same on every device and changes if any single bit changes. Of a matrix,
+    the first 1,024 rows count: the sum needs 24 bytes of memory per element.
     """
-    rows = tensor.detach()[: shape[0]].contiguous()
+    rows = tensor.detach()[: shape[0] if len(shape) == 1 else min(shape[0], _MAX_ROWS)].contiguous()
     bits = rows.view(_INTEGER_DTYPES[rows.element_size()]).flatten().to(torch.int64)
     factors = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
     return int((bits * factors).sum())
@@ -250,6 +256,31 @@ def _repack_tied(model: nn.Module) -> None:
         if weight.data_ptr() in seen:
             cast(Any, module.quant_method).process_weights_after_loading(module)
         seen.add(weight.data_ptr())
+
+
+def _part_of_packed(
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, torch.Tensor],
+    packed: Mapping[str, Sequence[str]],
+) -> torch.Tensor | None:
+    """Return the rows of a packed parameter that hold the matrix `name` of a checkpoint; None if there are none.
+
+    Args:
+        packed: vLLM's names of packed modules, each with the names of its parts in their order, such as qkv_proj of
+            q_proj, k_proj and v_proj.
+    """
+    layer, _, kind = name.rpartition(".")
+    block, _, part = layer.rpartition(".")
+    for whole, parts in packed.items():
+        stored = parameters.get(f"{block}.{whole}.{kind}")
+        if part not in parts or stored is None:
+            continue
+        sizes = [shapes.get(f"{block}.{other}.{kind}", (0,))[0] for other in parts]
+        if sum(sizes) == len(stored):
+            first = sum(sizes[: parts.index(part)])
+            return stored[first : first + shapes[name][0]]
+    return None
 
 
 def _has_rows(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:

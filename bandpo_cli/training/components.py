@@ -17,7 +17,13 @@ from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import Sampler, SamplingParams, build_sampler, describe_sampler
+from bandpo_cli.sampling.base import (
+    Sampler,
+    SamplingParams,
+    build_sampler,
+    check_model,
+    describe_sampler,
+)
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
@@ -139,6 +145,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     Raises:
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
+    check_model(config)
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)

@@ -27,7 +27,7 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.registries import ENGINES
-from bandpo_cli.sampling import engine_child, engine_process
+from bandpo_cli.sampling import engine_child, engine_process, sync_check
 from bandpo_cli.sampling.base import (
     SampleRequest,
     SamplingParams,
@@ -317,9 +317,10 @@ def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
 
 
 def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
-    """The process has no policy; the trainer compares its own log-probs with those of the engine after each sync."""
+    """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
-    with stub_engines():
+    with stub_engines() as patch:
+        patch.setattr(sync_check, "CHECK_EVERY", 1)
         engine = EngineProcess(stub_settings("copy"), policy)
     try:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
+from bandpo_cli.sampling.sync_check import (
+    ATTEMPTS,
+    HALF_PRECISION_LIMIT,
+    CheckSchedule,
+    SyncCheck,
+    mean_gap,
+)
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
@@ -128,6 +134,19 @@ def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens() -> None:
     ):
         check(model, always)
     assert len(always.prompts) == ATTEMPTS
+
+
+def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_completely() -> None:
+    schedule, complete = CheckSchedule(), []
+    for index in range(32):
+        try:
+            with schedule.sync(always=index == 14) as is_complete:
+                complete += [index] * is_complete
+                if index == 27:
+                    raise StaleEngineError("stale")
+        except StaleEngineError:
+            pass
+    assert complete == [0, 10, 14, 24, 28]
 
 
 def test_log_probs_that_are_not_numbers_raise() -> None:

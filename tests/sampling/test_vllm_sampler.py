@@ -6,41 +6,53 @@ import logging
 import random
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling import vllm_sampler
+from bandpo_cli.sampling import sync_check, vllm_sampler
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, build_sampler, describe_sampler
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
+from bandpo_cli.sampling.vllm_worker import fingerprint
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.training.components import build_components
 from tests.conftest import random_model
 
 
 class FakeEngine:
-    """Records its calls; its worker reports that it loaded all weights."""
+    """Records its calls; its worker reports that it loaded all weights, and stores those in `changed` differently."""
+
+    changed: ClassVar[set[str]] = set()
+    runner = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.model_config = SimpleNamespace(max_model_len=72)
         self.version: int | None = None
+        self.compared: dict[str, tuple[int, ...]] = {}
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self.calls.append(method)
         if method == "policy_runner":
-            return ["vllm.v1.worker.gpu_model_runner.GPUModelRunner"]
+            return [self.runner]
         if method == "policy_load":
             self.version = args[1]
-            self.taken = [name for name, _ in args[0]]
+            self.taken = {name: tensor + (name in self.changed) for name, tensor in args[0]}
             return [[]]
-        return [(self.version, {})]
+        self.compared = args[0]
+        found = {name: fingerprint(self.taken[name], shape) for name, shape in self.compared.items()}
+        return [(self.version, found)]
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -82,10 +94,57 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     with pytest.raises(AssertionError, match="sync wakes"):
         sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
     sampler.sync(random_model(), 1)
+    assert calls == [
+        "sleep 2", "wake weights", "policy_load", "wake kv_cache", "reset", "policy_state", "probe",
+    ]  # fmt: skip
+
+
+def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(calls: list[str]) -> None:
+    """Every sync compares the version; tensors and log-probs are compared by the complete checks."""
+    sampler = engine("cuda")
+    fake: Any = sampler._llm
+    checked = []
+    for version in range(1, 31):
+        if version == 24:
+            sampler.sleep()
+        calls.clear()
+        sampler.sync(random_model(), version)
+        assert [call for call in calls if call.startswith("policy")] == ["policy_load", "policy_state"]
+        assert ("probe" in calls) == bool(fake.compared)
+        checked += [version] * ("probe" in calls)
+    assert checked == [10, 20, 24]
+
+
+def test_a_sync_after_one_that_failed_is_checked_completely(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = engine("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEngine, "reset_prefix_cache", lambda self: False)
+        with pytest.raises(StaleEngineError):
+            sampler.sync(random_model(), 1)
+    calls.clear()
     sampler.sync(random_model(), 2)
-    sync_when_awake = ["policy_load", "reset", "policy_state", "probe"]
-    first_sync = ["wake weights", "policy_load", "wake kv_cache", *sync_when_awake[1:]]
-    assert calls == ["sleep 2", *first_sync, *sync_when_awake]
+    assert calls[-1] == "probe"
+
+
+def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix that was equal at the first sync has to stay equal; vectors and the embedding have to be at once."""
+    monkeypatch.setattr(sync_check, "CHECK_EVERY", 1)
+    one, two = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    monkeypatch.setattr(FakeEngine, "changed", {one})
+    sampler = engine("cpu")
+    sampler.sync(random_model(), 1)
+    monkeypatch.setattr(FakeEngine, "changed", {one, two})
+    with pytest.raises(StaleEngineError, match=f"{two} differs"):
+        sampler.sync(random_model(), 2)
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        monkeypatch.setattr(FakeEngine, "changed", {name})
+        monkeypatch.setattr(FakeEngine, "llm_engine", None, raising=False)
+        with pytest.raises(StaleEngineError, match=f"{name} differs"):
+            engine("cpu")
 
 
 @pytest.mark.parametrize(("device", "sleep"), [("cpu", True), ("cuda", False)])
@@ -297,8 +356,30 @@ def test_the_description_has_version_and_model_runner(
     assert engine("cuda").describe() == {
         "engine": "vllm",
         "version": "0.32.0",
-        "model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     }
+
+
+@pytest.mark.parametrize(
+    ("device", "runner", "warns"),
+    [
+        ("cuda", "vllm.v1.worker.gpu.model_runner.GPUModelRunner", False),
+        ("cuda", "vllm.v1.worker.gpu_model_runner.GPUModelRunner", True),
+        ("cpu", "vllm.v1.worker.cpu_model_runner.CPUModelRunner", False),
+    ],
+)
+def test_the_slow_model_runner_on_a_gpu_is_warned_about(
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    runner: str,
+    warns: bool,
+) -> None:
+    """It has a random generator per completion, and calls each at every token."""
+    monkeypatch.setattr(FakeEngine, "runner", runner)
+    engine(device)
+    assert ["VLLM_USE_V2_MODEL_RUNNER" in record.getMessage() for record in caplog.records] == [True] * warns
 
 
 def test_an_engine_without_a_description_has_the_name_of_its_class(calls: list[str]) -> None:
@@ -339,3 +420,51 @@ def test_the_transformers_engine_on_a_gpu_is_warned_about(
         (warning,) = (record.getMessage() for record in caplog.records)
         assert "10 to 30 times slower than vllm" in warning
         assert advice in warning
+
+
+@pytest.mark.parametrize("kind", ["mixture", "dense", "other engine"])
+def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The folder has no weights. Without the check the first sync refuses the model, after minutes."""
+    config = Qwen3MoeConfig(num_experts=4) if kind == "mixture" else Qwen3Config()
+    config.save_pretrained(tmp_path)
+    engine = "transformers" if kind == "other engine" else "vllm"
+    settings = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "sampling": {"engine": engine}})
+    with pytest.raises(UserError) as error:
+        build_components(settings, build_task(settings.task))
+    assert ("use --sampler transformers" in str(error.value)) == (kind == "mixture")
+    assert ("it has no model.safetensors" in str(error.value)) == (kind != "mixture")
+
+
+@pytest.mark.parametrize(
+    ("device", "max_lag", "visible", "card"),
+    [
+        ("cuda:1", 0, None, "1"),
+        ("cuda:1", 0, "4,5", "5"),
+        ("cuda:3", 0, "4,5", "3"),
+        ("cuda:1", 1, None, None),
+        ("cuda:0", 0, None, None),
+        ("cuda", 0, None, None),
+        ("cpu", 0, None, None),
+    ],
+)
+def test_vllm_on_another_gpu_than_the_first_is_refused_with_the_command_to_type(
+    monkeypatch: pytest.MonkeyPatch, device: str, max_lag: int, visible: str | None, card: str | None
+) -> None:
+    """The engine in the trainer's process would run on the first GPU, beside the policy's."""
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for engine in ("vllm", "auto"):
+        sampling = {"engine": engine, "max_lag": max_lag}
+        config = RunConfig.model_validate({"model": {"device": device}, "sampling": sampling})
+        if card is None:
+            check_config(config)
+        else:
+            with pytest.raises(ConfigError, match=f"'{device}'.* CUDA_VISIBLE_DEVICES={card} before"):
+                check_config(config)
+    check_config(
+        RunConfig.model_validate({"model": {"device": device}, "sampling": {"engine": "transformers"}})
+    )

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_swapped_values_change_the_fingerprint() -> None:
     assert fingerprint(torch.tensor([1.0, 2.0]), (2,)) != fingerprint(torch.tensor([2.0, 1.0]), (2,))
 
 
-def test_norms_and_embedding_rows_are_compared_and_tied_weights_appear_once() -> None:
+def test_all_weights_are_compared_and_tied_weights_appear_once() -> None:
     model = random_model("qwen2")
     compared = ComparedWeights(checkpoint_weights(model), tensor_parallel=1)
     names = [name for name, _ in compared]
@@ -143,14 +144,25 @@ def test_norms_and_embedding_rows_are_compared_and_tied_weights_appear_once() ->
     assert "lm_head.weight" not in names  # tied in this model
     assert compared.shapes["model.norm.weight"] == (32,)
     assert compared.shapes["model.embed_tokens.weight"] == (23, 32)
-    assert not any("proj.weight" in name for name in compared.shapes)
+    assert set(compared.shapes) == set(names)
     state = model.state_dict()
     assert compared.fingerprints == {
         name: fingerprint(state[name], shape) for name, shape in compared.shapes.items()
     }
     spread = ComparedWeights(checkpoint_weights(model), tensor_parallel=2)
     list(spread)
-    assert compared.shapes.keys() - spread.shapes.keys() == {"model.embed_tokens.weight"}
+    assert {len(shape) for shape in spread.shapes.values()} == {1}, "matrices are sharded over the GPUs"
+
+
+def test_the_first_1024_rows_of_a_matrix_are_compared() -> None:
+    tensor = torch.randn(1030, 2)
+    original = fingerprint(tensor, (1030, 2))
+    tensor[1024:] = 0.0
+    assert fingerprint(tensor, (1030, 2)) == original
+    tensor[1023, 1] = 0.0
+    assert fingerprint(tensor, (1030, 2)) != original
+    vector = torch.randn(1030)
+    assert fingerprint(vector, (1030,)) != fingerprint(torch.cat([vector[:-1], torch.zeros(1)]), (1030,))
 
 
 def test_a_tensor_is_free_once_the_next_one_is_taken() -> None:
@@ -174,21 +186,24 @@ def test_a_tensor_is_free_once_the_next_one_is_taken() -> None:
 
 
 class Engine(nn.Module):
-    """A model as vLLM stores it: padded rows, two projections fused into one."""
+    """A model as vLLM stores it: padded rows, two projections packed into one."""
+
+    packed_modules_mapping: ClassVar = {"fused": ["q", "k"]}
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4, bias=False)
         self.embed = nn.Embedding(8, 4)
-        self.fused = nn.Linear(4, 6, bias=False)
+        self.layer = nn.ModuleDict({"fused": nn.Linear(4, 6, bias=False)})
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = set()
         for name, tensor in weights:
-            parameter, first = {"q.weight": ("fused.weight", 0), "k.weight": ("fused.weight", 3)}.get(
-                name, (name, 0)
-            )
+            parameter, first = {
+                "layer.q.weight": ("layer.fused.weight", 0),
+                "layer.k.weight": ("layer.fused.weight", 4),
+            }.get(name, (name, 0))
             self.get_parameter(parameter)[first : first + len(tensor)] = tensor
             loaded.add(parameter)
         return loaded
@@ -218,8 +233,8 @@ def random_weights() -> list[tuple[str, torch.Tensor]]:
     return [
         ("norm.weight", torch.randn(4)),
         ("embed.weight", torch.randn(5, 4)),
-        ("q.weight", torch.randn(3, 4)),
-        ("k.weight", torch.randn(3, 4)),
+        ("layer.q.weight", torch.randn(4, 4)),
+        ("layer.k.weight", torch.randn(2, 4)),
     ]
 
 
@@ -231,8 +246,24 @@ def test_complete_load_sets_the_version_and_matches_the_fingerprints() -> None:
     version, found = worker.policy_state(compared.shapes)
     assert version == 7
     assert found == compared.fingerprints
-    assert set(found) == {"norm.weight", "embed.weight"}
+    assert set(found) == {name for name, _ in weights}
     assert "load_weights" not in vars(worker.model), "the model's own loader must be restored"
+
+
+def test_a_part_of_a_packed_tensor_that_is_not_new_is_noticed() -> None:
+    """vLLM reports the packed tensor as loaded if one of its parts is."""
+    worker = Worker()
+    worker.policy_load(random_weights(), 1)
+    worker.dropped = "layer.k.weight"
+    compared = ComparedWeights(random_weights(), 1)
+    assert worker.policy_load(iter(compared), 2) == []
+    found = worker.policy_state(compared.shapes)[1]
+    assert {name for name in found if found[name] != compared.fingerprints[name]} == {"layer.k.weight"}
+
+
+def test_a_packed_tensor_of_another_size_is_not_compared() -> None:
+    shapes = {"layer.q.weight": (4, 4), "layer.k.weight": (3, 4)}
+    assert Worker().policy_state(shapes)[1] == {}
 
 
 def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
@@ -250,9 +281,9 @@ def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
             yield name, tensor
 
     assert worker.policy_load(weights(), 3) == [
-        "k.weight was not read",
-        "q.weight was not read",
-        "fused.weight was not filled",
+        "layer.k.weight was not read",
+        "layer.q.weight was not read",
+        "layer.fused.weight was not filled",
     ]
     assert worker.policy_version is None
     assert len(taken) == 4, "each rank takes all tensors, so that no rank waits for another one"

@@ -18,6 +18,7 @@ from transformers import (
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.sampling import sync_check
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
 SHAPE = {
@@ -72,6 +73,13 @@ def start(policy: Policy, **sampling: Any) -> VllmSampler:
     settings = {"max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.5, "eager": True}}
     config = RunConfig.model_validate({"sampling": settings | sampling})
     return VllmSampler(config.sampling, policy)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_sync_is_checked_completely() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync_check, "CHECK_EVERY", 1)
+        yield
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama", "embedded"])

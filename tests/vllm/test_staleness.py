@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from bandpo_cli.sampling import vllm_worker
+from bandpo_cli.sampling import sync_check, vllm_worker
 from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
 from tests.vllm.conftest import Running, perturb
 
@@ -81,6 +81,22 @@ def test_changed_values_are_detected(
         monkeypatch, lambda weights: [(name, w * amount if part in name else w) for name, w in weights]
     )
     with pytest.raises(StaleEngineError, match=line):
+        qwen2.sync()
+
+
+def test_a_stale_engine_is_noticed_at_the_next_complete_check(
+    qwen2: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two syncs of three compare the version alone."""
+    monkeypatch.setattr(sync_check, "CHECK_EVERY", 3)
+    qwen2.sync()
+    perturb(qwen2.policy.model)
+    change_loaded_weights(
+        monkeypatch, lambda weights: [(name, w * 1.3 if "gate_proj" in name else w) for name, w in weights]
+    )
+    qwen2.sync()
+    qwen2.sync()
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
         qwen2.sync()
 
 
