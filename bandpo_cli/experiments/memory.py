@@ -107,23 +107,29 @@ def _engine_cards(config: RunConfig, card: int, local_ranks: int) -> list[int]:
     return [] if cards == trainers else cards
 
 
-def check_memory(config: RunConfig, ranks: Ranks, training: bool = True) -> RunConfig:
+def check_memory(
+    config: RunConfig, ranks: Ranks, training: bool = True, changeable: Sequence[str] | None = None
+) -> RunConfig:
     """Log the estimate of a run on a GPU, and return its settings with vLLM's share of the GPU. Imports torch.
 
     Without a GPU only a run that does not fit is logged. All ranks must call this together.
 
     Args:
         training: False for an evaluation, which has no updates.
+        changeable: settings that a message may advise to change; None for all.
 
     Raises:
         UserError: the run needs more memory than its GPU has, or than other processes leave of it.
     """
     from bandpo_cli.models.memory import NoEstimateError
 
+    def advice(estimate: MemoryEstimate) -> str:
+        return saving_advice(config, estimate, training, changeable)
+
     def checked() -> MemoryEstimate:
         estimate = memory_report(config, ranks.size, training)
         if estimate.device.on_gpu and not estimate.can_start:
-            raise UserError(f"{describe_memory(estimate)}; {saving_advice(config, estimate, training)}")
+            raise UserError(f"{describe_memory(estimate)}; {advice(estimate)}")
         return estimate
 
     try:
@@ -133,7 +139,7 @@ def check_memory(config: RunConfig, ranks: Ranks, training: bool = True) -> RunC
         return config
     estimate = estimates[ranks.rank]
     if ranks.is_main and not estimate.fits:
-        log.warning("%s; %s", describe_memory(estimate), saving_advice(config, estimate, training))
+        log.warning("%s; %s", describe_memory(estimate), advice(estimate))
     elif ranks.is_main and estimate.device.on_gpu:
         log.info("%s", describe_memory(estimate))
     fractions = [each.memory_fraction for each in estimates if each.memory_fraction is not None]
@@ -167,8 +173,18 @@ def _gib(size: int) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
-def saving_advice(config: RunConfig, estimate: MemoryEstimate, training: bool = True) -> str:
-    """Return the settings with which a run fits that does not, as the end of a message. Imports torch."""
+def saving_advice(
+    config: RunConfig,
+    estimate: MemoryEstimate,
+    training: bool = True,
+    changeable: Sequence[str] | None = None,
+) -> str:
+    """Return the settings with which a run fits that does not, as the end of a message. Imports torch.
+
+    Args:
+        training: False for an evaluation, which has no updates.
+        changeable: settings that may be advised; None for all.
+    """
     from bandpo_cli.models.memory import estimate_memory
 
     def fits(flags: Mapping[str, str]) -> bool:
@@ -188,6 +204,8 @@ def saving_advice(config: RunConfig, estimate: MemoryEstimate, training: bool = 
     )
     if config.sampling.vllm.memory_fraction is not None:
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
+    if changeable is not None:
+        savings = [each for each in savings if each[0] in ("--nproc", *changeable)]
     found = settings_that_fit(savings, fits)
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
     if found is not None:

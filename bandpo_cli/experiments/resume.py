@@ -229,7 +229,7 @@ def _resume(
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(pinned))
-        pinned = check_memory(pinned, ranks)
+        pinned = check_memory(pinned, ranks, changeable=CHANGEABLE_SETTINGS)
         config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
         plan = replace(plan, config=config.model_copy(update={"model": model}), pinned=pinned)
         components = stack.enter_context(loaded_components(pinned, task, ranks))

@@ -30,6 +30,7 @@ from bandpo_cli.experiments.memory import (
     settings_that_fit,
     with_memory_fraction,
 )
+from bandpo_cli.experiments.resume import CHANGEABLE_SETTINGS
 from bandpo_cli.models import device
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE
@@ -196,6 +197,14 @@ def test_more_gpus_of_the_machine_come_before_other_weights(gpus: Gpus, tmp_path
         check_memory(four_layers(tmp_path), SINGLE)
 
 
+def test_a_resume_is_advised_to_change_what_may_change(gpus: Gpus, tmp_path: Path) -> None:
+    gpus.add(80)
+    settings = {"model": {"gradient_checkpointing": False}, "optim": {"micro_batch_tokens": 65536}}
+    with pytest.raises(UserError) as raised:
+        check_memory(four_layers(tmp_path, **settings), SINGLE, changeable=CHANGEABLE_SETTINGS)
+    assert flags_of(str(raised.value)) == ["model.gradient_checkpointing=true"]
+
+
 def test_what_nothing_makes_fit_has_no_settings(gpus: Gpus, tmp_path: Path) -> None:
     gpus.add(6)
     with pytest.raises(UserError, match="no setting tried makes it fit; use a smaller model or more GPUs"):
@@ -264,7 +273,7 @@ def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
 ) -> None:
     seen: list[float | None] = []
 
-    def checked(config: RunConfig, *_: object) -> RunConfig:
+    def checked(config: RunConfig, *_: object, **__: object) -> RunConfig:
         seen.append(config.sampling.vllm.memory_fraction)
         return with_memory_fraction(config, seen[-1] or 0.31)
 
