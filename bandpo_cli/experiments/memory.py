@@ -197,11 +197,10 @@ def saving_advice(
         except UserError:  # such as a model without layers for adapters
             return False
 
-    on_gpu, updates = estimate.device.on_gpu, training and not estimate.trainer_fits
-    can_spread = on_gpu and updates and estimate.ranks == 1 and not config.sampling.max_lag
-    savings = memory_savings(
-        config, on_gpu, updates, estimate.engine_device is not None, _gpu_count(config) if can_spread else 1
-    )
+    on_gpu = estimate.device.on_gpu
+    can_spread = on_gpu and training and estimate.ranks == 1 and not config.sampling.max_lag
+    gpus = _gpu_count(config) if can_spread else 1
+    savings = memory_savings(config, on_gpu, training, estimate.engine_device is not None, gpus)
     if config.sampling.vllm.memory_fraction is not None:
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
     if changeable is not None:

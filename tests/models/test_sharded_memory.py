@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.memory import Device, Shard, estimate_memory, shard_of
+from bandpo_cli.models.memory import Device, MemoryEstimate, Shard, estimate_memory, shard_of
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import local_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
@@ -145,6 +145,14 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     assert counts.stored - counts.trained_stored == 64 * 64 // 4
     # The last norm, of 64, is the only trained parameter outside of the layers: bfloat16, float32 and a quarter.
     assert counts.reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
+
+
+def test_the_peak_is_that_of_the_largest_phase() -> None:
+    def peak(sampling: int, reduction: int) -> int:
+        phases = ({"weights": 100}, {"a": 5, "b": 6}, {"d": reduction}, {"c": sampling})
+        return MemoryEstimate(1, 1, 2, *phases, {}, GPU).peak
+
+    assert (peak(10, 10), peak(12, 10), peak(12, 13)) == (111, 112, 113)
 
 
 def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -> None:
