@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +65,7 @@ class TransformersSampler:
         """Return completions [P][n]; see `Sampler`."""
         batch_size = max(1, self._max_sequences // params.samples)
         groups: list[list[Completion]] = []
-        with unsharded(self._model), torch.inference_mode():
+        with unsharded(self._model), float32_logits(self._model), torch.inference_mode():
             for start in range(0, len(prompts_P), batch_size):
                 groups += self._sample_batch(prompts_P[start : start + batch_size], params, seed + start)
         return groups
@@ -144,6 +146,37 @@ class TransformersSampler:
             reason: FinishReason = "stop" if stop else "length"
             flat.append(Completion(array(TOKEN_TYPE, ids), next(reported), reason, self._version, *reported))
         return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+
+@contextmanager
+def float32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Make the output layer of a model in lower precision return float32 logits within the block.
+
+    `models.logprobs` computes them so too. A logit from 16 to 32 is a multiple of 1/8 in bfloat16, and the log-probs of
+    sampler and trainer would differ by as much.
+    """
+    head = model.get_output_embeddings()
+    if head is None or head.weight.dtype == torch.float32:
+        yield
+        return
+    on_cpu = (
+        head.weight.device.type == "cpu"
+    )  # which has no product of low-precision factors with a float32 result
+    weight = head.weight.detach().float() if on_cpu else head.weight.detach()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, -2)
+        result: dict[str, Any] = {} if on_cpu else {"out_dtype": torch.float32}
+        logits = torch.mm(rows.to(weight.dtype), weight.t(), **result)
+        if head.bias is not None:
+            logits += head.bias
+        return logits.view(*hidden.shape[:-1], len(weight))
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:

@@ -39,6 +39,27 @@ def test_log_probs_equal_the_trainers(model: PreTrainedModel) -> None:
         torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
 
 
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16() -> None:
+    """The log-probs of first tokens are those of the model's hidden state times its output layer in float32."""
+    model = random_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model = model.bfloat16()
+    params = replace(PARAMS, samples=20, temperature=1.0, max_tokens=1)
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
+        logits = model.lm_head.weight.float() @ hidden.float()
+    assert logits.max() > 8
+    expected = torch.log_softmax(logits, dim=0)
+    rounded = torch.log_softmax(logits.bfloat16().float(), dim=0)
+    (group,) = TransformersSampler(model, pad_id=0).sample(PROMPTS[:1], params, seed=1)
+    tokens = torch.tensor([completion.token_ids[0] for completion in group])
+    found = torch.tensor([completion.logprobs[0] for completion in group])
+    assert (found - expected[tokens]).abs().max() <= 1e-4
+    assert (rounded - expected)[tokens].abs().max() > 1e-3
+    assert model.lm_head(hidden).dtype == torch.bfloat16, "the model is as it was"
+
+
 def test_completions_end_at_a_stop_token_or_the_token_limit(model: PreTrainedModel) -> None:
     completions = list(itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, PARAMS, seed=2)))
     for completion in completions:
