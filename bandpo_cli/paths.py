@@ -16,6 +16,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file by which a folder with an adapter for a model is recognized, in the format of peft."""
 
 
+GGUF_ADVICE = (
+    "GGUF holds quantized weights for inference; a Hugging Face folder is needed, with config.json, model.safetensors "
+    "and tokenizer files: that of the original model, or what save_pretrained writes after from_pretrained(FOLDER, "
+    "gguf_file=NAME) of transformers"
+)
+
+
 def user_path(text: str) -> Path:
     """Return the path with ~ expanded to the home folder; a ~name of an unknown user stays unchanged."""
     try:
@@ -35,6 +42,13 @@ def path_exists(path: Path) -> bool:
 def is_adapter_folder(folder: Path) -> bool:
     """Return whether a folder holds an adapter for a model in place of a complete model."""
     return path_exists(folder / ADAPTER_CONFIG) and not path_exists(folder / MODEL_CONFIG)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that `path` is or, as a folder, contains; None if there is none."""
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    return next(iter(sorted(path.glob("*.[gG][gG][uU][fF]"))), None)
 
 
 def relative_to_cwd(path: Path) -> Path:

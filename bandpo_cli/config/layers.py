@@ -92,7 +92,17 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
             raise ConfigError(
                 f"--set {assignment!r}: write it as section.key=value, for example optim.lr=1e-4"
             )
-        _set_nested(layer, keys, parse_yaml(text, f"--set {assignment!r}"), f"--set {assignment!r}")
+        where = f"--set {assignment!r}"
+        try:
+            value = parse_yaml(text, where)
+        except ConfigError as error:
+            if text[:1] not in "{[" or text[-1:] in "}]":
+                raise
+            # A template such as `{question} Answer with the number only.`
+            raise ConfigError(
+                f"{error}; quote a text that begins with {text[0]}: --set '{path}=\"...\"'"
+            ) from None
+        _set_nested(layer, keys, value, where)
     return layer
 
 

@@ -130,6 +130,7 @@ def _open_model(
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
         left_out: list[str] = []
         fitting = drop_long_prompts_in_sets(encoder, sets, config, left_out)
+        left_out += encoder.notes(list(chain.from_iterable(fitting.values())))
         stop_ids = completion_stop_ids(policy, encoder, list(chain.from_iterable(fitting.values())))
         sampler = build_sampler(config, policy)
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))

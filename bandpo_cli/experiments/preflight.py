@@ -19,7 +19,15 @@ from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.grading.pool import check_grader
-from bandpo_cli.paths import MODEL_CONFIG, folders_containing, is_adapter_folder, path_exists, user_path
+from bandpo_cli.paths import (
+    GGUF_ADVICE,
+    MODEL_CONFIG,
+    folders_containing,
+    gguf_file,
+    is_adapter_folder,
+    path_exists,
+    user_path,
+)
 from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.files import step_of
@@ -200,9 +208,7 @@ def check_model_path(path: str) -> None:
     folder = user_path(path)
     if path_exists(folder):
         if not (folder / MODEL_CONFIG).is_file() and not is_adapter_folder(folder):
-            raise ConfigError(
-                f"model.path = {path!r}: no config.json there; name the folder that save_pretrained wrote"
-            )
+            raise ConfigError(f"model.path = {path!r}: {_missing_config(folder)}")
         return
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or not _HUB_ID.fullmatch(path)
     if looks_local or "/" not in path:
@@ -211,6 +217,16 @@ def check_model_path(path: str) -> None:
             f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
             f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
         )
+
+
+def _missing_config(path: Path) -> str:
+    """Return what is needed in place of a path that is neither the folder of a model nor of an adapter."""
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return GGUF_ADVICE if gguf == path else f"no config.json there, only {gguf.name}; {GGUF_ADVICE}"
+    if path.is_file():
+        return "a file; name the folder that save_pretrained wrote, with config.json and model.safetensors"
+    return "no config.json there; name the folder that save_pretrained wrote"
 
 
 def check_is_no_adapter(path: str) -> None:

@@ -24,7 +24,7 @@ from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import forward_dtype
-from bandpo_cli.paths import check_regular_file, path_exists, read_text
+from bandpo_cli.paths import GGUF_ADVICE, check_regular_file, gguf_file, path_exists, read_text
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
@@ -40,6 +40,8 @@ _JSON_FILES = (
     INDEX,
 )
 _OTHER_FILES = ("tokenizer.json", WEIGHTS)
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+"""Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ..."""
 _MAX_JSON_BYTES = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _COUNT_WORDS = ("layer", "expert", "block")
@@ -118,13 +120,31 @@ def check_weight_format(location: str, path: str) -> None:
     if not path_exists(folder) or path_exists(folder / WEIGHTS) or path_exists(folder / INDEX):
         return
     pickles = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLES)
-    why = (
-        f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to safetensors "
-        "first: load them where you trust them, then call save_pretrained"
-        if pickles
-        else f"it has no {WEIGHTS}"
-    )
+    gguf = gguf_file(folder)
+    if pickles:
+        why = (
+            f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to "
+            "safetensors first: load them where you trust them, then call save_pretrained"
+        )
+    elif gguf is not None:
+        why = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
+    else:
+        why = f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there"
     raise UserError(f"model.path = {path!r}: {why}")
+
+
+def check_has_tokenizer(location: str, path: str) -> None:
+    """Raise if a folder has no file of a tokenizer.
+
+    Raises:
+        UserError: with the files to add.
+    """
+    folder = Path(location)
+    if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model.path = {path!r}: it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model "
+            "there"
+        )
 
 
 def check_declared_size(location: str, model_config: PreTrainedConfig, config: ModelConfig) -> None:

@@ -29,6 +29,7 @@ from bandpo_cli.models.adapter_files import adapter_folder, base_config, merge_a
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import (
     check_declared_size,
+    check_has_tokenizer,
     check_loaded_weights,
     check_model_files,
     check_output_layer,
@@ -198,6 +199,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none that can be read.
     """
+    check_has_tokenizer(model_location(config), config.path)
     with loading_errors(config.path, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(
             model_location(config), trust_remote_code=config.trust_remote_code, **_revision(config)
@@ -376,7 +378,10 @@ def _special_ids(
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
     if not stop_ids:
-        raise UserError(f"model.path = {path!r}: its tokenizer has no end-of-sequence token")
+        raise UserError(
+            f"model.path = {path!r}: its tokenizer has no end-of-sequence token, so no completion would end; name one "
+            "in its tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)"
+        )
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     rows = model.get_input_embeddings().weight.shape[0]
     for i in (*stop_ids, pad_id):

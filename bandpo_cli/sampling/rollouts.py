@@ -51,10 +51,12 @@ class PromptEncoder:
         has_template = getattr(tokenizer, "chat_template", None) is not None
         if prompts == "chat" and not has_template:
             raise ConfigError(
-                "model.prompts = 'chat': the model's tokenizer has no chat template; use model.prompts=raw"
+                "model.prompts = 'chat': the model's tokenizer has no chat template; add chat_template.jinja to its "
+                "folder, or use model.prompts=raw"
             )
         self.tokenizer = tokenizer
         self._chat = has_template and prompts != "raw"
+        self._lacks_template = not has_template and prompts == "auto"
 
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
         """Return the prompts of `problems_P` as text and tokens.
@@ -78,6 +80,15 @@ class PromptEncoder:
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
         return self._chat and not isinstance(problem.prompt, str)
+
+    def notes(self, problems_P: Sequence[Problem]) -> list[str]:
+        """Return a line for the user where a missing chat template may be a mistake: a chat model expects one."""
+        if not self._lacks_template or all(isinstance(problem.prompt, str) for problem in problems_P):
+            return []
+        return [
+            "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
+            "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
+        ]
 
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
         """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""

@@ -153,6 +153,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
     heldout = drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+    notes += encoder.notes(train)
     # The reference before the optimizer and the sampler allocate memory.
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling

@@ -259,6 +259,14 @@ def test_nested_and_dotted_settings() -> None:
     assert flatten(lists, expand_lists=True) == {"a.0.b": 1, "a.1.b": [2, 3]}
 
 
+def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
+    """The most common template is one."""
+    with pytest.raises(ConfigError, match=r"quote a text that begins with \{: --set 'task.template=\"...\"'"):
+        read_assignments(["task.template={question} Answer with the number only."])
+    found = read_assignments(['task.template="{question} Answer with the number only."'])
+    assert found == {"task": {"template": "{question} Answer with the number only."}}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import UserError
-from bandpo_cli.experiments.preflight import ModelRef, config_warnings, find_run, resolve_model
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.preflight import (
+    ModelRef,
+    check_model_path,
+    config_warnings,
+    find_run,
+    resolve_model,
+)
 from bandpo_cli.registries import METHODS
 
 
@@ -109,6 +115,30 @@ def test_what_names_nothing(runs: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         resolve_model(text, runs)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "folder-of-gguf", "MODEL.GGUF"])
+def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if "." not in name:
+        file.mkdir()
+        file = file / "model-q4.gguf"
+    file.write_bytes(b"GGUF")
+    for refused in (
+        lambda: check_model_path(str(tmp_path / name)),
+        lambda: resolve_model(str(tmp_path / name), tmp_path),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"a Hugging Face folder is needed, with config.json, model.safetensors"
+        ) as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="a file; name the folder"):
+        check_model_path(str(tmp_path / "model.safetensors"))
 
 
 def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:

@@ -248,6 +248,37 @@ def test_tokenizer_of_a_larger_model_is_refused(folder: Path, tmp_path: Path) ->
     assert "tokenizer has" in load_error(folder)
 
 
+@pytest.mark.parametrize(
+    ("removed", "words"),
+    [
+        ("model.safetensors", ["it has no weights", "copy model.safetensors"]),
+        ("tokenizer*", ["it has no tokenizer", "copy tokenizer.json and tokenizer_config.json"]),
+    ],
+)
+def test_a_missing_file_is_named(folder: Path, removed: str, words: list[str]) -> None:
+    for path in folder.glob(removed):
+        path.unlink()
+    error = load_error(folder)
+    assert all(each in error for each in words)
+
+
+def test_a_gguf_file_in_place_of_the_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
+    assert "its weights are in model-q4.gguf; GGUF holds quantized weights" in load_error(folder)
+
+
+def test_a_model_without_an_end_of_sequence_token_is_refused(folder: Path) -> None:
+    for name, key in (
+        ("tokenizer_config.json", "eos_token"),
+        ("config.json", "eos_token_id"),
+        ("generation_config.json", "eos_token_id"),
+    ):
+        edit_json(folder / name, **{key: None})
+    error = load_error(folder)
+    assert "tokenizer_config.json (eos_token)" in error
+    assert "generation_config.json (eos_token_id)" in error
+
+
 def test_loader_prints_nothing_besides_the_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change_weights(folder, lambda weights: weights.pop(NORM))
     load_error(folder)

@@ -178,3 +178,20 @@ def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_templa
     with pytest.raises(ConfigError, match="are longer: 16 to 16 tokens; --set"):
         check_some_prompt_fits(encoder, "training", [long_chat], config)
     check_some_prompt_fits(encoder, "training", [*problems, problem((Message("user", "2"),))], config)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts", "prompt", "noted"),
+    [
+        (None, "auto", CHAT, True),
+        (None, "raw", CHAT, False),
+        (None, "auto", "2 plus 2", False),  # in the task's own format
+        (TEMPLATE, "auto", CHAT, False),
+    ],
+)
+def test_a_missing_chat_template_is_noted(
+    template: str | None, prompts: str, prompt: Prompt, noted: bool
+) -> None:
+    notes = PromptEncoder(tokenizer_of(template), prompts).notes([Problem("a", prompt, "", "test", "math")])
+    assert len(notes) == noted
+    assert all("chat_template.jinja" in note and "model.prompts=raw" in note for note in notes)
