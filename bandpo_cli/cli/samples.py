@@ -45,7 +45,7 @@ def samples(
     ] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Print completions: the prompt, the text, the reference answer, the verdict.
+    """Print completions: the text, the reference answer, the verdict; above the first of a group, the prompt.
 
     [bold]bandpo samples first[/bold]  of the last step
 
@@ -71,8 +71,11 @@ def samples(
             f"{path}: none of its {len(completions):,} completions is {'correct' if correct else 'wrong'}"
         )
     console = open_console()
+    previous = None
     for completion in shown:
-        _print_completion(console, completion)
+        # A group has one prompt, which may be longer than all of its completions together.
+        _print_completion(console, completion, with_prompt=completion["prompt"] != previous)
+        previous = completion["prompt"]
     right = sum(each["accuracy"] == 1 for each in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
     console.print(
@@ -83,7 +86,7 @@ def samples(
     )
 
 
-def _print_completion(console: Console, completion: GradedCompletion) -> None:
+def _print_completion(console: Console, completion: GradedCompletion, with_prompt: bool) -> None:
     from rich.rule import Rule
     from rich.text import Text
 
@@ -97,7 +100,8 @@ def _print_completion(console: Console, completion: GradedCompletion) -> None:
     if completion["finish_reason"] == "length":
         facts.append("truncated")
     console.print(Rule(Text(" · ".join(facts), style), align="left", style=style))
-    console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
+    if with_prompt:
+        console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
     console.print(Text(completion["text"]), soft_wrap=True)
     console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
     console.print()

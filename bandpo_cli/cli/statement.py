@@ -58,7 +58,7 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
         ("model", describe_model(config)),
         (
             "task",
-            f"{config.task.name}, {len(task.train_problems()):,} problems, "
+            f"{config.task.title}, {len(task.train_problems()):,} problems, "
             f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         ),
         ("method", "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()]))),

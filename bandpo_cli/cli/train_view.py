@@ -143,17 +143,19 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
 
 
-def ungraded_text(record: Mapping[str, float]) -> str:
-    """Return the shares of completions without a verdict, empty when they are below the thresholds.
+def flagged_shares(record: Mapping[str, float]) -> str:
+    """Return the shares of completions that are truncated or have no verdict, empty when they are below the thresholds.
 
-    Unreadable answers are the model's mistake, and common until it has learned the form of an answer.
+    Both are common until the model has learned the form of an answer; truncated answers end without a stop token, and a
+    grader may read a number that is cut off.
     """
     shares = [
-        (record.get(f"grade/{key}_fraction", 0.0), threshold, words)
+        (record.get(key, 0.0), threshold, words)
         for key, threshold, words in (
-            ("malformed", 0.2, "without a readable answer"),
-            ("timeout", 0.0, "timed out"),
-            ("error", 0.0, "grader errors"),
+            ("grade/malformed_fraction", 0.2, "without a readable answer"),
+            ("grade/timeout_fraction", 0.0, "timed out"),
+            ("grade/error_fraction", 0.0, "grader errors"),
+            ("train/truncated_fraction", 0.2, "truncated"),
         )
     ]
     return ", ".join(f"{share:.1%} {words}" for share, threshold, words in shares if share > threshold)
@@ -194,8 +196,8 @@ class PlainLines:
             )
         if skipped := record.get("optim/skipped_updates"):
             parts.append(f"updates skipped {skipped:.0f}")
-        if missing := ungraded_text(record):
-            parts.append(missing)
+        if flagged := flagged_shares(record):
+            parts.append(flagged)
         if held_out:
             parts.append(f"held-out {held_out}")
         print_line(self._console, "  ".join(parts))
@@ -210,7 +212,7 @@ class LivePanel:
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
         self._throughput: tuple[float, float] | None = None
-        self._missing = ""
+        self._flagged = ""
         self._skipped = 0
         self._running = False
         self._progress = Progress(
@@ -276,7 +278,7 @@ class LivePanel:
         known = {key: value for key, value in record.items() if value is not None}
         if held_out := eval_metrics_text(known):
             self._held_out.append((step, held_out))
-        self._missing = ungraded_text(known)
+        self._flagged = flagged_shares(known)
         if "perf/sampled_tokens_per_s" in known:
             self._throughput = (known["perf/sampled_tokens_per_s"], known["perf/trained_tokens_per_s"])
         self._skipped += int(known.get("optim/skipped_updates", 0))
@@ -302,8 +304,8 @@ class LivePanel:
         if self._throughput is not None:
             sampled, trained = self._throughput
             grid.add_row("tokens per second", f"{sampled:,.0f} sampled", Text(f"{trained:,.0f} trained"))
-        if self._missing:
-            grid.add_row("no verdict", "", Text(self._missing, style="yellow"))
+        if self._flagged:
+            grid.add_row("completions", "", Text(self._flagged, style="yellow"))
         if self._skipped:
             grid.add_row("updates skipped", str(self._skipped), Text("not finite", style="yellow"))
         for heading, (step, metrics) in _first_and_last(self._held_out):

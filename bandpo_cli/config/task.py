@@ -91,6 +91,11 @@ class TaskSettings(Section):
     """Several rewards, whose weighted sum is trained on. The first one decides which answers are correct, in training
     and in evaluations. null: the reward of the answers' grader."""
 
+    @property
+    def title(self) -> str:
+        """The name of the task in overviews."""
+        return self.name
+
     @field_validator("rewards")
     @classmethod
     def _check_rewards(
@@ -174,6 +179,14 @@ class DataTask(TaskSettings):
                 "answers; leave one of them out"
             )
         return self
+
+    @property
+    def title(self) -> str:
+        """The name of the data set; of the task `data` the names of its sources."""
+        if self.name != DATA_TASK:
+            return self.name
+        names = (each.label or each.name or Path(str(each.path)).stem for each in self.train)
+        return "+".join(names) or self.name
 
     @property
     def answer_grader(self) -> str | None:

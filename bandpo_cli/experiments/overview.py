@@ -12,6 +12,7 @@ from typing import Any, Literal
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
@@ -33,7 +34,7 @@ class RunOverview:
         name: path below the runs folder: a name, or `sweep/name`.
         path: the run folder.
         method: the method with its divergence and radius, as in the names of runs.
-        task: the task.
+        task: the task, or the names of the files of questions that it reads.
         model: path or hub id of the model.
         seed: seed of the run.
         status: how the run ended; None where the folder is damaged.
@@ -124,7 +125,7 @@ def list_runs(
         runs_dir: the folder of run folders.
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`.
-        task: only runs of this task.
+        task: only runs of this task; a task of files has their names.
         status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
         sort: one of `SORT_KEYS`. Runs without the value come last.
 
@@ -160,7 +161,7 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
         name=name,
         path=path,
         method=config.bounds.slug(),
-        task=config.task.name,
+        task=config.task.title,
         model=config.model.path,
         seed=config.seed,
         status=run.status or "RUNNING",
@@ -212,7 +213,11 @@ def changed_settings(config: RunConfig, on_gpu: bool = False) -> Iterator[Change
         on_gpu: the run's machine has a GPU; the default dtype is the one that `auto` is there.
     """
     values = config.model_dump(mode="json")
-    chosen = {"task": values["task"], "bounds": _named_settings(values["bounds"]), "seed": values["seed"]}
+    chosen = {
+        "task": _task_identity(config),
+        "bounds": _named_settings(values["bounds"]),
+        "seed": values["seed"],
+    }
     default = with_dtype(resolve([chosen]), on_gpu and config.model.device.startswith(("auto", "cuda")))
     defaults = flatten(default.model_dump(mode="json"))
     for key, value in flatten(values).items():
@@ -326,6 +331,13 @@ def _metric_ranges(records: Sequence[Mapping[str, Any]]) -> Iterator[MetricRange
 def _named_settings(bounds: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a method that its name contains: they are not differences from a default."""
     return {key: bounds[key] for key in ("method", "divergence", "delta") if key in bounds}
+
+
+def _task_identity(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a task that say which problems it has; of questions, not how they are put and graded."""
+    task = config.task.model_dump(mode="json")
+    kept = ("name", "train", "heldout", "revisions") if isinstance(config.task, DataTask) else task
+    return {key: task[key] for key in kept}
 
 
 def _sampled_steps(folder: RunFolder) -> list[int]:

@@ -170,6 +170,16 @@ def test_samples_prints_the_stored_texts(bandpo: Run, trained: Path) -> None:
     assert f"16 of 16 completions of runs/first/samples/step-000002.parquet, {right} correct" in out
 
 
+def test_samples_prints_the_prompt_of_a_group_once(bandpo: Run, trained: Path) -> None:
+    rows = pq.read_table(trained / "first" / "samples" / "step-000002.parquet").to_pylist()
+    _, out, _ = bandpo("samples", "first", "--step", "2", "--limit", "0")
+    printed = out.splitlines()
+    assert len(rows) == 16
+    for prompt in {row["prompt"] for row in rows}:
+        groups = sum(row["prompt"] == prompt for row in rows) // 4
+        assert printed.count(prompt) == groups == 1
+
+
 def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
     rows = pq.read_table(trained / "first" / "samples" / "step-000003.parquet").to_pylist()
     problem = rows[0]["problem_id"]

@@ -23,9 +23,9 @@ from bandpo_cli.cli.train_view import (
     PlainLines,
     TrainView,
     eval_metrics_text,
+    flagged_shares,
     make_panel,
     sparkline,
-    ungraded_text,
 )
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
@@ -251,10 +251,12 @@ def test_every_method_has_a_description_and_a_slug(bounds: object, line: str, st
     assert bounds.slug() == stem  # type: ignore[attr-defined]
 
 
-def test_fractions_of_ungraded_completions() -> None:
-    assert ungraded_text({"grade/malformed_fraction": 0.1}) == ""
+def test_shares_of_completions_that_are_flagged() -> None:
+    assert flagged_shares({"grade/malformed_fraction": 0.1, "train/truncated_fraction": 0.2}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
-    assert ungraded_text(record) == "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
+    expected = "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
+    assert flagged_shares(record) == expected
+    assert flagged_shares(record | {"train/truncated_fraction": 0.875}) == f"{expected}, 87.5% truncated"
 
 
 def test_the_statement_has_the_batch_sizes() -> None:
