@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -95,9 +95,12 @@ def _round_once(layer: Any, x: torch.Tensor) -> torch.Tensor:
         x: inputs, [..., in].
     """
     base = layer.base_layer
-    if layer.disable_adapters:
-        return cast(torch.Tensor, base(x))
-    change = layer.lora_B[_NAME](layer.lora_A[_NAME](x)) * layer.scaling[_NAME]
+    if (
+        layer.disable_adapters
+    ):  # the same operations, so that a policy at its start equals its reference exactly
+        change = x.new_zeros(*x.shape[:-1], base.out_features)
+    else:
+        change = layer.lora_B[_NAME](layer.lora_A[_NAME](x)) * layer.scaling[_NAME]
     y = torch.addmm(change.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view_as(change)
     return y if base.bias is None else y + base.bias
 
