@@ -434,7 +434,7 @@ def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded
     with pytest.raises(UserError) as error:
         build_components(settings, build_task(settings.task))
     assert ("use --sampler transformers" in str(error.value)) == (kind == "mixture")
-    assert ("it has no model.safetensors" in str(error.value)) == (kind != "mixture")
+    assert ("it has no weights; copy model.safetensors" in str(error.value)) == (kind != "mixture")
 
 
 @pytest.mark.parametrize(
