@@ -70,7 +70,7 @@ class SolutionModel:
         params = SamplingParams(1, temperature, max_tokens, (self.tokenizer.eos_token_id,))
         ids_P = [self._ids(prompt)[-PROMPT_TOKENS:] for prompt in prompts_P]
         groups = sampler.sample(ids_P, params, seed)
-        return [self.tokenizer.decode(group[0].token_ids, skip_special_tokens=True) for group in groups]
+        return [self.tokenizer.decode([*group[0].token_ids], skip_special_tokens=True) for group in groups]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]

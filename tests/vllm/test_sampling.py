@@ -92,7 +92,7 @@ def test_completions_of_a_prompt_use_different_random_numbers(running: Running) 
     """All completions of two equal prompts and of two seeds differ."""
     params = SamplingParams(samples=8, temperature=2.0, max_tokens=20, stop_ids=())
     sampled = [
-        completion.token_ids
+        tuple(completion.token_ids)
         for seed in (1, 3)
         for group in running.sampler.sample([PROMPTS[0], PROMPTS[0]], params, seed)
         for completion in group
