@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -123,9 +124,10 @@ def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.Mo
     for name in files:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "first" / name).read_text() == (FOLDER / name).read_text(), (
-            "train the shipped model again"
-        )
+        made, shipped = (json.loads((folder / name).read_text()) for folder in (tmp_path / "first", FOLDER))
+        for content in (made, shipped):
+            content.pop("transformers_version", None)  # of the installation that wrote the file
+        assert made == shipped, "train the shipped model again"
 
 
 def test_initial_weights_depend_on_the_seed() -> None:
