@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import ModelConfig, RunConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -16,6 +16,13 @@ def dtype_on(dtype: Literal["auto"] | Dtype, on_gpu: bool) -> Dtype:
     if dtype == "auto":
         return "bfloat16" if on_gpu else "float32"
     return dtype
+
+
+def with_checkpointing(model: ModelConfig, on_gpu: bool) -> ModelConfig:
+    """Return the settings without gradient checkpointing where it is `auto` and the policy is not on a GPU."""
+    if model.gradient_checkpointing == "auto" and not on_gpu:
+        return model.model_copy(update={"gradient_checkpointing": False})
+    return model
 
 
 def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:

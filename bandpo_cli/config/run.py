@@ -84,7 +84,7 @@ class ModelConfig(Section):
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
-    for language models, is true for architectures that support it."""
+    for language models, is true on a GPU for architectures that support it."""
     prompts: Literal["auto", "chat", "raw"] = "auto"
     """How chat messages become text: by the tokenizer's chat template, or joined unchanged; `auto` uses the
     template where there is one. Tasks with plain-text prompts (countdown) are not affected."""

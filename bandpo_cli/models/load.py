@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
+from bandpo_cli.config.hardware import with_checkpointing
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.hub import cached_commit
@@ -161,7 +162,7 @@ def load_policy(
     model.eval()
     if for_training:
         check_output_layer(model)
-        if uses_gradient_checkpointing(model, config):
+        if uses_gradient_checkpointing(model, with_checkpointing(config, device.type == "cuda")):
             _enable_gradient_checkpointing(model)
         if config.lora is not None:
             add_adapters(model, config.lora, seed, _absolute_location(config), commit)

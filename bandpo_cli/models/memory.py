@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from bandpo_cli.config.hardware import with_dtype
+from bandpo_cli.config.hardware import with_checkpointing, with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
@@ -177,6 +177,7 @@ def estimate_memory(
     """
     on_gpu = device.on_gpu
     config = with_dtype(config, on_gpu)
+    config = config.model_copy(update={"model": with_checkpointing(config.model, on_gpu)})
     model = build_on_meta_device(config.model)
     shard = shard_of(model, ranks if training else 1)
     # An engine with weights of its own has them complete and without adapters.

@@ -45,6 +45,12 @@ def test_log_probs_agree_under_all_settings() -> None:
     torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
 
 
+def test_automatic_gradient_checkpointing_is_off_without_a_gpu() -> None:
+    """It would take a third more time to save memory that a machine without a GPU has."""
+    policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing="auto"))
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in policy.model.modules())
+
+
 def test_gradient_checkpointing_is_enabled_without_a_warning() -> None:
     """transformers 5.23 has another name for it than 5.22, and prints a warning for the old name."""
     with warnings.catch_warnings():
