@@ -159,9 +159,8 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
     if head is None or head.weight.dtype == torch.float32:
         yield
         return
-    on_cpu = (
-        head.weight.device.type == "cpu"
-    )  # which has no product of low-precision factors with a float32 result
+    # On a CPU torch has no product of low-precision factors with a float32 result.
+    on_cpu = head.weight.device.type == "cpu"
     weight = head.weight.detach().float() if on_cpu else head.weight.detach()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:

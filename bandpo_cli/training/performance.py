@@ -107,7 +107,7 @@ class PackedWork:
         Args:
             timer: the times of the step's phases.
             rollouts: the rollouts of the step.
-            trained: the batches of the applied updates; their groups without spread count, too.
+            trained: the batches of the applied updates; their zero-variance groups count, too.
         """
         sampled_tokens = sum(
             len(rollout.completion.token_ids) for group in rollouts.sampled for rollout in group.rollouts_G
