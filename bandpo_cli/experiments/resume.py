@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
 from bandpo_cli.experiments.pins import pin
 from bandpo_cli.experiments.preflight import (
@@ -96,9 +96,8 @@ class ResumePlan:
             again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""
             return f"from the start: there is no checkpoint yet{again}"
         again = f", {self.done - self.step} of them done again" if self.done > self.step else ""
-        return (
-            f"after step {self.step} ({self.checkpoint}): {self.config.steps - self.step} steps to go{again}"
-        )
+        left = plural(self.config.steps - self.step, "step")
+        return f"after step {self.step} ({self.checkpoint}): {left} to go{again}"
 
 
 def resume(

@@ -186,7 +186,7 @@ def estimate_memory(
     if training:
         always = _held_bytes(config, shard, model.dtype.itemsize, ranks, on_gpu)
         gradients = {"gradients": _FLOAT32 * shard.trained_stored}
-        update = gradients | _pass_bytes(config, model, on_gpu) | shard.update
+        update = gradients | _pass_bytes(config, model, ranks, on_gpu) | shard.update
         reduction = gradients | shard.reduction
 
     settings, lag = config.sampling.vllm, training and config.sampling.max_lag > 0
@@ -242,10 +242,11 @@ def _held_bytes(config: RunConfig, shard: Shard, itemsize: int, ranks: int, on_g
     return held
 
 
-def _pass_bytes(config: RunConfig, model: PreTrainedModel, on_gpu: bool) -> dict[str, int]:
+def _pass_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool) -> dict[str, int]:
     """Return the bytes of a forward and backward pass of one micro-batch, by component."""
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    tokens = max(config.optim.micro_batch_tokens, longest)
+    completions = math.ceil(config.sampling.prompts * config.sampling.samples / config.optim.updates / ranks)
+    tokens = min(max(config.optim.micro_batch_tokens, longest), completions * longest)
     text = model.config.get_text_config()
     attention = attention_elements(config, text, tokens)
     tile = min(TILE_BYTES["cuda" if on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)

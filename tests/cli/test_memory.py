@@ -113,11 +113,12 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
 
 def test_too_large_an_estimate_names_settings_to_change() -> None:
     out = io.StringIO()
-    enormous = resolve([{"optim": {"micro_batch_tokens": 500_000_000}}])
+    many = {"sampling": {"prompts": 10_000_000, "max_sequences": 1}}
+    enormous = resolve([many, {"optim": {"micro_batch_tokens": 500_000_000}}])
     print_memory(Console(file=out, width=300), enormous)
     assert "too much" in out.getvalue()
     (fewer,) = re.findall(r"it fits with --set optim.micro_batch_tokens=(\d+)\n", out.getvalue())
-    less, more = (resolve([{"optim": {"micro_batch_tokens": count * int(fewer)}}]) for count in (1, 2))
+    less, more = (resolve([many, {"optim": {"micro_batch_tokens": count * int(fewer)}}]) for count in (1, 2))
     assert memory_report(less).fits
     assert not memory_report(more).fits
 
@@ -223,7 +224,7 @@ def test_each_gpu_must_have_enough_memory() -> None:
     assert (scarce.trainer_fits, scarce.engine_fits, scarce.fits) == (True, False, False)
     most = resolve([config.model_dump(), {"sampling": {"vllm": {"memory_fraction": 0.951}}}])
     assert not estimate_on(most, 80, engine_gib=80).engine_fits
-    small = estimate_on(config, 0.5, engine_gib=80)
+    small = estimate_on(config, 0.01, engine_gib=80)
     assert (small.trainer_fits, small.engine_fits, small.fits) == (False, True, False)
 
 

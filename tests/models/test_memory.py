@@ -55,8 +55,9 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     }
     assert estimate.update["gradients"] == 4 * numel
     assert estimate.update["gradient of the output layer"] == 23 * 32 * 2
-    # 2 tiles of 16,384 tokens and 23 words, smaller than the maximum of a tile; 3 times the hidden states of width 32
-    assert estimate.update["log-probs and their gradient"] == 16384 * 4 * (2 * 23 + 3 * 32)
+    # 4 updates of 8 completions. 2 tiles of 400 tokens and 23 words, smaller than the maximum of a tile; 3 times the
+    # hidden states of width 32
+    assert estimate.update["log-probs and their gradient"] == 8 * 50 * 4 * (2 * 23 + 3 * 32)
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
@@ -147,6 +148,18 @@ def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> 
         return sum(estimate_memory(resolve([layer]), MACHINE).update.values())
 
     assert update_bytes(8) == update_bytes(50) < update_bytes(100)
+
+
+def test_a_micro_batch_has_at_most_the_tokens_of_an_update(tmp_path: Path) -> None:
+    """2 prompts × 4 completions in 2 updates: 4 rows of 30 + 20 tokens, shared by the ranks."""
+    random_model().save_pretrained(tmp_path)
+    layer = {
+        "model": {"path": str(tmp_path)},
+        "sampling": {"prompts": 2, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+        "optim": {"updates": 2, "micro_batch_tokens": 16384},
+    }
+    assert "activations of 200 tokens" in estimate_memory(resolve([layer]), MACHINE).update
+    assert "activations of 100 tokens" in estimate_memory(resolve([layer]), MACHINE, ranks=2).update
 
 
 def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
@@ -260,7 +273,8 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
 
 def test_a_large_vocabulary_takes_complete_tiles(tmp_path: Path) -> None:
     random_model().save_pretrained(tmp_path)
-    config = resolve([{"model": {"path": str(tmp_path)}, "optim": {"micro_batch_tokens": 2**20}}])
+    layer = {"sampling": {"prompts": 2**16}, "optim": {"micro_batch_tokens": 2**20}}
+    config = resolve([{"model": {"path": str(tmp_path)}}, layer])
     update = estimate_memory(config, MACHINE).update
     assert update["log-probs and their gradient"] == 2 * TILE_BYTES["cpu"] + 3 * 2**20 * 32 * 4
 
