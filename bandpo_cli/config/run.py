@@ -290,8 +290,8 @@ class EvaluationConfig(Section):
     """0 is greedy decoding."""
     batch: PositiveInt = 512
     """Completions that are graded and stored together (those of one problem are never split). An interrupted evaluation
-    loses those that are not stored, up to three batches and what is in vLLM's queue. Another size samples other
-    completions."""
+    loses those that are not stored, up to three batches and what is in vLLM's queue. The transformers engine reports
+    its progress once per batch: a smaller one shows it sooner on a CPU. A problem keeps its random numbers."""
 
     @model_validator(mode="after")
     def _check_k_within_samples(self) -> EvaluationConfig:
