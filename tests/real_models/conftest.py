@@ -61,9 +61,9 @@ def problems(template: str = TEMPLATE, system: str | None = None) -> list[Proble
 
 
 def encoded_prompts(folder: Path) -> list[tuple[int, ...]]:
-    """Return the tokens of the prompts of `problems`."""
+    """Return the tokens of prompts that every model answers with a sentence, which may end within a few tokens."""
     encoder = PromptEncoder(load_tokenizer(ModelConfig(path=str(folder))))
-    return [prompt.token_ids for prompt in encoder.encode(problems())]
+    return [prompt.token_ids for prompt in encoder.encode(problems("{question}"))]
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

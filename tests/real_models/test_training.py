@@ -24,7 +24,7 @@ from bandpo_cli.types import Completion
 from tests.cli.eval_command import bandpo, start, succeed
 from tests.cli.test_train_stopped import count_lines, wait_until
 from tests.cli.train_runs import record
-from tests.real_models.conftest import TEMPLATE, encoded_prompts, plain_logprobs, plain_model, write_problems
+from tests.real_models.conftest import encoded_prompts, plain_logprobs, plain_model, write_problems
 
 pytestmark = [pytest.mark.real_models, pytest.mark.usefixtures("one_thread")]
 
@@ -32,9 +32,10 @@ DELTA, LR, EPS = 0.01, 2.0, 1e-2
 
 
 def settings(folder: Path, place: Path) -> dict[str, Any]:
-    """Return settings of short runs on one-step additions; the rewards of a group differ, whatever the model can do.
+    """Return settings of short runs in which the rewards of a group differ, whatever the model can do.
 
-    A module in `place`, the folder that the commands run in, is the grader.
+    The completions of a prompt are different texts; the grader, a module in `place`, takes the parity of their length.
+    The commands run in that folder.
     """
     (place / "even_length.py").write_text("def judge(text, answer, extra):\n    return len(text) % 2 == 0\n")
     return {
@@ -42,7 +43,7 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
         "task": {
             "name": "data",
             "train": [{"path": str(write_problems(place / "sums.jsonl"))}],
-            "template": TEMPLATE,
+            "template": "Write a funny line about this: {question}",
             "grader": "even_length:judge",
         },
         "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
@@ -98,14 +99,19 @@ def test_a_step_is_that_of_the_models_own_logits(
     components = replace(components, sampler=sampler)  # type: ignore[arg-type]
     run = RunFolder.create(tmp_path, "run")
     (report,) = train(config, components, run)
-    trained = {name: each.detach() for name, each in components.policy.model.named_parameters()}
+    policy, prompts, groups = components.policy.model, sampler.prompts, sampler.groups
+    trained = {name: each.detach() for name, each in policy.named_parameters()}
+    # Tied weights are trained as one matrix and stored once.
+    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+    components.close()
+    del components, policy, sampler  # a second model and its optimizer follow
 
     model = plain_model(folder)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     rows = [
         (prompt, completion.token_ids)
-        for prompt, group in zip(sampler.prompts, sampler.groups, strict=True)
+        for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
     rewards = pd.read_parquet(run.path / "samples" / "step-000001.parquet")["reward"]
@@ -140,12 +146,6 @@ def test_a_step_is_that_of_the_models_own_logits(
         change = parameter.detach() - before[name]
         error = trained[name] - parameter.detach()
         assert error.norm() <= 1e-2 * change.norm(), name
-    # Tied weights are trained as one matrix and stored once.
-    assert (
-        components.policy.model.get_output_embeddings().weight
-        is components.policy.model.get_input_embeddings().weight
-    )
-    components.close()
 
 
 def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) -> None:
