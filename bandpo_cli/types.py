@@ -91,8 +91,8 @@ class Grade:
         correct: counted by accuracy.
         verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout`, `grader-error` and
             `not-applicable` mean that the answer was not graded, and are counted separately.
-        has_reward: False where every reward function of the completion reports that it does not apply: the advantage
-            is 0 and `reward` is in no mean.
+        has_reward: False where grading failed, or where every reward function of the completion reports that it does
+            not apply: the advantage is 0 and `reward` is in no mean.
         components: the unscaled value of each reward of `task.rewards` by name, None where there is none.
     """
 
@@ -106,12 +106,18 @@ class Grade:
 CORRECT = Grade(1.0, correct=True, verdict="correct")
 WRONG = Grade(0.0, correct=False, verdict="wrong")
 MALFORMED = Grade(0.0, correct=False, verdict="malformed")
-TIMEOUT = Grade(0.0, correct=False, verdict="timeout")
-GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error")
+TIMEOUT = Grade(0.0, correct=False, verdict="timeout", has_reward=False)
+GRADER_ERROR = Grade(0.0, correct=False, verdict="grader-error", has_reward=False)
 NOT_APPLICABLE = Grade(0.0, correct=False, verdict="not-applicable", has_reward=False)
 
 UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict, NOT_APPLICABLE.verdict})
 """Verdicts of answers that were not graded."""
+
+
+def is_ungraded(grade: Grade) -> bool:
+    """Return whether a completion has no reward because grading failed, and not because no reward function applies."""
+    return not grade.has_reward and grade.verdict != NOT_APPLICABLE.verdict
+
 
 Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]
 """A function that grades texts [N], each as an answer to its problem [N]."""

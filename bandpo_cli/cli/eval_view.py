@@ -29,7 +29,7 @@ from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
-from bandpo_cli.types import CallbackBase
+from bandpo_cli.types import GRADER_ERROR, TIMEOUT, CallbackBase
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.compare import Comparison
@@ -275,8 +275,28 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
         )  # fmt: skip
         console.print(_table(each))
         console.print()
+        if ungraded := ungraded_line(each):
+            print_line(console, ungraded)
         for line in histogram(each):
             console.print(line, highlight=False)
+
+
+def ungraded_line(scores: Scores) -> str:
+    """Return how many answers have no verdict, and the mean with all of them correct; '' where there are none."""
+    failures = (GRADER_ERROR.verdict, TIMEOUT.verdict)
+    counts = {name: scores.verdicts[name] for name in failures if name in scores.verdicts}
+    if not counts:
+        return ""
+    name, mean = next(iter(scores.metrics.items()))
+    most = math.fsum(
+        values[name] + values["timeout_rate"] + values["grader_error_rate"]
+        for values in scores.by_problem.values()
+    ) / len(scores.by_problem)
+    parts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
+    return (
+        f"{sum(counts.values()):,} of {scores.completions:,} answers were not graded ({parts}) and count as not "
+        f"correct; with all of them correct, {metric_label(name)} would be {most:.3f} instead of {mean.value:.3f}"
+    )
 
 
 def metric_label(name: str) -> str:

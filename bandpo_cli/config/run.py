@@ -175,6 +175,9 @@ class GradingConfig(Section):
     """null: one per core, at most 8. They start when the first answer needs one."""
     deadline: Positive = 5.0
     """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
+    timeout_reward: Literal["none", "wrong"] = "none"
+    """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or that of a
+    wrong answer. Evaluations count it as not correct in either case."""
     memory_gb: Positive = 2.0
     """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
     batch: PositiveInt = 64

@@ -156,6 +156,9 @@ RULES: dict[str, Rule] = {
     "sampling.vllm.prefix_caching": Rule(to=f"{ROLLOUT}.enable_prefix_caching"),
     "grading.workers": Rule(f"{_IN_CONFIG_FILE}; per reward worker of verl, of which there are 8"),
     "grading.deadline": Rule(_IN_CONFIG_FILE),
+    "grading.timeout_reward": Rule(
+        "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"
+    ),
     "grading.memory_gb": Rule(_IN_CONFIG_FILE),
     "grading.batch": Rule(_IN_CONFIG_FILE),
     "grading.while_sampling": Rule("verl grades in its reward workers"),

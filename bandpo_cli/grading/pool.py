@@ -297,7 +297,7 @@ def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
         if failed:
             error = next(use.error for use in found if use.failed)
             lines.append(
-                f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which get the "
-                f"reward of a wrong answer; the first error: {error}"
+                f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which have "
+                f"no reward and count as not correct; the first error: {error}"
             )
     return lines

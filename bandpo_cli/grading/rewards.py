@@ -10,7 +10,7 @@ from typing import Protocol
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, UNGRADED_VERDICTS, Grade, Grader, Problem
+from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
 
 
 class ErrorReportingGrader(Protocol):
@@ -30,8 +30,8 @@ def training_grader(
     """Return the grader of the completions of training.
 
     Without components it is that of the pool. With components, each of them grades every completion. The reward is the
-    sum of weight times value over the components; one without a value (an error, a timeout, or a reward function that
-    does not apply) adds nothing. Verdict and correctness are those of the first component.
+    sum of weight times value over the components that apply; see `weighted_grade`. Verdict and correctness are those
+    of the first component.
 
     Args:
         pool: grades completions, each with the grader of its problem.
@@ -77,14 +77,20 @@ def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
-    """Return the grade of a completion from those of its components, in their order."""
-    values = [None if each.verdict in UNGRADED_VERDICTS else each.reward for each in grades]
+    """Return the grade of a completion from those of its components, in their order.
+
+    A component that does not apply adds nothing. Where one failed, the completion has no reward: the sum of the others
+    cannot be compared with the rewards of the group.
+    """
+    values = [each.reward if each.has_reward else None for each in grades]
+    failed = [each for each in grades if is_ungraded(each)]
+    first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
     return replace(
-        grades[0],
+        first,
         reward=sum(
             each.weight * value for each, value in zip(components, values, strict=True) if value is not None
         ),
-        has_reward=any(each.verdict != NOT_APPLICABLE.verdict for each in grades),
+        has_reward=not failed and any(each.has_reward for each in grades),
         components={each.label: value for each, value in zip(components, values, strict=True)},
     )
 

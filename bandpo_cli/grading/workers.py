@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,8 @@ class WorkerPool:
             raise ConfigError(
                 f"grader '{self._grader}': importing '{self._path}' took more than {IMPORT_TIMEOUT_S:g} seconds"
             )
-        self._grades |= dict.fromkeys(worker.jobs.popleft(), TIMEOUT)
+        grade = replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
+        self._grades |= dict.fromkeys(worker.jobs.popleft(), grade)
         self._terminate(worker)
 
     def _terminate(self, worker: _Worker) -> None:

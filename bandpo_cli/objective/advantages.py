@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bandpo_cli.config.run import RewardConfig
@@ -11,32 +13,42 @@ STD_EPS = 1e-6
 """Added to the standard deviation, so that the advantages of a group whose rewards hardly differ stay bounded."""
 
 
+REWARD_TOLERANCE = 1e-6
+"""Rewards of a group that differ by at most this, relative to the largest of them where that exceeds 1, are equal. It
+is eight units of rounding in float32, in which many graders compute."""
+
+
 def group_advantages(
     rewards_PG: torch.Tensor, normalize_std: bool = True, has_reward_PG: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the advantage of each completion: its reward less the mean of its group, in standard deviations.
 
     Args:
-        rewards_PG: [P, G] float, one row per problem.
+        rewards_PG: [P, G] float, one row per problem. The values are computed in float64.
         normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
         has_reward_PG: [P, G] bool, False for completions without a reward; they are in no mean and no deviation. None
             where all have one.
 
     Returns:
-        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal, and without a reward.
+        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal (`equal_rewards`), and without a
+        reward.
     """
-    if has_reward_PG is not None and not has_reward_PG.all():
-        advantages_PG = torch.zeros_like(rewards_PG)
-        for index, has_reward_G in enumerate(has_reward_PG):
-            if has_reward_G.sum() > 1:
-                rewards = rewards_PG[index : index + 1, has_reward_G]
-                advantages_PG[index, has_reward_G] = group_advantages(rewards, normalize_std)[0]
-        return advantages_PG
-    centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    # In floating point the mean of 0.1, 0.1, 0.1, ... is not 0.1; divided by STD_EPS the difference would be a signal.
-    equal = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)
-    scale = rewards_PG.std(dim=1, keepdim=True) + STD_EPS if normalize_std else 1.0
-    return (centred / scale).masked_fill(equal, 0.0)
+    rewards = rewards_PG.double()
+    present = torch.ones_like(rewards, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
+    count = present.sum(dim=1, keepdim=True)
+    mean = rewards.where(present, 0.0).sum(dim=1, keepdim=True) / count
+    centred = (rewards - mean).where(present & ~equal_rewards(rewards, present), 0.0)
+    if normalize_std:
+        variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + STD_EPS)
+    return centred.to(rewards_PG.dtype)
+
+
+def equal_rewards(rewards_PG: torch.Tensor, has_reward_PG: torch.Tensor) -> torch.Tensor:
+    """Return whether the rewards of each group are equal up to `REWARD_TOLERANCE`, [P, 1]; true for fewer than two."""
+    most = rewards_PG.where(has_reward_PG, -math.inf).amax(dim=1, keepdim=True)
+    least = rewards_PG.where(has_reward_PG, math.inf).amin(dim=1, keepdim=True)
+    return most - least <= REWARD_TOLERANCE * torch.maximum(most.abs(), least.abs()).clamp(min=1.0)
 
 
 def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConfig) -> float:
@@ -60,4 +72,6 @@ def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConf
 
 def has_reward_spread(group: Group) -> bool:
     """Return whether the group's rewards differ; if they are all equal, every advantage is 0 and so is the gradient."""
-    return len({rollout.grade.reward for rollout in group.rollouts_G if rollout.grade.has_reward}) > 1
+    grades = [rollout.grade for rollout in group.rollouts_G]
+    rewards = torch.tensor([[grade.reward for grade in grades]], dtype=torch.float64)
+    return not equal_rewards(rewards, torch.tensor([[grade.has_reward for grade in grades]])).item()

@@ -57,7 +57,7 @@ class SampleRow(TypedDict):
     """The other inputs of the grader, as JSON: with them the completion can be graded again."""
     text: str
     reward: float | None
-    """Null where every reward function reports that it does not apply."""
+    """Null where grading failed, and where every reward function reports that it does not apply."""
     accuracy: float
     """1 for a correct answer, 0 for any other."""
     length: int
@@ -101,7 +101,7 @@ class GradedCompletion(TypedDict):
     accuracy: float
     verdict: str
     reward: float | None
-    """None in an evaluation, which has no rewards, and where no reward function applies."""
+    """None in an evaluation, which has no rewards, where grading failed, and where no reward function applies."""
     length: int | None
     finish_reason: str | None
 
@@ -116,7 +116,7 @@ class BadCompletion(TypedDict):
     text: str
     reference: str
     """The reference answer."""
-    reward: float
+    reward: float | None
     verdict: str
     prompt_ids: list[int]
     token_ids: list[int]

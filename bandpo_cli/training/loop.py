@@ -163,9 +163,11 @@ def _train_steps(
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     """Return the advantage of each completion, [P, G] float32."""
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
-    rewards_PG = torch.tensor([[grade.reward for grade in grades] for grades in grades_PG])
+    rewards_PG = torch.tensor(
+        [[grade.reward for grade in grades] for grades in grades_PG], dtype=torch.float64
+    )
     has_reward_PG = torch.tensor([[grade.has_reward for grade in grades] for grades in grades_PG])
-    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG)
+    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG).float()
 
 
 def _finish_step(

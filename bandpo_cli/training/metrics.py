@@ -17,7 +17,7 @@ from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import UpdateMetrics
-from bandpo_cli.types import Grade, Group, Rollout
+from bandpo_cli.types import Grade, Group, Rollout, is_ungraded
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
@@ -70,6 +70,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "grade/malformed_fraction": mean(lambda rollout: rollout.grade.verdict == "malformed"),
         "grade/timeout_fraction": mean(lambda rollout: rollout.grade.verdict == "timeout"),
         "grade/error_fraction": mean(lambda rollout: rollout.grade.verdict == "grader-error"),
+        "train/ungraded_fraction": mean(lambda rollout: is_ungraded(rollout.grade)),
     }
 
 
@@ -80,7 +81,7 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
         found = (grade.components[name] for grade in grades)
         values[f"train/reward/{name}"] = [value for value in found if value is not None]
     means = {key: sum(each) / len(each) for key, each in values.items() if each}
-    without = sum(not grade.has_reward for grade in grades)
+    without = sum(not grade.has_reward and not is_ungraded(grade) for grade in grades)
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 

@@ -328,7 +328,7 @@ def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
             prompt=rollout.prompt,
             text=rollout.text,
             reference=rollout.problem.answer,
-            reward=rollout.grade.reward,
+            reward=rollout.grade.reward if rollout.grade.has_reward else None,
             verdict=rollout.grade.verdict,
             prompt_ids=list(rollout.prompt_ids),
             token_ids=list(rollout.completion.token_ids),

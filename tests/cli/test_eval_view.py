@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bandpo_cli.cli.eval_view import histogram, print_comparison
+from bandpo_cli.cli.eval_view import histogram, print_comparison, ungraded_line
 from bandpo_cli.evaluation.compare import compare
-from bandpo_cli.evaluation.scores import Scores
+from bandpo_cli.evaluation.scores import Scores, score
 from bandpo_cli.experiments.compare import ComparisonResult
+from tests.evaluation.test_scores import row
 
 
 def _printed(ups: int, downs: int, ties: int) -> str:
@@ -48,6 +49,22 @@ def test_a_comparison_without_differences_has_no_test() -> None:
     text = _printed(0, 0, 4)
     assert "higher in B on 0 problems, lower on 0, the same on 4" in text
     assert "sign test" not in text
+
+
+def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add() -> None:
+    """Problems of 2 and 4 completions have equal weights: (0 + 1/2)/2 of them correct, at most (1/2 + 3/4)/2."""
+    verdicts = {"p": ["wrong", "timeout"], "q": ["correct", "correct", "grader-error", "wrong"], "r": []}
+
+    def lines(of: str) -> str:
+        rows = [row(name, None, verdict) for name in of for verdict in verdicts[name]]
+        return ungraded_line(score("set", rows, (1,)))
+
+    assert lines("pq") == (
+        "2 of 6 answers were not graded (1 grader-error, 1 timeout) and count as not correct; with all of them "
+        "correct, mean@n would be 0.625 instead of 0.250"
+    )
+    verdicts["r"] = ["wrong", "malformed"]
+    assert lines("r") == ""
 
 
 def _lines(n: int, most: int, shares: list[float]) -> list[str]:

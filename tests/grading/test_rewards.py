@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import GraderFailedError, RunError
 from bandpo_cli.grading.rewards import check_not_all_failed, training_grader, weighted_grade
-from bandpo_cli.types import CORRECT, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT, WRONG, Grade, Problem
+from bandpo_cli.types import (
+    CORRECT,
+    GRADER_ERROR,
+    NOT_APPLICABLE,
+    TIMEOUT,
+    WRONG,
+    Grade,
+    Problem,
+    is_ungraded,
+)
 
 MATH = RewardComponent(grader="math")
 FORMAT = RewardComponent(grader="trl:mine:in_tags", weight=0.25)
 LENGTH = RewardComponent(grader="mine:length", weight=-0.5, name="long")
+WRONG_TIMEOUT = replace(TIMEOUT, has_reward=True)
 PROBLEM = Problem("p", "?", "2", "s", "number")
 
 
@@ -40,8 +51,7 @@ def partial(reward: float) -> Grade:
     [
         ((CORRECT, partial(0.5), partial(3.0)), 1 + 0.125 - 1.5, (1.0, 0.5, 3.0)),
         ((WRONG, CORRECT, partial(-2.0)), 0 + 0.25 + 1.0, (0.0, 1.0, -2.0)),
-        ((CORRECT, TIMEOUT, GRADER_ERROR), 1.0, (1.0, None, None)),
-        ((TIMEOUT, CORRECT, partial(0.0)), 0.25, (None, 1.0, 0.0)),
+        ((WRONG_TIMEOUT, CORRECT, partial(0.0)), 0.25, (0.0, 1.0, 0.0)),
         ((NOT_APPLICABLE, CORRECT, NOT_APPLICABLE), 0.25, (None, 1.0, None)),
     ],
 )
@@ -55,9 +65,23 @@ def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first(
     assert found.has_reward
 
 
-def test_a_completion_to_which_nothing_applies_has_no_reward() -> None:
-    assert not weighted_grade([FORMAT, LENGTH], [NOT_APPLICABLE, NOT_APPLICABLE]).has_reward
-    assert weighted_grade([FORMAT, LENGTH], [NOT_APPLICABLE, TIMEOUT]).has_reward
+@pytest.mark.parametrize(
+    ("grades", "ungraded"),
+    [
+        ((NOT_APPLICABLE, NOT_APPLICABLE), False),
+        ((CORRECT, TIMEOUT), True),
+        ((GRADER_ERROR, CORRECT), True),
+        ((NOT_APPLICABLE, GRADER_ERROR), True),
+    ],
+)
+def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed(
+    grades: tuple[Grade, ...], ungraded: bool
+) -> None:
+    """Without the failed component the sum is not comparable with the rewards of the group."""
+    found = weighted_grade([FORMAT, LENGTH], grades)
+    assert not found.has_reward
+    assert is_ungraded(found) == ungraded
+    assert found.correct == grades[0].correct
 
 
 def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own() -> None:

@@ -238,6 +238,6 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
             *(["timeout"] * 2),
         ]
         assert pool.warnings() == [
-            "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which get the reward of a wrong "
-            "answer; the first error: RuntimeError: bad text"
+            "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
+            "count as not correct; the first error: RuntimeError: bad text"
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from decimal import Decimal, localcontext
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.run import RewardConfig
-from bandpo_cli.objective.advantages import group_advantages, has_reward_spread, shaped_reward
-from bandpo_cli.types import NOT_APPLICABLE, Completion, Grade, Group, Problem, Rollout
+from bandpo_cli.objective.advantages import STD_EPS, group_advantages, has_reward_spread, shaped_reward
+from bandpo_cli.training.metrics import rollout_metrics
+from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, TIMEOUT, Completion, Grade, Group, Problem, Rollout
 
 RIGHT, WRONG, HALF = Grade(1.0, True, "correct"), Grade(0.0, False, "wrong"), Grade(0.5, False, "partly")
 
@@ -44,6 +47,41 @@ def test_a_group_has_spread_if_its_rewards_differ() -> None:
     assert not has_reward_spread(group(RIGHT, RIGHT))
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([0.1 + 0.2, 0.3, 0.3, 0.3], True),  # one unit of rounding in float64
+        ([0.7, 0.7 * (1 + 1e-7), 0.7, 0.7], True),  # one unit in float32, in which a reward model computes
+        ([0.1 + 0.2 - 0.3, 0.0, 0.0], True),  # 5.6e-17: the digits that cancel are those of rewards around 1
+        ([1000.1, 1000.1 * (1 + 1e-7), 1000.1], True),
+        ([-1.0, -1.0 + 9e-7], True),
+        ([-1.0, -1.0 + 2e-6], False),
+        ([1e6, 1e6 + 0.5], True),
+        ([1e6, 1e6 + 2.0], False),
+        ([1.0, 1.0, 1.0 - 1 / 4096], False),  # the over-long penalty of one token
+    ],
+)
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_rewards_that_differ_by_rounding_are_equal_for_sampling_advantages_and_metrics(
+    rewards: list[float], equal: bool, normalize_std: bool
+) -> None:
+    """The advantages of the others equal those of exact fractions, whose square root has 60 digits."""
+    problem, completion = Problem("p", "", "", "test", "math"), Completion((1,), (-0.1,), "stop", 0)
+    grades = [Grade(reward, False, "wrong") for reward in rewards]
+    group = Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
+    assert has_reward_spread(group) is not equal
+    assert rollout_metrics([group])["train/uniform_group_fraction"] == equal
+    found = group_advantages(torch.tensor([rewards], dtype=torch.float64), normalize_std)[0].tolist()
+    values = [Fraction(reward) for reward in rewards]
+    centred = [value - sum(values) / len(values) for value in values]
+    variance = sum(value * value for value in centred) / (len(values) - 1)
+    with localcontext(prec=60):
+        root = (Decimal(variance.numerator) / variance.denominator).sqrt()
+    scale = Fraction(root) + Fraction(STD_EPS) if normalize_std else 1
+    expected = [0.0] * len(rewards) if equal else [float(value / scale) for value in centred]
+    assert found == pytest.approx(expected, rel=1e-9, abs=0)
+
+
 # Not below the smallest normal number, where the rounding is not proportional to the rewards.
 reward_values = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 groups_of_rewards = st.integers(2, 9).flatmap(
@@ -59,11 +97,11 @@ def test_advantages_are_finite_and_equal_their_definition(
     found = group_advantages(torch.tensor(rewards, dtype=torch.float32), normalize_std)
     assert torch.isfinite(found).all()
     for row, values in zip(found.tolist(), rewards, strict=True):
-        if len(set(values)) == 1:
+        if max(values) - min(values) <= 1e-6 * max(1.0, *map(abs, values)):
             assert row == [0.0] * len(values)
             continue
         mean = statistics.fmean(values)
-        rounding = 1e-6 * max(map(abs, values))
+        rounding = 1e-6 * max(1.0, *map(abs, values))
         std = statistics.stdev(values) if normalize_std else 1.0
         if normalize_std and std < 1e3 * rounding:
             continue  # float32 cannot represent the differences of such rewards well enough
@@ -105,9 +143,10 @@ def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> 
     assert torch.equal(found[3], group_advantages(rewards)[3])
 
 
-def test_a_missing_reward_is_no_spread() -> None:
+@pytest.mark.parametrize("missing", [NOT_APPLICABLE, TIMEOUT, GRADER_ERROR])
+def test_a_missing_reward_is_no_spread(missing: Grade) -> None:
     problem = Problem("p", "", "", "test", "math")
     completion = Completion((1,), (-0.1,), "stop", 0)
-    grades = (RIGHT, NOT_APPLICABLE, RIGHT)
+    grades = (RIGHT, missing, RIGHT)
     group = Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
     assert not has_reward_spread(group)

@@ -34,7 +34,7 @@ from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.types import Completion, Grade, Problem
+from bandpo_cli.types import TIMEOUT, Completion, Grade, Problem
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
 
 PROMPTS = ("1 2 3=6:", "7 8=15:", "4 4 9 1=18:", "5=5:", "6 3=9:", "2 2 2=8:", "9 9=0:", "1 8 8=17:")
@@ -98,11 +98,14 @@ class GivenTask:
 
 
 def grade_text(text: str) -> Grade:
-    """Return a grade that depends on the text alone: right, half right, wrong, or without a verdict."""
+    """Return a grade that depends on the text alone: right, half right, wrong, or without a verdict.
+
+    The grade of a grader error has a reward of 9, which must have no effect.
+    """
     kind = sum(map(ord, text)) % 7
     verdicts = ["correct", "wrong", "partial", "malformed", "correct", "timeout", "grader-error"]
-    credits = [1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0]
-    return Grade(credits[kind], credits[kind] == 1.0, verdicts[kind])
+    credits = [1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 9.0]
+    return Grade(credits[kind], credits[kind] == 1.0, verdicts[kind], has_reward=kind < 5)
 
 
 class GivenSampler:
@@ -216,10 +219,14 @@ def _log_softmax(logits: torch.Tensor) -> list[list[float]]:
 
 
 class TextGrader:
-    """Grades by `grade_text`."""
+    """Grades by `grade_text`; a timeout has the grade that the workers of the package give it."""
+
+    def __init__(self, timeout_reward: str) -> None:
+        self._timeout = replace(TIMEOUT, has_reward=timeout_reward == "wrong")
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        return [grade_text(text) for text in texts]
+        grades = map(grade_text, texts)
+        return [self._timeout if each.verdict == "timeout" else each for each in grades]
 
     def cancel(self) -> None:
         pass
@@ -300,7 +307,8 @@ def compare(
     if noise is None:
         noise = 0.0 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed, ahead)
-    components = replace(built, sampler=sampler, grader=TextGrader())  # type: ignore[arg-type]
+    grader = TextGrader(config.grading.timeout_reward)
+    components = replace(built, sampler=sampler, grader=grader)  # type: ignore[arg-type]
     gradients = record_gradients(components)
     run = RunFolder.create(folder, "package")
     narrow = config.model.dtype == "bfloat16"

@@ -135,6 +135,14 @@ class ReferenceTrainer:
 
     # -- rewards, groups, advantages --------------------------------------------------------------------------------
 
+    def _is_graded(self, rollout: GivenRollout) -> bool:
+        if rollout.verdict == "timeout":
+            return bool(self.settings["grading"]["timeout_reward"] == "wrong")
+        return rollout.verdict != "grader-error"
+
+    def _rewards(self, group: Sequence[GivenRollout]) -> list[float]:
+        return [self._reward(rollout) for rollout in group if self._is_graded(rollout)]
+
     def _reward(self, rollout: GivenRollout) -> float:
         reward, limit = self.settings["reward"], self.settings["sampling"]["max_tokens"]
         value: float = rollout.credit * reward["correct"] + (1 - rollout.credit) * reward["wrong"]
@@ -146,7 +154,7 @@ class ReferenceTrainer:
         return value
 
     def _uniform(self, group: GivenGroup) -> bool:
-        return all(self._reward(rollout) == self._reward(group[0]) for rollout in group)
+        return len(set(self._rewards(group))) <= 1
 
     def _select(self, batches: Sequence[Sequence[GivenGroup]]) -> tuple[list[GivenGroup], list[GivenGroup]]:
         sampling = self.settings["sampling"]
@@ -161,14 +169,14 @@ class ReferenceTrainer:
         return sampled, (mixed + [group for group in sampled if self._uniform(group)])[: sampling["prompts"]]
 
     def _advantages(self, group: GivenGroup) -> list[float]:
-        rewards = [self._reward(rollout) for rollout in group]
-        mean = math.fsum(rewards) / len(rewards)
         if self._uniform(group):
-            return [0.0] * len(rewards)
-        if not self.settings["objective"]["advantage_std"]:
-            return [reward - mean for reward in rewards]
-        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
-        return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
+            return [0.0] * len(group)
+        rewards = self._rewards(group)
+        mean, scale = math.fsum(rewards) / len(rewards), 1.0
+        if self.settings["objective"]["advantage_std"]:
+            variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+            scale = math.sqrt(variance) + 1e-6
+        return [(self._reward(r) - mean) / scale if self._is_graded(r) else 0.0 for r in group]
 
     # -- values that depend on π_old alone --------------------------------------------------------------------------
 
@@ -360,7 +368,8 @@ class ReferenceTrainer:
             return math.fsum(values) / len(values)
 
         return {
-            "train/reward": mean([self._reward(r) for r in rollouts]),
+            "train/reward": mean(self._rewards(rollouts)),
+            "train/ungraded_fraction": mean([0.0 if self._is_graded(r) else 1.0 for r in rollouts]),
             "train/accuracy": mean([1.0 if r.correct else 0.0 for r in rollouts]),
             "train/response_length": mean([len(r.token_ids) for r in rollouts]),
             "train/truncated_fraction": mean([1.0 if r.truncated else 0.0 for r in rollouts]),
