@@ -5,6 +5,7 @@ A new kind of task needs a class here, a class in `tasks` and an entry in `regis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -194,6 +195,14 @@ class DataTask(TaskSettings):
         return self.grader or (self.rewards[0].grader if self.rewards else None)
 
 
+def _number(value: Any) -> Any:
+    """Return the number that a text such as `1e-3` is in YAML 1.2 and JSON; YAML 1.1 reads it as text."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+[eE][-+]?[0-9]{1,2}", value)
+    return float(value) if is_number else value
+
+
 class ReasoningGymTask(TaskSettings):
     """Problems from the generators of the library reasoning-gym, with the scores of the library.
 
@@ -215,7 +224,9 @@ class ReasoningGymTask(TaskSettings):
     seed: NonNegativeInt = 0
     """Seed of the problems. It is not the seed of the run, so that runs with several seeds have the same problems."""
 
-    options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
+    options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(_number)]]] = Field(
+        default_factory=dict
+    )
     """Options of the generators by name: {chain_sum: {max_terms: 3, size: 2000}}."""
 
     system: str | None = "default"

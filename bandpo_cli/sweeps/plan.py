@@ -6,14 +6,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from bandpo_cli.config.base import choice_of
 from bandpo_cli.config.layers import Layer, nest, read_value, resolve
 from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import METHODS
+from bandpo_cli.registries.methods import method_name
 from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
@@ -161,6 +165,7 @@ def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher |
     arms: dict[str, _Arm] = {}
     seen: dict[RunConfig, str] = {}
     unused = set(sweep.axes)
+    unknown = {key: value for excluded in sweep.exclude for key, value in excluded.items()}
     for arm_name, settings in _combinations(sweep):
         config_of_method = _config_with_method(base, settings)
         kept = {
@@ -169,9 +174,15 @@ def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher |
             if _method_has_setting(config_of_method, key) or key not in sweep.axes
         }
         unused -= set(kept)
-        if any(
-            all(settings.get(key) == value for key, value in excluded.items()) for excluded in sweep.exclude
-        ):
+        matches = [
+            {key: _has_value(config_of_method, settings, key, value) for key, value in excluded.items()}
+            for excluded in sweep.exclude
+        ]
+        for values in matches:
+            for key, found in values.items():
+                if found is not None:
+                    unknown.pop(key, None)
+        if any(all(values.values()) for values in matches):
             continue
         layers: list[Layer] = [*map(nest, _method_before_rest(_resolve_match(kept, base, match)))]
         config = resolve([*base, *layers])
@@ -184,12 +195,70 @@ def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher |
         seen[config] = name
         group = _describe_arm(arm_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
         arms[name] = _Arm(layers, group)
+    if unknown:
+        raise _unknown_exclude(base, *next(iter(unknown.items())))
     if unused:
         axis = sorted(unused)[0]
         raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has this setting")
     if not arms:
         raise ConfigError("no runs are left: every combination is excluded")
     return arms
+
+
+def _has_value(config: RunConfig, settings: Settings, key: str, value: Any) -> bool | None:
+    """Return whether an arm has a value of `exclude`; None where its method has no such setting.
+
+    Values are compared after validation, so that the text 1e-4, a number in YAML 1.2, equals 0.0001, and `grpo` clip.
+
+    Args:
+        config: the settings of all arms, with the method of this arm.
+        settings: those of the arm, by dotted name.
+
+    Raises:
+        ConfigError: the setting cannot have this value.
+    """
+    if key == "seed":
+        raise ConfigError(
+            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
+        )
+    *path, name = key.split(".")
+    section: Any = config
+    for part in path:
+        section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
+    if isinstance(section, Mapping):
+        return settings.get(key, section.get(name)) == value if name in section or key in settings else None
+    if not isinstance(section, BaseModel) or name not in type(section).model_fields:
+        return None
+    field, current = type(section).model_fields[name], getattr(section, name)
+    choice = choice_of(RunConfig.model_fields[path[0]]) if len(path) == 1 else None
+    if choice is not None and name == choice.tag:
+        tag = method_name(str(value)) if key == _METHOD else str(value)
+        if tag not in choice.classes():
+            raise ConfigError(f"exclude: {key} = {value!r}: unknown{nearest(tag, choice.classes())}")
+        return bool(current == tag)
+    if key in settings and settings[key] == value:  # also `match:clip`
+        return True
+    kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    adapter = TypeAdapter(kind)
+    try:
+        wanted = adapter.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"exclude: {key} = {value!r}: {error.errors()[0]['msg']}") from None
+    if key not in settings:
+        return bool(current == wanted)
+    try:
+        return bool(adapter.validate_python(settings[key]) == wanted)
+    except ValidationError:  # reported where the arm is resolved
+        return False
+
+
+def _unknown_exclude(base: Sequence[Layer], key: str, value: Any) -> ConfigError:
+    """Return the error for a key of `exclude` that no arm has."""
+    try:
+        resolve([*base, nest({key: value})])
+    except ConfigError as error:
+        return ConfigError(f"exclude: {error}")
+    return ConfigError(f"exclude: {key}: no arm has this setting")
 
 
 def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:

@@ -295,3 +295,22 @@ def test_config_imports_neither_torch_nor_numpy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "transformers", "numpy", "pandas", "mlflow", "matplotlib"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("-2E+4", -2e4),
+        ("[1e-1, 2]", [0.1, 2]),
+        ("1.5e-3", 1.5e-3),
+        ("e3", "e3"),
+        ("1e-3x", "1e-3x"),
+    ],
+)
+def test_options_of_a_generator_are_numbers_also_without_a_decimal_point(text: str, value: object) -> None:
+    """YAML 1.1 reads 1e-3 as text, and these settings have no type that would make it a number."""
+    layer = read_assignments(["task.name=reasoning-gym", "task.names=x", f"task.options.x.p={text}"])
+    config = resolve([layer])
+    assert config.model_dump()["task"]["options"] == {"x": {"p": value}}
+    assert resolve([config.model_dump()]) == config

@@ -102,12 +102,39 @@ def test_excluded_combinations_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        ({"optim.lr": "1e-4"}, ["band lr=0.001", "clip lr=0.001"]),  # YAML 1.1 reads 1e-4 as text
+        ({"bounds.method": "grpo", "optim.lr": 1e-3}, ["band lr=1e-4", "band lr=0.001", "clip lr=1e-4"]),
+        ({"bounds.delta": "0.05", "optim.lr": "1e-3"}, ["band lr=1e-4", "clip lr=1e-4", "clip lr=0.001"]),
+        ({"optim.betas": [0.9, 0.999], "bounds.method": "band"}, ["clip lr=1e-4", "clip lr=0.001"]),
+        ({"optim.updates": 8}, ["band lr=1e-4", "band lr=0.001", "clip lr=1e-4", "clip lr=0.001"]),
+        ({"steps": 7, "bounds.method": "clip"}, ["band lr=1e-4", "band lr=0.001"]),
+    ],
+)
+def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], left: list[str]) -> None:
+    """They may also be settings of all arms or defaults; a setting that a method does not have excludes nothing."""
+    axes = {"bounds.method": ["band", "clip"], "optim.lr": ["1e-4", 1e-3]}
+    found = arms(fixed={"steps": 7}, axes=axes, exclude=[exclude])
+    assert sorted(found) == sorted(left)
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"axes": {"bounds.delt": [1, 2]}}, ["bounds.delt", "did you mean 'delta'"]),
         ({"axes": {"optim.lr": [1e-3, "fast"]}}, ["optim.lr", "fast"]),
         ({"axes": {"bounds.eps_high": [0.2, 0.3]}}, ["'bounds.eps_high'", "no arm"]),
         ({"axes": {"bounds.delta": [0.1, 0.2]}, "exclude": [{}]}, ["no runs are left"]),
+        ({"exclude": [{"optim.lrr": 1}]}, ["exclude: optim.lrr: no such setting (did you mean 'lr'?)"]),
+        ({"exclude": [{"optim.lr": "fast"}]}, ["exclude: optim.lr = 'fast'", "valid number"]),
+        ({"exclude": [{"seed": 1}]}, ["exclude: seed", "`seeds`"]),
+        ({"exclude": [{"bounds.method": "clp"}]}, ["exclude: bounds.method = 'clp'", "mean 'clip'"]),
+        ({"exclude": [{"bounds.eps_low": 0.2}]}, ["exclude: bounds.eps_low: no such setting of 'band'"]),
+        (
+            {"arms": {"a": {"bounds.method": "clip"}}, "exclude": [{"bounds.delta": 0.1}]},
+            ["exclude: bounds.delta: no arm has this setting"],
+        ),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
         ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
         (
