@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import one_of, several_of
+from bandpo_cli.cli.options import check_choice
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
 
 FORMATS = ("table", "json", "csv")
@@ -107,7 +108,7 @@ def bounds(
     from bandpo_cli.errors import UserError
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
-    (style,) = view.names("--format", [format_], FORMATS)
+    style = check_choice("--format", format_, FORMATS)
     radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:

@@ -19,9 +19,11 @@ from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.cli.options import check_choice
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import read_text
 from bandpo_cli.registries import METHODS
+from bandpo_cli.registries.methods import method_name
 from bandpo_cli.reports.interval_table import PEERS, IntervalRow
 
 _MAX_TEXT_BYTES = 2**28
@@ -84,31 +86,21 @@ def _number(word: str, source: str, wanted: str) -> float:
         raise UserError(f"{source}: '{word}' is not a number; expected {wanted}") from None
 
 
-def names(option: str, texts: Iterable[str], allowed: Sequence[str]) -> list[str]:
-    """Return names separated by commas, each one of `allowed`."""
-    found = [name.strip() for text in texts for name in text.split(",")]
-    for name in found:
-        if name not in allowed:
-            raise UserError(
-                f"{option}: '{name}' is not known{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
-            )
-    return found
-
-
 def compared_methods(texts: Iterable[str]) -> list[str]:
-    """Return the methods of `--compare`, each one of `PEERS`.
+    """Return the methods of `--compare`, each one of `PEERS` or an alias.
 
     Raises:
         UserError: a name is unknown, or that of a method that is no interval of ratios; the message says why.
     """
-    found = [name.strip() for text in texts for name in text.split(",")]
+    found = [method_name(name.strip()) for text in texts for name in text.split(",")]
     for name in found:
         if name in METHODS and METHODS[name].without_bounds:
             raise UserError(
                 f"--compare: {name} has no interval of ratios: {METHODS[name].without_bounds}; "
                 f"allowed: {', '.join(PEERS)}"
             )
-    return names("--compare", texts, tuple(PEERS))
+        check_choice("--compare", name, tuple(PEERS))
+    return found
 
 
 def check_plot_file(file: Path) -> None:
@@ -178,7 +170,7 @@ def print_matches(method: str | None, at: str | None, regions: Sequence[str], st
     """Print the radius for each divergence, null or a reason where no Band is that wide."""
     if method is None or at is None:
         raise UserError("--match METHOD and --at PROB go together, as in: --match clip-higher --at 0.1")
-    (method,) = names("--match", [method], MATCHABLE)
+    method = check_choice("--match", method_name(method), MATCHABLE)
     if at == "-":
         raise UserError("--at: '-' is not a number; expected a probability in (0, 1)")
     prob = probabilities([at], None)[0]

@@ -14,6 +14,7 @@ from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.registries.methods import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import step_name, step_of
@@ -124,7 +125,7 @@ def list_runs(
     Args:
         runs_dir: the folder of run folders.
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
-        method: only runs whose method begins with this: `band`, `band-kl`, `clip`.
+        method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
         status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
         sort: one of `SORT_KEYS`. Runs without the value come last.
@@ -135,6 +136,7 @@ def list_runs(
     root = Path(runs_dir)
     if not root.is_dir():
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
+    method = None if method is None else method_name(method)
     found = [
         each
         for each in (describe_line(path, root) for path in _run_paths(root))

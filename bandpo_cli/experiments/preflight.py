@@ -35,8 +35,8 @@ from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_ru
 from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.types import Problem
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_ID_WITH_OWNER = re.compile(r"[\w.-]+/[\w.-]+")
+# Without an owner the hub has only ids from before it had owners: any other name is that of a run or a mistake.
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
 
 FEW_HELDOUT = 10
@@ -210,8 +210,7 @@ def check_model_path(path: str) -> None:
         if not (folder / MODEL_CONFIG).is_file() and not is_adapter_folder(folder):
             raise ConfigError(f"model.path = {path!r}: {_missing_config(folder)}")
         return
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or not _HUB_ID.fullmatch(path)
-    if looks_local or "/" not in path:
+    if path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         hint = nearest(path, [EMBEDDED_MODEL])
         raise ConfigError(
             f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
@@ -311,5 +310,5 @@ def _checkpoint(run: RunFolder, step: int | None, option: str) -> ModelRef:
 
 def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:
     """Return whether `text` is like `Qwen/Qwen2.5-0.5B`, not a missing run's path; the hub allows 96 characters."""
-    looks_like_one = len(text) <= 96 and _HUB_ID_WITH_OWNER.fullmatch(text) is not None
+    looks_like_one = len(text) <= 96 and _HUB_ID.fullmatch(text) is not None
     return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)

@@ -122,10 +122,10 @@ def run_sweep(
 def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margin: float) -> dict[str, str]:
     """Return the running runs to stop early, each with the reason in one line.
 
-    A run is stopped if at its latest evaluation, after at least half of its steps, its held-out accuracy is more than
-    `margin` below that of another arm at the same step (the mean over the runs of that arm evaluated there). Stopped
-    runs are missing from the report, and the remaining arms are those that did well: use this to find good settings,
-    not for a fair comparison.
+    A run is stopped if at its latest evaluation, after at least half of its steps and before the last one, its held-out
+    accuracy is more than `margin` below that of another arm at the same step (the mean over the runs of that arm
+    evaluated there). Stopped runs are missing from the report, and the remaining arms are those that did well: use this
+    to find good settings, not for a fair comparison.
     """
     accuracies: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -134,7 +134,8 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
     reasons = {}
     for run in runs:
         state = states[run.name]
-        if state.status != "running" or not state.evaluations:
+        is_trained = state.step >= state.steps  # it only writes its last files
+        if state.status != "running" or not state.evaluations or is_trained:
             continue
         step = max(state.evaluations)
         others = {arm: fmean(values) for arm, values in accuracies[step].items() if arm != run.arm}

@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,7 +208,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_json(path: Path) -> Iterator[Row]:
     text = _text(path.read_bytes(), str(path))
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object per line, although the extension is .json
             yield from _read_jsonl(path)
@@ -286,9 +287,18 @@ def _text(content: bytes, where: str) -> str:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raise ValueError for a key that it has twice: `json` keeps the last value only."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {twice!r:.80} twice")
+    return found
 
 
 def _row(value: Any, where: str) -> Row:

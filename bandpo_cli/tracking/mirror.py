@@ -118,7 +118,7 @@ class MlflowMirror:
         Args:
             start_ms: start of a new run, milliseconds since 1970; now by default.
         """
-        client = _client(store.uri)
+        client = mlflow_client(store.uri)
         mirror = _linked(client, store, folder)
         if mirror is None:
             mirror = _create(client, store, folder, run_name, tags, start_ms)
@@ -132,7 +132,7 @@ class MlflowMirror:
         Values sent through it are added, even where the run has a value at that step: a later evaluation does not
         replace an earlier one.
         """
-        client = _client(store.uri)
+        client = mlflow_client(store.uri)
         found = _linked(client, store, folder)
         return None if found is None else cls(client, found.run_id)
 
@@ -244,8 +244,8 @@ def _entity(record: MetricRecord, name: str) -> Any:
     return Metric(name, record.metrics[name], record.clock_ms, record.step)
 
 
-def _client(uri: str) -> Any:
-    """Return an `MlflowClient` of the store `uri`; a SQLite file that does not exist is created."""
+def mlflow_client(uri: str) -> Any:
+    """Return an `MlflowClient` of the store `uri`, without telemetry and retries; a missing SQLite file is created."""
     for key, value in _MLFLOW_VARIABLES.items():
         os.environ.setdefault(key, value)
     import mlflow.store.db.utils

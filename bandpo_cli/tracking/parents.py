@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from bandpo_cli.tracking.link import send_lock
 from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
 from bandpo_cli.tracking.names import flat_params
 from bandpo_cli.tracking.store import Store
@@ -36,13 +39,18 @@ def send_evaluation(
     Raises:
         Exception: any error of MLflow and the network.
     """
-    found = None if run_folder is None else MlflowMirror.find(store, run_folder)
-    mirror = found or MlflowMirror.find(store, folder)
-    if mirror is None:
-        mirror = MlflowMirror.connect(store, folder, folder.name, flat_params(params), tags)
-    mirror.send([MetricRecord.of(step or 0, metrics)])
-    for file in files:
-        mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")
-    if found is None:
-        mirror.close("FINISHED")
-    return folder if found is None or run_folder is None else run_folder
+    with ExitStack() as stack:
+        # Links are written under the lock of the sender. The folder of someone else's run is only read.
+        for each in filter(None, (folder, run_folder)):
+            if os.access(each, os.W_OK):
+                stack.enter_context(send_lock(each))
+        found = None if run_folder is None else MlflowMirror.find(store, run_folder)
+        mirror = found or MlflowMirror.find(store, folder)
+        if mirror is None:
+            mirror = MlflowMirror.connect(store, folder, folder.name, flat_params(params), tags)
+        mirror.send([MetricRecord.of(step or 0, metrics)])
+        for file in files:
+            mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")
+        if found is None:
+            mirror.close("FINISHED")
+        return folder if found is None or run_folder is None else run_folder

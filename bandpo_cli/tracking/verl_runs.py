@@ -10,7 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.tracking.mirror import mlflow_client
+from bandpo_cli.tracking.store import short_error
 
 NAMES = {
     "critic/score/mean": "train/reward",
@@ -81,15 +84,25 @@ def read_verl_run(uri: str, experiment: str, name: str, run_id: str | None, aggr
 
     Raises:
         UserError: there is no such experiment or run, or it has no metrics.
+        RunError: MLflow cannot be reached, or answers with an error.
     """
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    client = MlflowClient(uri)
+    client = mlflow_client(uri)
     try:
         run = client.get_run(run_id) if run_id else _find_run(client, experiment, name)
-    except MlflowException as error:
-        raise UserError(f"MLflow at {uri}: {error.message}") from None
+        return _read_run(client, run, uri, aggregation)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
+        is_missing = getattr(error, "error_code", "") in (
+            "RESOURCE_DOES_NOT_EXIST",
+            "INVALID_PARAMETER_VALUE",
+        )
+        kind = UserError if is_missing else RunError
+        raise kind(f"MLflow at {redact_credentials(uri)}: {short_error(error)}") from None
+
+
+def _read_run(client: Any, run: Any, uri: str, aggregation: str) -> VerlRun:
+    """Return a run with the metrics of its steps; other arguments and UserError as for `read_verl_run`."""
     records: dict[int, dict[str, float]] = {}
     left_out = []
     for key in sorted(run.data.metrics):
@@ -102,7 +115,8 @@ def read_verl_run(uri: str, experiment: str, name: str, run_id: str | None, aggr
             if math.isfinite(value.value):
                 records.setdefault(value.step, {"step": value.step})[own] = value.value
     if not records:
-        raise UserError(f"MLflow run {run.info.run_id} at {uri}: it has no metrics of verl")
+        where = redact_credentials(uri)
+        raise UserError(f"MLflow run {run.info.run_id} at {where}: it has no metrics of verl")
     return VerlRun(
         run.info.run_id,
         run.info.status,

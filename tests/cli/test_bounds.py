@@ -134,6 +134,11 @@ def test_match_computes_delta(run) -> None:
     assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in result.out
 
 
+def test_an_alias_stands_for_its_method(run) -> None:
+    for arguments in (["0.1", "--compare"], ["--at", "0.1", "--match"]):
+        assert run(*arguments, "grpo").out == run(*arguments, "clip").out != ""
+
+
 def test_masks_are_compared_as_intervals(run) -> None:
     """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
     arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
@@ -171,8 +176,9 @@ def test_plot(run, suffix: str) -> None:
         (["0.1", "-d", "no_module_here:f"], ["no_module_here:f", "failed"]),
         (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
         (["0.1", "--compare", "clip,gspo"], ["gspo has no interval", "of a completion", "clip, clip-higher"]),
-        (["--match", "dppo", "--at", "0.1"], ["--match", "'dppo'", "allowed: clip, clip-higher, dcpo, gmpo"]),
+        (["--match", "dppo", "--at", "0.1"], ["--match dppo", "allowed: clip, clip-higher, dcpo, gmpo"]),
         (["0.1", "--format", "jsn"], ["--format", "did you mean 'json'", "csv"]),
+        (["0.1", "--format", "table,json"], ["--format table,json: unknown", "allowed: table, json, csv"]),
         (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
         (["0"], ["'0'", "0 < p ≤ 1"]),
         (["nan"], ["'nan'", "0 < p ≤ 1"]),
@@ -190,7 +196,8 @@ def test_plot(run, suffix: str) -> None:
         (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "no folder"]),
         (["0.1", "--plot", "folder.png"], ["--plot folder.png", "folder"]),
         (["--match", "clip"], ["--match", "--at"]),
-        (["--match", "none", "--at", "0.1"], ["--match", "'none'", "clip-higher"]),
+        (["--match", "none", "--at", "0.1"], ["--match none", "clip-higher"]),
+        (["--match", "clip,clip-higher", "--at", "0.1"], ["--match clip,clip-higher: unknown"]),
         (["--match", "clip", "--at", "2"], ["'2'", "0 < p ≤ 1"]),
         (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
     ],

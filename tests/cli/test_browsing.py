@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.experiments import train
 
 SETTINGS: dict[str, Any] = {
@@ -116,6 +116,8 @@ def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
     assert names("--method", "band-tv") == names("--status", "killed") == ["other"]
     assert len(names("--method", "band")) == 3
     assert names("--method", "clip") == names("--task", "gsm8k") == []
+    (killed / "config.yaml").write_text(to_yaml(resolve([{"bounds": {"method": "clip"}}])))
+    assert names("--method", "grpo") == names("--method", "clip") == ["other"]
 
 
 def test_a_damaged_run_is_listed_with_the_reason(bandpo: Run, tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 from mlflow import MlflowClient
@@ -135,6 +138,41 @@ def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no experiment 'elsewhere'"):
         import_verl(renamed, runs_dir=runs)
     assert not runs.exists()
+
+
+class FailingServer(BaseHTTPRequestHandler):
+    """Answers the check of its health, and requests of MLflow with 503, which MLflow by itself retries for minutes."""
+
+    requests: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.requests.append(self.path)
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FailingServer)
+    Thread(target=server.serve_forever, daemon=True).start()
+    uri = f"http://user:hunter2@127.0.0.1:{server.server_port}"
+    assert (
+        run_command("import", "verl", str(job), "--tracking-uri", uri, "--runs-dir", str(tmp_path / "r")) == 1
+    )
+    server.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: MLflow at http://***@127.0.0.1")
+    assert "MlflowException: API request" in line
+    assert [path for path in FailingServer.requests if path != "/health"] == FailingServer.requests[1:2]
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert not (tmp_path / "r").exists()
 
 
 def run_command(*arguments: str) -> int:

@@ -68,6 +68,9 @@ def test_models_that_no_run_made(runs: Path, tmp_path: Path) -> None:
     assert resolve_model("embedded", runs) == ModelRef("embedded")
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", runs) == ModelRef("Qwen/Qwen2.5-0.5B-Instruct")
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", runs).stem == "Qwen2.5-0.5B-Instruct"
+    for text in ("gpt2", "distilgpt2"):  # ids from before the hub had owners
+        assert resolve_model(text, runs) == ModelRef(text)
+        check_model_path(text)
     for text in ("model", "./model", "model/", str(tmp_path / "model")):
         ref = resolve_model(text, runs)
         assert (Path(ref.path).resolve(), ref.run, ref.stem) == (tmp_path / "model", None, "model")

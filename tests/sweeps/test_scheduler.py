@@ -195,3 +195,9 @@ def test_arms_count_by_their_mean_and_only_running_runs_are_stopped() -> None:
     assert stopped(a0, a1, state("running", {60: 0.31})) == set()  # 0.4 on average
     assert stopped(a0, a1, state("running", {60: 0.29})) == {"b-s0"}
     assert stopped(a0, a1, state("failed", {60: 0.1})) == set()
+
+
+def test_a_run_that_has_trained_its_last_step_is_not_stopped_while_it_closes() -> None:
+    ahead = state("finished", {60: 0.9, 99: 0.9, 100: 0.9})
+    assert stopped(state("running", {60: 0.1, 99: 0.1}), NOTHING, ahead) == {"a-s0"}
+    assert stopped(state("running", {60: 0.1, 100: 0.1}), NOTHING, ahead) == set()

@@ -124,6 +124,8 @@ def test_row_of_ten_megabytes(tmp_path: Path) -> None:
         ("x.jsonl", '{"a": ' + "[" * 100_000, ["line 1", "not readable as JSON"]),
         ("x.jsonl", '{"a": ' + "9" * 10_000 + "}", ["line 1", "not readable as JSON"]),
         ("x.jsonl", "question,answer\n1,2\n", ["line 1", "not readable as JSON"]),
+        ("x.jsonl", '{"a": 1}\n{"a": {"b": 1, "c": 2, "b": 1}}', ["line 2", "has the key 'b' twice"]),
+        ("x.json", '[{"answer": 1, "answer": 2}]', ["x.json", "has the key 'answer' twice"]),
         ("x.json", "", ["line 1", "not readable as JSON"]),
         ("x.json", '{\n"a": [,]}', ["line 2", "not readable as JSON"]),
         ("x.json", "3", ["expected a list of objects"]),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock, Timeout
 
+import bandpo_cli.tracking.mirror
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.link import read_links, write_link
 from bandpo_cli.tracking.parents import send_evaluation
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
@@ -81,6 +85,29 @@ def test_an_evaluation_is_added_to_the_run_that_made_the_model(
     )
     files = client.list_artifacts(info.run_id, "evals/an-evaluation")
     assert [file.path for file in files] == ["evals/an-evaluation/eval.json"]
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+def test_links_are_written_under_the_lock_of_the_sender(
+    run: RunFolder, evaluation: EvalFolder, monkeypatch: pytest.MonkeyPatch, of_run: bool
+) -> None:
+    """A tracker or `bandpo sync` that writes the link at the same time would lose one of the two."""
+    if of_run:  # the run was sent, and its link has lost the id: it is found by its key and written again
+        mirror(run, "FINISHED")
+        (link,) = read_links(run.path)
+        write_link(run.path, replace(link, run_id=None))
+    locked: list[bool] = []
+
+    def record(folder: Path, found: Any) -> None:
+        try:
+            FileLock(folder / ".mlflow.lock", timeout=0).acquire().lock.release()
+        except Timeout:
+            locked.append(folder == (run.path if of_run else evaluation.path))
+        write_link(folder, found)
+
+    monkeypatch.setattr(bandpo_cli.tracking.mirror, "write_link", record)
+    send(run, evaluation, run_folder=run.path)
+    assert locked == [True]
 
 
 def test_an_evaluation_of_another_model_gets_its_own_run(run: RunFolder, evaluation: EvalFolder) -> None:
