@@ -41,6 +41,17 @@ def judge(text, answer, extra):
 """
 
 
+UNSTABLE = """
+import time
+def judge(text, answer, extra):
+    if "*" in text:
+        raise ConnectionError("the judge does not answer")
+    if text.startswith("1"):
+        time.sleep(60)
+    return "+" in text
+"""
+
+
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pluses_reward.py").write_text(PLUSES)
@@ -85,6 +96,50 @@ def test_a_component_changes_neither_the_first_evaluation_nor_a_resume() -> None
     shorter = run_with(*rewards, name="shorter")
     resume("shorter", settings=[{"steps": 2}])
     assert read_metrics(shorter)[2] == read_metrics(folder)[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("timeout_reward", "more"),
+    [
+        ("none", {}),
+        ("wrong", {"reward": {"wrong": -1.0, "overlong_buffer": 2}}),
+    ],
+)
+def test_answers_whose_grading_failed_are_in_no_mean_also_after_a_resume(
+    timeout_reward: str, more: dict[str, Any]
+) -> None:
+    """Which answers fail follows from the texts in the samples."""
+    Path("unstable.py").write_text(UNSTABLE)
+    rewards = [{"weight": 0.5}, {"grader": "unstable:judge"}]
+    settings = [
+        SMALL,
+        {"steps": 3, "evaluation": {"every": 0}},
+        {
+            "grading": {"deadline": 1.5, "timeout_reward": timeout_reward},
+            "task": {"rewards": rewards},
+        },
+        more,
+    ]
+    result = train(resolve(settings), name="a")
+    samples = pd.read_parquet(result.folder / "samples" / "step-000002.parquet")
+    failed = samples.text.str.contains("*", regex=False)
+    slow = ~failed & samples.text.str.startswith("1")
+    assert failed.any()
+    assert slow.any()
+    ungraded = failed | slow if timeout_reward == "none" else failed
+    assert samples.reward.isna().equals(ungraded)
+    assert samples["reward/judge"].isna().equals(ungraded)
+    line = without_clock(result.records[1])
+    assert line["train/ungraded_fraction"] == ungraded.mean()
+    assert line["train/reward"] == pytest.approx(samples.reward.mean())
+    assert line["train/accuracy"] == samples.accuracy.mean()
+    spread = samples.groupby("problem_id", sort=False).reward.nunique() > 1
+    assert line["train/uniform_group_fraction"] == 1 - spread.mean()
+    train(resolve([*settings, {"steps": 2}]), name="shorter")
+    assert [*map(without_clock, resume("shorter", settings=[{"steps": 3}]).records)] == [
+        *map(without_clock, result.records)
+    ]
 
 
 @pytest.mark.slow
