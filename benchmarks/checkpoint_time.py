@@ -3,9 +3,9 @@
     python benchmarks/checkpoint_time.py [--checkpoints 8] [--folder FOLDER] [--set KEY=VALUE ...]
 
 The model is a Qwen2 with 27 million random weights (8 layers, width 512, vocabulary 8,192), made on the spot with the
-tokenizer of the embedded model, and trains on countdown. After each step a checkpoint is written, in turn by a thread
-and without one, so that both see the same load of the machine. The time of the step after a checkpoint includes what
-the thread takes away from it.
+tokenizer of the embedded model, and trains on countdown; `--set model.path=FOLDER` names another model. After each step
+a checkpoint is written, in turn by a thread, without one, and without one and without checksums, so that all see the
+same load of the machine. The time of the step after a checkpoint includes what the thread takes away from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -27,13 +30,36 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
-from bandpo_cli.training import loop
+from bandpo_cli.training import checkpoint_files, loop
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import build_components
 
 Seconds = dict[str, dict[str, list[float]]]
 
-KINDS = {"by a thread": True, "without a thread": False}
+KINDS = {"by a thread": True, "without a thread": False, "without checksums": False}
+
+
+class NoHash:
+    """Stands in for xxh3_64 and takes no time."""
+
+    def __init__(self, _: bytes = b"") -> None:
+        """Hash nothing."""
+
+    update = __init__
+
+    def hexdigest(self) -> str:
+        """Return a placeholder."""
+        return "none"
+
+
+@contextmanager
+def without_checksums(condition: bool) -> Iterator[None]:
+    """Write checkpoints without computing checksums if `condition` is true."""
+    with ExitStack() as stack:
+        if condition:
+            stack.enter_context(mock.patch.object(checkpoint_files, "xxh3_64", NoHash))
+            stack.enter_context(mock.patch.object(checkpoint_files, "file_checksum", return_value="none"))
+        yield
 
 
 def save_model(folder: Path) -> None:
@@ -57,24 +83,28 @@ def save_model(folder: Path) -> None:
 def measure(config: RunConfig, folder: RunFolder, checkpoints: int) -> tuple[Seconds, int]:
     """Train and write a checkpoint after each step; return the seconds by kind, and the bytes that the first copy took.
 
-    `waited` is the time of a checkpoint in the thread that trains, `next step` that of the step after it.
+    `waited` is the time of a checkpoint in the thread that trains, `CPU` the processor time of all threads meanwhile,
+    `next step` the time of the step after it.
     """
     components = build_components(config, build_task(config.task))
-    seconds: Seconds = {kind: {"waited": [], "next step": []} for kind in KINDS}
+    seconds: Seconds = {kind: {"waited": [], "CPU": [], "next step": []} for kind in KINDS}
     copied = 0
     steps = loop.train(config, components, folder)
     next(steps)  # the first step is slower
     last = 1
     with CheckpointWriter(writer_config(config, True), components, folder) as background:
         direct = CheckpointWriter(writer_config(config, False), components, folder)
-        for number in range(2 * checkpoints):
-            kind = list(KINDS)[number % 2]
+        for number in range(len(KINDS) * checkpoints):
+            kind = list(KINDS)[number % len(KINDS)]
             writer = background if KINDS[kind] else direct
             start = time.perf_counter()
             resident = resident_bytes()
-            writer.prepare(last)
-            copied = copied or resident_bytes() - resident
-            writer.commit()
+            busy = time.process_time()
+            with without_checksums(kind == "without checksums"):
+                writer.prepare(last)
+                copied = copied or resident_bytes() - resident
+                writer.commit()
+            seconds[kind]["CPU"].append(time.process_time() - busy)
             seconds[kind]["waited"].append(time.perf_counter() - start)
             before = time.perf_counter()
             last = next(steps).step
@@ -108,7 +138,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="checkpoint-time-", dir=options.folder))
     save_model(place / "model")
     settings = {
-        "steps": 2 * options.checkpoints + 3,
+        "steps": len(KINDS) * options.checkpoints + 3,
         "model": {"path": str(place / "model"), "dtype": "float32"},
         "sampling": {"prompts": 8, "samples": 4},
         "evaluation": {"every": 0},
@@ -122,10 +152,15 @@ def main() -> None:
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     shutil.rmtree(place)
     print(f"{options.checkpoints} checkpoints of {size / 2**20:,.0f} MiB of each kind, in turn; milliseconds")
-    print(f"{'':18}{'waited':>9}{'at most':>9}{'first':>9}{'next step':>11}{'at most':>9}")
+    print(f"{'':18}{'waited':>9}{'at most':>9}{'first':>9}{'CPU':>9}{'next step':>11}{'at most':>9}")
     for kind, each in seconds.items():
         waited, after = each["waited"], each["next step"]
-        shown = [(statistics.median(waited), 9), (max(waited), 9), (waited[0], 9)]
+        shown = [
+            (statistics.median(waited), 9),
+            (max(waited), 9),
+            (waited[0], 9),
+            (statistics.median(each["CPU"]), 9),
+        ]
         shown += [(statistics.median(after), 11), (max(after), 9)]
         print(f"{kind:18}" + "".join(f"{1000 * value:{width},.0f}" for value, width in shown))
     print(f"the copy takes {copied / 2**20:,.0f} MiB of memory")

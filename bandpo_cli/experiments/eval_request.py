@@ -23,6 +23,7 @@ from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_embedded_task,
     check_graders,
+    check_model_contents,
     check_model_path,
     resolve_model,
 )
@@ -306,6 +307,7 @@ def request_from_record(
         return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
     if not complete:
         check_model_path(ref.path)
+        check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
     return EvalRequest(config, (ref, build_task(config.task)), legacy)
 

@@ -29,7 +29,7 @@ from bandpo_cli.paths import (
     user_path,
 )
 from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
-from bandpo_cli.storage.checkpoints import model_checkpoints
+from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
 from bandpo_cli.tasks.base import Task, build_task
@@ -305,7 +305,17 @@ def _checkpoint(run: RunFolder, step: int | None, option: str) -> ModelRef:
     if step not in checkpoints:
         there = ", ".join(map(str, checkpoints))
         raise UserError(f"{option} {run.name}@{step}: no checkpoint of that step; there are: {there}")
+    check_model_contents(checkpoints[step])
     return ModelRef(str(checkpoints[step]), run, step)
+
+
+def check_model_contents(checkpoint: Path) -> None:
+    """Raise UserError if a file of the model in `checkpoint` has changed since it was written.
+
+    A checkpoint that was copied without its training state has no checksums.
+    """
+    if path_exists(checkpoint / STATE):
+        check_contents(checkpoint, training_state=False)
 
 
 def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:

@@ -33,7 +33,12 @@ from bandpo_cli.experiments.train import (
 )
 from bandpo_cli.paths import path_exists
 from bandpo_cli.rank_process import is_main_process, rank_count
-from bandpo_cli.storage.checkpoints import complete_checkpoints, prune_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.checkpoints import (
+    check_contents,
+    complete_checkpoints,
+    prune_checkpoints,
+    remove_checkpoints_after,
+)
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, resume_command
@@ -187,7 +192,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
             "lines are missing; bring the file back, or start a new run"
         )
-    step = max((step for step in complete if step <= done), default=-1)
+    step = _usable_step(folder, [step for step in complete if step <= done], damaged)
     if step < 0 and done >= own.steps:
         raise UserError(
             f"run {folder.name} has no complete checkpoint to resume from; train anew: bandpo train --config "
@@ -211,6 +216,21 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             *(data_warnings(config, task) if task is not None else ()),
         ),
     )
+
+
+def _usable_step(folder: RunFolder, steps: Sequence[int], damaged: dict[int, str]) -> int:
+    """Return the last of `steps` whose checkpoint has the contents that were written; -1 if there is none.
+
+    The defects of later checkpoints are added to `damaged`.
+    """
+    for step in sorted(steps, reverse=True):
+        try:
+            check_contents(folder.checkpoint_dir(step))
+        except UserError as error:
+            damaged[step] = str(error)
+        else:
+            return step
+    return -1
 
 
 def _resume(

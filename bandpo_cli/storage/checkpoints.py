@@ -2,9 +2,9 @@
 
 A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder (with LoRA, an adapter folder in the format of
 peft), with the training state in `trainer/`. It is written in this order: all files into a hidden folder, flushed to
-the disk; `trainer/state.json`, which lists them with their sizes; the rename. It is removed in the reverse order, the
-name first. So a folder with its final name is complete, unless the disk itself lost data. This module does not load
-weights or optimizer state.
+the disk; `trainer/state.json`, which lists them with sizes and checksums; the rename. It is removed in reverse order,
+the name first. So a folder with its final name is complete, unless the disk itself lost or changed data. This module
+does not load weights or optimizer state.
 """
 
 from __future__ import annotations
@@ -13,19 +13,32 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from xxhash import xxh3_64_hexdigest
+
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
-from bandpo_cli.storage.files import read_json_object, step_of, sync_folder, write_json
+from bandpo_cli.storage.files import (
+    file_checksum,
+    json_bytes,
+    read_json_object,
+    step_of,
+    sync_folder,
+    write_json,
+)
 from bandpo_cli.storage.run_folder import RunFolder
 
 TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
 FORMAT = 1
+
+_SEAL = "own_xxh3"
+"""Key of `trainer/state.json` for the checksum of the text of the other keys."""
 
 _STAGING_NAME = re.compile(r"\.step-\d+\.(writing|removing)")
 
@@ -75,18 +88,69 @@ def is_written_in_background(config: RunConfig) -> bool:
     return config.checkpoint.background and 0 < config.checkpoint.every < config.steps
 
 
-def write_trainer_state(folder: Path, progress: Progress) -> None:
-    """Write `trainer/state.json` with the size of every file in `folder`: it marks a complete checkpoint."""
+def write_trainer_state(folder: Path, progress: Progress, checksums: Mapping[str, str] | None = None) -> None:
+    """Write `trainer/state.json`, which marks a complete checkpoint, with the size of every file in `folder`.
+
+    Args:
+        checksums: `file_checksum` of every file, by name relative to `folder`; None to leave them out, as earlier
+            versions did.
+    """
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    write_json(folder / STATE, {"format": FORMAT, **asdict(progress), "files": files})
+    state: dict[str, Any] = {"format": FORMAT, **asdict(progress), "files": files}
+    if checksums is not None:
+        state = _sealed({**state, "xxh3": {name: checksums[name] for name in files}})
+    write_json(folder / STATE, state)
 
 
 def read_trainer_state(folder: Path) -> Progress:
-    """Return the progress of a complete checkpoint. Raises UserError, which names the defect, for any other folder."""
+    """Return the progress of a complete checkpoint. Raises UserError, which names the defect, for any other folder.
+
+    This compares the sizes of the files; `check_contents` compares their contents.
+    """
+    state, progress = _read_state(folder)
+    for name, size in state["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            defect = (
+                f"is damaged: {path.stat().st_size:,} of {size:,} bytes" if path.is_file() else "is missing"
+            )
+            raise UserError(f"{folder}: {name} {defect}")
+    if step_of(folder) != progress.step:
+        raise UserError(f"{folder}: holds step {progress.step}")
+    return progress
+
+
+def check_contents(folder: Path, training_state: bool = True) -> None:
+    """Compare the files of the checkpoint `folder` with their checksums, which earlier versions did not write.
+
+    Args:
+        training_state: whether to read the files in `trainer/` too, which only a resume needs.
+
+    Raises:
+        UserError: a file is missing or has another content; the message names it.
+    """
+    checksums = {
+        name: checksum
+        for name, checksum in _read_state(folder)[0].get("xxh3", {}).items()
+        if training_state or not name.startswith(f"{TRAINER}/")
+    }
+    with ThreadPoolExecutor() as executor:
+        found = executor.map(file_checksum, [folder / name for name in checksums])
+        for name in checksums:
+            try:
+                is_equal = next(found) == checksums[name]
+            except OSError as error:
+                raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
+            if not is_equal:
+                raise UserError(f"{folder}: {name} is damaged: its content has changed since it was written")
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
+    """Return the content of `trainer/state.json` and its progress. Raises UserError if the file is damaged."""
     where = f"{folder}: {STATE}"
     state = read_json_object(folder / STATE, where)
     try:
@@ -99,19 +163,22 @@ def read_trainer_state(folder: Path) -> Progress:
             position=int(state["position"]),
             problems=str(state["problems"]),
         )
-        sizes = {str(name): int(size) for name, size in state["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        files = {str(name): int(size) for name, size in state["files"].items()}
+        # A state without checksums has the keys of an earlier version, and no other.
+        if state.keys() != {"format", *asdict(progress), "files"}:
+            unsealed = {name: value for name, value in state.items() if name != _SEAL}
+            if state["xxh3"].keys() != files.keys() or (folder / STATE).read_bytes() != json_bytes(
+                _sealed(unsealed)
+            ):
+                raise UserError(f"{where} is damaged: its content has changed since it was written")
+    except (ValueError, TypeError, KeyError, AttributeError, OSError):
         raise UserError(f"{where} is damaged") from None
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            defect = (
-                f"is damaged: {path.stat().st_size:,} of {size:,} bytes" if path.is_file() else "is missing"
-            )
-            raise UserError(f"{folder}: {name} {defect}")
-    if step_of(folder) != progress.step:
-        raise UserError(f"{folder}: holds step {progress.step}")
-    return progress
+    return {**state, "files": files}, progress
+
+
+def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with the checksum of its own text as the last key."""
+    return {**state, _SEAL: xxh3_64_hexdigest(json_bytes(state))}
 
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from xxhash import xxh3_64
 
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.load import Policy, save_policy
@@ -36,7 +38,7 @@ from bandpo_cli.storage.checkpoints import (
     staging_folder,
     write_trainer_state,
 )
-from bandpo_cli.storage.files import apply_umask, sync_file, sync_folder
+from bandpo_cli.storage.files import apply_umask, file_checksum, sync_file, sync_folder
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.sampled_groups import SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
@@ -51,6 +53,8 @@ of which several ranks read all safetensors files."""
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
 
+PIECE_BYTES = 2**18
+"""Bytes of the optimizer state that are hashed and written at a time: they stay in the cache of a core."""
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
 
@@ -145,16 +149,19 @@ def write_checkpoint(
     """
     ranks = policy.ranks
     hidden = hidden_folder(folder, "writing")
+    checksums: dict[str, str] = {}
     try:
         ranks.on_main(partial(_write_model, policy, state, folder, check))
         if ranks.size == 1:
             with _write_errors(folder):
-                write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+                checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
         else:
             _write_sharded_optimizer(state, folder, ranks)
         if ahead is not None:
             ranks.on_main(partial(_write_ahead, ahead, folder))
-        ranks.on_main(partial(_complete, policy, progress, folder, check))
+        for share in ranks.agree(partial(_flush, ranks, folder, check, frozenset(checksums))):
+            checksums |= share
+        ranks.on_main(partial(_complete, progress, checksums, folder, check))
     except BaseException:
         if ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -197,18 +204,49 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
         )
 
 
-def _complete(policy: Policy, progress: Progress, folder: Path, check: Callable[[], None]) -> None:
-    """Flush the files of the hidden folder, list them in `trainer/state.json` and rename the folder."""
-    with _write_errors(folder):
-        hidden = hidden_folder(folder, "writing")
-        for path in hidden.rglob("*"):
+def _flush(ranks: Ranks, folder: Path, check: Callable[[], None], known: Collection[str]) -> dict[str, str]:
+    """Flush the files of the hidden folder and return the checksums of this rank's share of them, by name.
+
+    Rank 0 flushes the files and reads the model folder, and each rank reads its own shards of the optimizer state. A
+    thread reads them, mostly from the page cache, while the disk writes.
+
+    Args:
+        known: names of files whose checksums are known.
+    """
+    hidden = hidden_folder(folder, "writing")
+    paths = sorted(hidden.rglob("*"))
+    shards = [path for path in paths if path.parent == hidden / SHARDS]
+    first, end = (len(shards) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    own = shards[first:end]  # the names begin with the number of the rank
+    if ranks.is_main:
+        others = [path for path in paths if path.is_file() and path not in shards]
+        own += [path for path in others if path.relative_to(hidden).as_posix() not in known]
+    with _write_errors(folder), ThreadPoolExecutor(1) as executor:
+        read = partial(file_checksum, check=check)
+        try:
+            checksums: Iterator[str] = executor.map(read, own)
+        except RuntimeError:  # the limit on threads is reached
+            checksums = map(read, own)
+        for path in paths if ranks.is_main else ():
             check()
             if path.is_dir():
                 sync_folder(path)
             else:
                 apply_umask(path)  # safetensors makes files that only their owner can read
                 sync_file(path)
-        write_trainer_state(hidden, progress)  # flushes its file itself
+        return {
+            path.relative_to(hidden).as_posix(): checksum
+            for path, checksum in zip(own, checksums, strict=True)
+        }
+
+
+def _complete(
+    progress: Progress, checksums: Mapping[str, str], folder: Path, check: Callable[[], None]
+) -> None:
+    """List the files of the hidden folder in `trainer/state.json` and rename the folder."""
+    with _write_errors(folder):
+        hidden = hidden_folder(folder, "writing")
+        write_trainer_state(hidden, progress, checksums)  # flushes its file itself
         sync_folder(hidden)
         check()
         if folder.exists():
@@ -228,14 +266,15 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = _never_abandon
-) -> None:
-    """Write tensors of floating-point types as a safetensors file, with the bytes that `safetensors` writes.
+) -> str:
+    """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
-    That function writes a file as a whole. This one writes and flushes it in chunks, so that `check` can give up a
-    file of many GB, and releases the interpreter's lock meanwhile.
+    The bytes are those that `safetensors` writes. That function writes a file as a whole. This one writes it in pieces,
+    which fit into the cache of a core, so that hashing them costs little, and flushes it in chunks, so that `check` can
+    give up a file of many GB. It releases the interpreter's lock meanwhile.
 
     Args:
-        check: called before each chunk; what it raises ends the writing.
+        check: called before each piece; what it raises ends the writing.
     """
     ordered = sorted(tensors.items(), key=lambda each: (_DTYPES.index(each[1].dtype), each[0]))
     header: dict[str, object] = {}
@@ -251,17 +290,21 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        written = 0
+        start_of_file = len(text).to_bytes(8, "little") + text
+        file.write(start_of_file)
+        checksum, written = xxh3_64(start_of_file), 0
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, len(data), CHUNK_BYTES):
+            for start in range(0, len(data), PIECE_BYTES):
                 check()
-                written += file.write(data[start : start + CHUNK_BYTES].data)
+                piece = data[start : start + PIECE_BYTES].data
+                checksum.update(piece)
+                written += file.write(piece)
                 if written >= CHUNK_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
                     written = 0
+    return checksum.hexdigest()
 
 
 def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progress:

@@ -22,7 +22,7 @@ from bandpo_cli.training import checkpoint_files
 WRITE = checkpoint_files.write_tensors
 
 
-def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> None:
+def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
     """Write `path`, except in the checkpoint of step 4."""
     checkpoint = path.parents[1]
     if checkpoint.name == ".step-000004.writing":
@@ -31,15 +31,15 @@ def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], No
         while metrics.read_text().count("\n") < 6:
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGKILL)
-    WRITE(path, tensors, check)
+    return WRITE(path, tensors, check)
 
 
-def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> None:
+def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
     """Write `path`; a thread waits first."""
     while threading.current_thread() is not threading.main_thread() and not Path("release").exists():
         time.sleep(0.002)
         check()
-    WRITE(path, tensors, check)
+    return WRITE(path, tensors, check)
 
 
 if __name__ == "__main__":

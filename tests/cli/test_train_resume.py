@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.eval_command import Done, bandpo, succeed
+from tests.cli.eval_command import Done, bandpo, succeed, usage_error
 from tests.cli.train_runs import (
     SMALL,
     check_equal,
@@ -161,6 +161,30 @@ def test_a_complete_run_can_be_extended(crashed: Path, tmp_path: Path) -> None:
     there = {path.name for path in (crashed / "checkpoints").iterdir()}
     assert "step-000008" in there
     assert len(there) <= 2, "the last and the best"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json", "config.json"]
+)
+def test_a_checkpoint_with_a_flipped_bit_is_skipped(
+    crashed: Path, uninterrupted: Path, tmp_path: Path, name: str
+) -> None:
+    truncate_metrics(crashed, 5)
+    drop_checkpoints(crashed, 6)
+    path = crashed / "checkpoints" / "step-000004" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    if not name.startswith("trainer/optimizer"):
+        line = usage_error("eval", "--model", "a@4", "--n", "1", cwd=tmp_path)
+        assert f"step-000004: {name} is damaged: its content has changed" in line
+    done = succeed("train", "--resume", "a", cwd=tmp_path)
+    printed = " ".join(done.out.split())
+    assert "warning: skipped: " in printed
+    assert f"step-000004: {name} is damaged: its content has changed since it was written" in printed
+    assert "after step 2" in printed
+    check_equal(crashed, uninterrupted)
 
 
 @pytest.mark.slow

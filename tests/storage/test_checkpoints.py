@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import (
     Progress,
+    check_contents,
     complete_checkpoints,
     kept_steps,
     prune_checkpoints,
@@ -34,6 +36,19 @@ def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "trainer" / "optimizer.safetensors").write_bytes(b"moments")
         write_trainer_state(folder, Progress(step, 4 * step, skipped, 64 * step, "abc"))
+
+
+def make_sealed(run: RunFolder, step: int) -> Path:
+    """Write a checkpoint with the checksums of its placeholder files, computed by `xxhash` alone."""
+    make(run, step)
+    folder = run.checkpoint_dir(step)
+    (folder / "trainer" / "state.json").unlink()
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    checksums = {
+        path.relative_to(folder).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in paths
+    }
+    write_trainer_state(folder, Progress(step, 4 * step, 0, 64 * step, "abc"), checksums)
+    return folder
 
 
 def names(run: RunFolder) -> list[str]:
@@ -105,6 +120,40 @@ def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
     assert (list(complete), list(damaged)) == ([5], [10])
     remove_checkpoints_after(run, 5)
     assert names(run) == ["step-000005"]
+
+
+def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run: RunFolder) -> None:
+    """Every seventh bit of every file is flipped, those of `state.json` included."""
+    folder = make_sealed(run, 10)
+    check_contents(folder)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for bit in range(0, 8 * len(content), 7):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            with pytest.raises(UserError) as error:
+                check_contents(folder)
+            assert path.relative_to(folder).as_posix() in str(error.value)
+            assert "\n" not in str(error.value)
+        path.write_bytes(content)
+
+
+def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
+    folder = make_sealed(run, 10)
+    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"nothing")
+    check_contents(folder, training_state=False)
+    with pytest.raises(UserError, match=r"optimizer\.safetensors is damaged: its content has changed"):
+        check_contents(folder)
+
+
+def test_a_checkpoint_without_checksums_is_complete(run: RunFolder) -> None:
+    """Earlier versions wrote sizes only."""
+    make(run, 10)
+    state = json.loads((run.checkpoint_dir(10) / "trainer" / "state.json").read_text())
+    assert list(state) == ["format", "step", "updates", "skipped_in_a_row", "position", "problems", "files"]
+    check_contents(run.checkpoint_dir(10))
+    assert list(complete_checkpoints(run).complete) == [10]
 
 
 def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: RunFolder) -> None:

@@ -27,12 +27,12 @@ class Gate:
         self._write = checkpoint_files.write_tensors
         monkeypatch.setattr(checkpoint_files, "write_tensors", self._held)
 
-    def _held(self, path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> None:
+    def _held(self, path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
         if threading.current_thread() is not MAIN:
             self.reached.set()
             while not self.open.wait(0.002):
                 check()
-        self._write(path, tensors, check)
+        return self._write(path, tensors, check)
 
     def wait_until_reached(self) -> None:
         """Return when a write is held."""

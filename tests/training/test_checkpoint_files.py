@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -205,7 +206,8 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scalars, an empty tensor, two types and a transposed matrix, in chunks that end within a tensor."""
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 20)
+    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 40)
     values = {
         "b.step": torch.tensor(3.0),
         "a.exp_avg": torch.randn(7, 5),
@@ -213,7 +215,8 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
         "c.empty": torch.empty(0, 3),
         "d.π": torch.randn(3, 2, dtype=torch.float64).T,
     }
-    write_tensors(tmp_path / "ours", values)
+    checksum = write_tensors(tmp_path / "ours", values)
+    assert checksum == xxhash.xxh3_64_hexdigest((tmp_path / "ours").read_bytes())
     save_file({name: each.contiguous() for name, each in values.items()}, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
@@ -221,6 +224,7 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
 def test_a_chunk_is_on_the_disk_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 1024)
     monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 4096)
     path, synced, fsync = tmp_path / "tensors", [], os.fsync
 

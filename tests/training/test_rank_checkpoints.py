@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, OptimConfig
@@ -174,7 +175,9 @@ def check_files(folder: Path, dtype: torch.dtype) -> None:
     files = files_of(folder)
     assert {Path(name).suffix for name in files} == {".safetensors", ".json"}
     files.pop("trainer/state.json")
-    assert json.loads((folder / "trainer" / "state.json").read_text())["files"] == files
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    assert state["files"] == files
+    assert state["xxh3"] == {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in files}
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert not config["architectures"][0].startswith("FSDP")
@@ -305,10 +308,15 @@ def writes_a_copy(scenario: Scenario) -> None:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Return the content of each file; of safetensors the tensors, whose header has entries in any order."""
+    """Return the content of each file; of safetensors the tensors, whose header has entries in any order.
+
+    For that reason the checksums are left out of state.json.
+    """
     return {
         name: repr({key: each.tolist() for key, each in load_file(folder / name).items()})
         if name.endswith(".safetensors")
+        else plain_state(folder)
+        if name.endswith("state.json")
         else (folder / name).read_bytes()
         for name in files_of(folder)
     }
@@ -402,6 +410,17 @@ def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
     load_checkpoint(*trained("qwen2", torch.float32), run.checkpoint_dir(8))
 
 
+def plain_state(folder: Path) -> dict[str, object]:
+    """Return the content of `state.json` without checksums."""
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    return {name: value for name, value in state.items() if "xxh3" not in name}
+
+
+def write_plain_state(folder: Path, files: dict[str, int]) -> None:
+    """Write `state.json` as earlier versions did: with sizes, without checksums."""
+    (folder / "trainer" / "state.json").write_text(json.dumps({**plain_state(folder), "files": files}))
+
+
 def split_by_hand(folder: Path, parts: int) -> None:
     """Replace the optimizer state of one rank by files of shards, with the header that DCP's reader looks for."""
     whole = load_file(folder / "trainer" / "optimizer.safetensors")
@@ -419,11 +438,9 @@ def split_by_hand(folder: Path, parts: int) -> None:
                 tensors[name], offsets[name] = tensor, {"saved_offsets": []}
         header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file(tensors, target / f"shard-{part + 1}.safetensors", metadata=header)
-    state = folder / "trainer" / "state.json"
-    content = json.loads(state.read_text())
     files = files_of(folder)
     files.pop("trainer/state.json")
-    state.write_text(json.dumps({**content, "files": files}))
+    write_plain_state(folder, files)
 
 
 def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,8 +484,7 @@ def test_damaged_shards_are_one_error_line(tmp_path: Path, damage: Callable[[Pat
     save_checkpoint(*one, STEP, folder)
     split_by_hand(folder, 4)
     damage(folder / "trainer" / "optimizer")
-    state = folder / "trainer" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "files": {}}))  # the damage keeps the sizes
+    write_plain_state(folder, {})  # the damage keeps the sizes
     with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*one, folder)
     assert "\n" not in str(error.value)
