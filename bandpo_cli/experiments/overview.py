@@ -19,7 +19,7 @@ from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
-from bandpo_cli.storage.run_record import read_stored_run, read_summary
+from bandpo_cli.storage.run_record import StoredRun, Summary, read_stored_run, read_summary
 from bandpo_cli.storage.tables import GradedCompletion, read_graded_completions
 from bandpo_cli.types import RunStatus
 
@@ -150,18 +150,27 @@ def list_runs(
 
 def describe_line(path: Path, runs_dir: Path) -> RunOverview:
     """Return the overview of the run in the folder `path`; a damaged folder has `error` and no status."""
-    name = path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
+    name = _name_in(runs_dir, path)
     try:
-        run = read_stored_run(path)
-        config = resolve([run.config])
-        summary = read_summary(path)
+        run = read_stored_run(path, _listed)
+        return _overview(name, run, resolve([run.config]), read_summary(path))
     except UserError as error:
         return RunOverview(name, path, error=str(error))
+
+
+def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a line of metrics.jsonl that an overview needs."""
+    keys = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
+    return {key: value for key, value in line.items() if key in keys or "/mean_at_" in key}
+
+
+def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
+    """Return the overview of a run."""
     lines = [record.line for record in run.records]
     failure = summary.content.get("error") if summary is not None and run.status is not None else None
     return RunOverview(
         name=name,
-        path=path,
+        path=run.path,
         method=config.bounds.slug(),
         task=config.task.title,
         model=config.model.path,
@@ -188,22 +197,35 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     """
     root = Path(runs_dir)
     folder = RunFolder.open(root, run)
-    overview = describe_line(folder.path, root)
-    if overview.status is None:
-        raise UserError(overview.error or f"{folder.path} is damaged")
-    stored = read_stored_run(folder.path)
+    first: dict[str, tuple[int, float]] = {}
+    last: dict[str, tuple[int, float]] = {}
+
+    def note(line: Mapping[str, Any]) -> dict[str, Any]:
+        """Note first and last finite value of each metric."""
+        for key, value in line.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                last[key] = (line["step"], float(value))
+                if key not in first:
+                    first[key] = last[key]
+        return _listed(line)
+
+    stored = read_stored_run(folder.path, note)
     config = resolve([stored.config])
-    records = folder.read_metrics()
     return RunDescription(
-        overview=overview,
+        overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
         changed=tuple(changed_settings(config, on_gpu=_has_gpu(stored.env))),
-        metrics=tuple(_metric_ranges(records)),
+        metrics=tuple(MetricRange(key, first[key], last[key]) for key in first if key != "step"),
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
         plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
-        seconds=sum(float(record.get("time/step") or 0) for record in records),
+        seconds=sum(float(record.line.get("time/step") or 0) for record in stored.records),
     )
+
+
+def _name_in(runs_dir: Path, path: Path) -> str:
+    """Return the path of a run below `runs_dir`, else its path."""
+    return path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
 
 
 def changed_settings(config: RunConfig, on_gpu: bool = False) -> Iterator[ChangedSetting]:
@@ -315,19 +337,6 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """Return the last value of a metric; None where no line has one."""
     values = (line.get(key) for line in reversed(lines))
     return next((float(value) for value in values if isinstance(value, int | float)), None)
-
-
-def _metric_ranges(records: Sequence[Mapping[str, Any]]) -> Iterator[MetricRange]:
-    """Yield first and last value of each metric that has a finite value, in the order of `metrics.jsonl`."""
-    keys = dict.fromkeys(key for record in records for key in record if key != "step")
-    for key in keys:
-        points = [
-            (int(record["step"]), float(value))
-            for record in records
-            if isinstance(value := record.get(key), int | float) and math.isfinite(value)
-        ]
-        if points:
-            yield MetricRange(key, points[0], points[-1])
 
 
 def _named_settings(bounds: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
-from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, resume_command
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, resume_command
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.types import RunResult, TrainCallback
@@ -292,7 +292,7 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
     Before the first line it is -1, or 0 in a run that does not evaluate before training.
     """
     first = 0 if config.evaluation.every else 1
-    steps = [record["step"] for record in folder.read_metrics()]
+    steps = [record["step"] for record in iterate_metrics(folder.metrics_path)]
     expected = list(range(first, first + len(steps)))
     if steps != expected:
         number = next(i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b)

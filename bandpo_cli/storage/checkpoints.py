@@ -240,11 +240,14 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
     disk first: a checkpoint counts only when the line of its step is there. Nothing is removed where the updates
     before the latest checkpoint were skipped: its policy may be broken, and an older one is needed to return to.
     """
+    if config.keep_last is None:
+        return
     complete, _ = complete_checkpoints(run)
     if complete and complete[max(complete)].skipped_in_a_row:
         return
     run.sync_metrics()
-    for step in complete.keys() - kept_steps(complete, run.read_metrics(), config):
+    records = [record for step in complete if (record := run.read_record(step)) is not None]
+    for step in complete.keys() - kept_steps(complete, records, config):
         delete_checkpoint(run.checkpoint_dir(step))
 
 

@@ -6,9 +6,11 @@ The folder is the complete record of a run, with or without a tracker. Resume an
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,6 +142,28 @@ class RunFolder:
         """Return the records in file order, [] before the first; a truncated last line is left out."""
         return read_metrics(self.metrics_path)
 
+    def read_record(self, step: int) -> dict[str, Any] | None:
+        """Return the record of `step`, None where there is none.
+
+        The steps ascend, so a search by bisection reads a few lines of the file.
+        """
+        if not path_exists(self.metrics_path):
+            return None
+        with self.metrics_path.open("rb") as file:
+
+            def first_record(offset: int) -> dict[str, Any]:
+                """Return the record of the first line that begins at `offset` or later."""
+                file.seek(max(offset - 1, 0))
+                if offset > 0:
+                    file.readline()
+                line = file.readline()
+                return _parsed(line, self.metrics_path) if line.endswith(b"\n") else {"step": math.inf}
+
+            size = self.metrics_path.stat().st_size
+            offset = bisect_left(range(size), step, key=lambda offset: first_record(offset)["step"])
+            record = first_record(offset)
+        return record if record["step"] == step else None
+
     def roll_back(self, step: int) -> None:
         """Remove the metrics and files of all steps after `step`, which a resume from its checkpoint does again.
 
@@ -239,27 +263,25 @@ def sync_command(folder: Path, runs_dir: Path) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, [] when there is no such file; a truncated last line is left out.
+    """Return the records of a `metrics.jsonl`; see `iterate_metrics`."""
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a `metrics.jsonl`, none when there is no such file; a truncated last line is left out.
 
     Raises UserError when another line is not a JSON object with a step.
     """
     if not path_exists(path):
-        return []
+        return
     check_regular_file(path, str(path))
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _parsed(line, f"{path}, line {number}")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-            record["step"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            problem = f"is not a JSON object with a step: {line[:80]!r}"
-            raise UserError(f"{path}, line {number} {problem}") from None
-        records.append(record)
-    return records
 
 
 def run_artifacts(folder: Path) -> list[Path]:
@@ -328,6 +350,17 @@ def slug(name: str) -> str:
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
     return near if is_valid_name(near) else f"run-{near}"
+
+
+def _parsed(line: bytes, where: Path | str) -> dict[str, Any]:
+    """Return the record in a line of `metrics.jsonl`. Raises UserError, which begins with `where`, if it has none."""
+    text = line.decode("utf-8", errors="replace").removesuffix("\n")
+    try:
+        record: dict[str, Any] = json.loads(text)
+        record["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(f"{where} is not a JSON object with a step: {text[:80]!r}") from None
+    return record
 
 
 def _candidates(text: str, runs_dir: Path) -> list[Path]:

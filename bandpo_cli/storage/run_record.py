@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -10,9 +11,11 @@ from typing import Any, get_args
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
-from bandpo_cli.storage.files import is_locked, read_json_object, step_name
-from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.files import is_locked, read_json_object, step_of
+from bandpo_cli.storage.run_folder import iterate_metrics, read_metrics
 from bandpo_cli.types import RunStatus
+
+Record = Mapping[str, Any]
 
 SUMMARY_FILE = "summary.json"
 
@@ -112,8 +115,13 @@ def final_status(summary: Summary | None, last_step: int) -> RunStatus:
     return summary.status or "KILLED"
 
 
-def read_stored_run(path: Path) -> StoredRun:
-    """Return the content of a run folder. Raises UserError, which names the file, where it is damaged."""
+def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> StoredRun:
+    """Return the content of a run folder. Raises UserError, which names the file, where it is damaged.
+
+    Args:
+        keep: returns what to keep of a line of `metrics.jsonl`, at least step, `time/step` and `time/checkpoint`: all
+            lines of a long run take more than a gigabyte.
+    """
     config = read_layer(path / "config.yaml", "run settings")
     if not config:
         raise UserError(f"{path / 'config.yaml'}: it holds no settings, so this is not the folder of a run")
@@ -121,7 +129,7 @@ def read_stored_run(path: Path) -> StoredRun:
     # Before summary and metrics: what a run that ends during these lines has not written yet, the next sync sends.
     writing = is_locked(path)
     summary = read_summary(path)
-    lines = read_metrics(path / "metrics.jsonl")
+    lines = [keep(line) for line in iterate_metrics(path / "metrics.jsonl")]
     records = _with_timestamps(path, lines)
     written = _written_ms(path / "config.yaml") or 0
     first = records[0].clock_ms - round(1000 * _seconds(lines[0], "time/step")) if records else written
@@ -147,18 +155,15 @@ def read_records(path: Path) -> list[TimedRecord]:
 def _with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[TimedRecord]:
     """Return `lines` with their times; see `read_records`."""
     later = _written_ms(path / "metrics.jsonl") or 0
+    samples, evals = _written_by_step(path / "samples"), _written_by_step(path / "evals")
     records = []
     for line in reversed(lines):
         step = line["step"]
         if type(step) is not int or step < 0:
             raise UserError(f"{path / 'metrics.jsonl'}: {step!r} is not a step; restore the file from a copy")
-        written = [
-            _written_ms(path / name)
-            for name in (f"samples/{step_name(step)}.parquet", f"evals/{step_name(step)}.json")
-        ]
-        times = [time for time in written if time is not None]
-        if times:
-            later = min(later, max(times) + round(1000 * _seconds(line, "time/checkpoint")))
+        written = max(samples.get(step, 0), evals.get(step, 0))
+        if written:
+            later = min(later, written + round(1000 * _seconds(line, "time/checkpoint")))
         records.append(TimedRecord(step, line, later))
         later -= round(1000 * _seconds(line, "time/step"))
     return records[::-1]
@@ -167,6 +172,16 @@ def _with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Tim
 def _seconds(line: Mapping[str, Any], key: str) -> float:
     value = line.get(key)
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _written_by_step(folder: Path) -> dict[int, int]:
+    """Return the modification time of the file of each step in a folder, in milliseconds since 1970."""
+    try:
+        with os.scandir(folder) as entries:
+            written = {step_of(Path(each.name)): each.stat().st_mtime_ns // 1_000_000 for each in entries}
+    except OSError:
+        return {}
+    return {step: time for step, time in written.items() if step is not None}
 
 
 def _written_ms(path: Path) -> int | None:

@@ -223,10 +223,11 @@ def plot_accuracy_lr(
 
 def common_curve(curves: Sequence[Series]) -> Curve | None:
     """Return the curves at their common steps; None if there are none."""
-    steps = sorted(set.intersection(*(set(each[0]) for each in curves))) if curves else []
+    by_step = [dict(zip(*curve, strict=True)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, by_step))) if curves else []
     if not steps:
         return None
-    values = [[dict(zip(*each, strict=True))[step] for step in steps] for each in curves]
+    values = [[curve[step] for step in steps] for curve in by_step]
     return Curve(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
 
 
