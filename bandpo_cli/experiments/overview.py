@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +107,8 @@ class RunDescription:
     seconds: float
 
 
+_NUMBERS = {int, float, bool}
+
 SORT_KEYS = ("time", "name", "heldout", "accuracy", "entropy", "step")
 """Orders of `list_runs`: by time and name ascending, by metrics the largest first."""
 
@@ -160,8 +162,13 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
 
 def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a line of metrics.jsonl that an overview needs."""
-    keys = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
-    return {key: value for key, value in line.items() if key in keys or "/mean_at_" in key}
+    return {key: line[key] for key in _listed_keys(tuple(line))}
+
+
+@lru_cache  # most lines of a run have the same keys
+def _listed_keys(keys: tuple[str, ...]) -> list[str]:
+    needed = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
+    return [key for key in keys if key in needed or "/mean_at_" in key]
 
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
@@ -197,16 +204,18 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     """
     root = Path(runs_dir)
     folder = RunFolder.open(root, run)
-    first: dict[str, tuple[int, float]] = {}
-    last: dict[str, tuple[int, float]] = {}
+    first: dict[str, Mapping[str, Any]] = {}
+    last: dict[str, Mapping[str, Any]] = {}
 
     def note(line: Mapping[str, Any]) -> dict[str, Any]:
-        """Note first and last finite value of each metric."""
-        for key, value in line.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                last[key] = (line["step"], float(value))
-                if key not in first:
-                    first[key] = last[key]
+        """Note the first and the last line with a value of each metric."""
+        known = line
+        if not all(map(_NUMBERS.__contains__, map(type, line.values()))):
+            known = {key: value for key, value in line.items() if type(value) in _NUMBERS}
+        last.update(dict.fromkeys(known, line))
+        if not known.keys() <= first.keys():
+            for key in known:
+                first.setdefault(key, line)
         return _listed(line)
 
     stored = read_stored_run(folder.path, note)
@@ -215,7 +224,11 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
         changed=tuple(changed_settings(config, on_gpu=_has_gpu(stored.env))),
-        metrics=tuple(MetricRange(key, first[key], last[key]) for key in first if key != "step"),
+        metrics=tuple(
+            MetricRange(key, _point(first[key], key), _point(last[key], key))
+            for key in first
+            if key != "step"
+        ),
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
         plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
@@ -226,6 +239,10 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
 def _name_in(runs_dir: Path, path: Path) -> str:
     """Return the path of a run below `runs_dir`, else its path."""
     return path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
+
+
+def _point(line: Mapping[str, Any], key: str) -> tuple[int, float]:
+    return int(line["step"]), float(line[key])
 
 
 def changed_settings(config: RunConfig, on_gpu: bool = False) -> Iterator[ChangedSetting]:

@@ -179,7 +179,7 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: Path | os.DirEntry[str]) -> int | None:
     """Return the step of a file or folder named by `step_name`, None for any other."""
     match = re.match(r"step-(\d+)(\.|$)", path.name)
     return int(match[1]) if match else None

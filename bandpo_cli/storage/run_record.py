@@ -178,7 +178,7 @@ def _written_by_step(folder: Path) -> dict[int, int]:
     """Return the modification time of the file of each step in a folder, in milliseconds since 1970."""
     try:
         with os.scandir(folder) as entries:
-            written = {step_of(Path(each.name)): each.stat().st_mtime_ns // 1_000_000 for each in entries}
+            written = {step_of(each): each.stat().st_mtime_ns // 1_000_000 for each in entries}
     except OSError:
         return {}
     return {step: time for step, time in written.items() if step is not None}
