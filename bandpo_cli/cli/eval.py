@@ -238,12 +238,14 @@ def evaluate(
         legacy_best_at_k=legacy_best_at_k,
         runs_dir=runs_dir,
     )
-    folder_name = choose_run_name(runs_dir, launched_name() if name is None else name, request.default_name())
+    asked = launched_name() if name is None else name
+    folder_name = choose_run_name(runs_dir, asked, request.default_name())
     if (ranks := ranks_to_start(nproc)) is not None:
         return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
     print_request(console, request)
     with closing(EvalView(console, style, runs_dir)) as view:
-        result = run_evaluation(request, runs_dir=runs_dir, name=folder_name, callbacks=[view])
+        # The name is chosen again: another process may have taken the default one since.
+        result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     print_files(console, result)
     return None
 

@@ -6,7 +6,6 @@ Every mistake that can be found without torch is found here.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.rows import source_label
@@ -89,7 +88,7 @@ class EvalRequest:
 
     def default_name(self) -> str:
         """Return the evaluation's name with the time."""
-        return f"{self.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return timestamped(self.stem)
 
     def as_json(self) -> dict[str, Any]:
         """Return what a later call needs to resume the same evaluation."""

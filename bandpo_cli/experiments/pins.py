@@ -14,6 +14,7 @@ from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed, resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.hub import cached_commit, is_commit
+from bandpo_cli.paths import path_exists
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder
@@ -64,6 +65,17 @@ def stored_resolution(folder: RunFolder) -> Mapping[str, Any]:
     entries = [env, *(resumes if isinstance(resumes, list) else [])]
     found = [each[RESOLVED] for each in entries if isinstance(each, dict) and RESOLVED in each]
     return found[0] if found and isinstance(found[0], dict) else {}
+
+
+def pin_warnings(folder: RunFolder) -> list[str]:
+    """Return a warning if env.json is damaged; a run that ended early may lack the file."""
+    if not path_exists(folder.path / "env.json"):
+        return []
+    try:
+        read_json_object(folder.path / "env.json")
+    except UserError as error:
+        return [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
+    return []
 
 
 def pin(config: RunConfig, folder: RunFolder) -> RunConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,14 @@ from bandpo_cli.paths import (
 from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
+from bandpo_cli.storage.run_folder import (
+    RunFolder,
+    check_name,
+    find_run,
+    is_run_folder,
+    timestamped,
+    unused_name,
+)
 from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.types import Problem
 
@@ -46,8 +52,7 @@ more than runs usually differ by. The smallest public sets in use, AIME and AMC,
 
 def default_name(config: RunConfig) -> str:
     """Return the name of a run to which the user gives none: method, task, seed and time."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return f"{config.bounds.slug()}-{config.task.name}-s{config.seed}-{stamp}"
+    return timestamped(f"{config.bounds.slug()}-{config.task.name}-s{config.seed}")
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:

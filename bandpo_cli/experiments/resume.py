@@ -15,7 +15,7 @@ from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yam
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
-from bandpo_cli.experiments.pins import pin
+from bandpo_cli.experiments.pins import pin, pin_warnings
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -211,6 +211,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         checkpoint,
         (
             *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
+            *pin_warnings(folder),
             *config_warnings(config),
             *checkpoint_warnings(config),
             *(data_warnings(config, task) if task is not None else ()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.preflight import check_config, choose_run_name
 from bandpo_cli.experiments.tuning import tuned_layers
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import (
@@ -133,7 +132,7 @@ def create_sweep(
     request: SweepRequest, runs_dir: Path, name: str | None, gpus_per_run: int = 1
 ) -> SweepFolder:
     """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
-    chosen = choose_run_name(runs_dir, name, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    chosen = choose_run_name(runs_dir, name, timestamped("sweep"))
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about, gpus_per_run)
 
 

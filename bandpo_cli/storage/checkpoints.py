@@ -259,7 +259,7 @@ def remove_checkpoints_after(run: RunFolder, step: int) -> None:
         delete_checkpoint(run.checkpoint_dir(each))
     for path in (run.path / "checkpoints").glob(".step-*"):
         if _STAGING_NAME.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove_tree(path)
 
 
 def hidden_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
@@ -270,8 +270,8 @@ def hidden_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
 def staging_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
     """Return `hidden_folder`; one that a crash left is removed."""
     hidden = hidden_folder(folder, action)
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    if os.path.lexists(hidden):
+        _remove_tree(hidden)
     return hidden
 
 
@@ -280,4 +280,12 @@ def delete_checkpoint(folder: Path) -> None:
     hidden = staging_folder(folder, "removing")
     os.rename(folder, hidden)
     sync_folder(folder.parent)
-    shutil.rmtree(hidden)
+    _remove_tree(hidden)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder; of a symbolic link, the link and not its target."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)

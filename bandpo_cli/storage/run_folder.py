@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shlex
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+_TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d+)*$")
+"""The end of a name of `timestamped`, with the suffixes of `unused_name`."""
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
@@ -321,12 +324,20 @@ def check_name(name: str, runs_dir: Path) -> str:
 
 
 def create_folder(runs_dir: Path, name: str) -> Path:
-    """Create the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not valid."""
+    """Create the folder `name` in `runs_dir` and return its path.
+
+    A name of `timestamped` that another process has taken since gets a suffix: that process started in the same second.
+
+    Raises:
+        UserError: another name is taken, the name is not valid, or the folder cannot be created.
+    """
     path = runs_dir / check_name(name, runs_dir)
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         path.mkdir()
     except FileExistsError:
+        if _TIMESTAMP.search(name):
+            return create_folder(runs_dir, unused_name(name, runs_dir))
         raise UserError(
             f"{name!r} already exists in {runs_dir}: choose another name, --name {unused_name(name, runs_dir)}"
         ) from None
@@ -334,6 +345,11 @@ def create_folder(runs_dir: Path, name: str) -> Path:
         raise UserError(f"--runs-dir {runs_dir}: cannot create a folder there: {error.strerror}") from None
     sync_folder(runs_dir)
     return path
+
+
+def timestamped(stem: str) -> str:
+    """Return the default name of a new folder: `stem` and the time, to the second."""
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def unused_name(stem: str, runs_dir: Path) -> str:

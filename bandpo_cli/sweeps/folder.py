@@ -78,7 +78,13 @@ class SweepFolder:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
         runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in planned]
         several = {"gpus_per_run": gpus_per_run} if gpus_per_run > 1 else {}
-        plan = {"name": name, "baseline": baseline, **several, **about, "runs": [vars(run) for run in runs]}
+        plan = {
+            "name": path.name,
+            "baseline": baseline,
+            **several,
+            **about,
+            "runs": [vars(run) for run in runs],
+        }
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
         return cls(path, runs, baseline, gpus_per_run)
 

@@ -249,7 +249,7 @@ def _complete(
         write_trainer_state(hidden, progress, checksums)  # flushes its file itself
         sync_folder(hidden)
         check()
-        if folder.exists():
+        if os.path.lexists(folder):
             delete_checkpoint(folder)
         os.rename(hidden, folder)
         sync_folder(folder.parent)

@@ -99,6 +99,17 @@ def test_equal_and_harmless_settings_are_accepted(placeholder_run: Path, tmp_pat
     succeed("train", "--resume", "a", "--config", "runs/a/config.yaml", *flags, "--dry-run", cwd=tmp_path)
 
 
+def test_a_damaged_env_file_is_reported(placeholder_run: Path, tmp_path: Path) -> None:
+    truncate_metrics(placeholder_run, 5)
+    flags = ["--set", "tracking.mlflow=false", "--dry-run"]
+    missing = succeed("train", "--resume", "a", *flags, cwd=tmp_path).out
+    assert "env.json" not in missing, "a run that ended early has none"
+    (placeholder_run / "env.json").write_text('{"resolved": {"engine": "tr')
+    printed = " ".join(succeed("train", "--resume", "a", *flags, cwd=tmp_path).out.split())
+    assert "env.json: not readable as JSON" in printed
+    assert "engine, dtype and commits of the run are not known and are chosen anew" in printed
+
+
 def test_a_finite_schedule_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
     config = (placeholder_run / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
     (placeholder_run / "config.yaml").write_text(config)

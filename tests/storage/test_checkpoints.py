@@ -165,6 +165,22 @@ def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: Ru
     assert names(run) == [".mine", "best-so-far", "step-000005", "step-000010"]
 
 
+def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(run: RunFolder, tmp_path: Path) -> None:
+    """Links of checkpoints elsewhere, one of them dangling, and a hidden link that an earlier version left."""
+    make(run, 5, 10, 15)
+    for step in (10, 15):
+        run.checkpoint_dir(step).rename(tmp_path / f"step-{step:06d}")
+        run.checkpoint_dir(step).symlink_to(tmp_path / f"step-{step:06d}")
+    shutil.copytree(tmp_path / "step-000015", tmp_path / "copy")
+    (run.path / "checkpoints" / ".step-000010.removing").symlink_to(tmp_path / "copy")
+    assert list(complete_checkpoints(run).complete) == [5, 10, 15]
+    shutil.rmtree(tmp_path / "step-000015")
+    remove_checkpoints_after(run, 5)
+    assert names(run) == ["step-000005"]
+    assert (tmp_path / "step-000010" / "model.safetensors").read_bytes() == b"weights"
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() == b"weights"
+
+
 def test_a_run_without_checkpoints(run: RunFolder) -> None:
     assert complete_checkpoints(run) == ({}, {})
     remove_checkpoints_after(run, -1)

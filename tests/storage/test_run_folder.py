@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage import files
+from bandpo_cli.storage import files, run_folder
+from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
     RunFolder,
@@ -22,6 +25,7 @@ from bandpo_cli.storage.run_folder import (
     read_metrics,
     resume_command,
     sync_command,
+    timestamped,
     unused_name,
 )
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, sample_rows
@@ -255,3 +259,33 @@ def test_step_names_round_trip(tmp_path):
     assert step_of(folder.checkpoint_dir(1234567)) == 1234567
     assert step_of(tmp_path / "step-000010.json") == 10
     assert step_of(tmp_path / "notes.txt") is None
+
+
+@pytest.mark.parametrize("create", [RunFolder.create, EvalFolder.create])
+def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch, create):
+    """All have chosen their name before any of them creates its folder."""
+    monkeypatch.setattr(time, "strftime", lambda _: "20261123-120000")
+    names = [unused_name(timestamped("kl-s0"), tmp_path) for _ in range(3)]
+    assert [create(tmp_path, name).name for name in names] == [
+        "kl-s0-20261123-120000",
+        "kl-s0-20261123-120000-2",
+        "kl-s0-20261123-120000-3",
+    ]
+
+
+def test_a_record_is_found_among_many_without_reading_them(tmp_path, monkeypatch):
+    """The number of lines that are parsed grows with the logarithm; steps 3, 6, ... exist."""
+    run = RunFolder.create(tmp_path, "a")
+    parsed = Counter()
+    parse = run_folder._parsed
+    monkeypatch.setattr(run_folder, "_parsed", lambda *line: parsed.update(["line"]) or parse(*line))
+    text = "".join(json.dumps({"step": 3 * step, "a": "x" * (step % 50)}) + "\n" for step in range(4000))
+    for truncated in ("", '{"step": 12000, "a'):
+        run.metrics_path.write_text(text + truncated)
+        for step in (0, 3, 6000, 11997):
+            parsed.clear()
+            assert run.read_record(step)["step"] == step
+            assert parsed["line"] <= 22, "log2 of the 184,000 bytes of the file, and the line itself"
+        assert [run.read_record(step) for step in (-1, 4, 12000)] == [None, None, None]
+    run.metrics_path.unlink()
+    assert run.read_record(0) is None
