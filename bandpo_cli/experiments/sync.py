@@ -161,11 +161,11 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
-        file = error.filename if isinstance(error, OSError) else None
-        if isinstance(file, str) and Path(file).is_relative_to(path):
-            why = short_error(error) if error.strerror is None else error.strerror
+        if isinstance(error, OSError) and Path(str(error.filename)).absolute().is_relative_to(
+            path.absolute()
+        ):
             raise UserError(
-                f"{file}: {why}; sync locks the run folder and records in it what was sent"
+                f"{error.filename}: {error.strerror}; sync locks the run folder and records in it what was sent"
             ) from None
         how = "cannot be reached" if isinstance(error, OSError) else f"did not accept run {path.name}"
         raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None

@@ -104,6 +104,18 @@ def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
     assert out.startswith("c  sent 2 metric values")
 
 
+def test_a_run_folder_that_cannot_be_written_to_is_named(
+    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in the place of the lock file gives an error for root too, whom permissions do not stop."""
+    make_run(runs, "a")
+    (runs / "a" / ".mlflow.lock").mkdir()
+    code, _, err = sync(monkeypatch, capsys, "a", "--tracking-uri", store)
+    assert code == 2
+    assert "runs/a/.mlflow.lock: Is a directory; sync locks the run folder" in err
+    assert "reached" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from bandpo_cli.config import yaml_loader
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError
@@ -116,8 +119,8 @@ def test_sweep_flags(empty_cwd: Path) -> None:
 
     for text in NAMES:
         axes: tuple[list[str], ...] = ([text], [f"optim.lr={text}"])
-        for given in axes:
-            accepts(lambda given=given: plan(given, {}), given)
+        for axis in axes:
+            accepts(lambda axis=axis: plan(axis, {}), axis)
         for name in ("seeds", "baseline", "recorded", "tuned_on"):
             accepts(lambda name=name, text=text: plan([], {name: text}), (name, text))
     assert not list(empty_cwd.iterdir())
@@ -145,3 +148,45 @@ def test_anchors_and_number_formats_are_read() -> None:
     text = "a: &x {lr: 1.0e-4, n: 1_000, h: 0x1F}\nb: *x\nc: [*x, *x]\nd: .inf\ne: 12:30\n"
     inner = {"lr": 1e-4, "n": 1000, "h": 31}
     assert parse_yaml(text, "") == {"a": inner, "b": inner, "c": [inner] * 2, "d": float("inf"), "e": 750}
+
+
+TOKENS = [
+    "a",
+    "b:",
+    "- ",
+    ": ",
+    "1e-3",
+    "no",
+    "0.5",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "'",
+    " #",
+    "\n",
+    "  ",
+    "01",
+    "@",
+    "=",
+]
+
+
+@given(st.lists(st.sampled_from(TOKENS)))
+def test_libyaml_and_the_python_parser_read_the_same(parts: list[str]) -> None:
+    text = "".join(parts)
+    assume(yaml_loader._SIMPLE.fullmatch(text))
+    try:
+        fast = yaml.load(text, Loader=yaml_loader._FastLoader)
+    except yaml.YAMLError:
+        return  # then the Python parser decides
+    assert fast == yaml.load(text, Loader=yaml_loader._StrictLoader)
+
+
+@pytest.mark.parametrize("part", ["[", "- ", "{a:", "a: ["])
+def test_deeply_nested_short_texts_do_not_exhaust_the_stack(part: str) -> None:
+    text = part * (4096 // len(part))
+    assert yaml_loader._SIMPLE.fullmatch(text)
+    with pytest.raises(ConfigError):
+        parse_yaml(text, "file")
