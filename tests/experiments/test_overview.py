@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.experiments.overview import changed_settings
+from bandpo_cli.experiments.overview import MetricRange, changed_settings, describe_line, describe_run
+from bandpo_cli.storage import run_folder, run_record
+from bandpo_cli.storage.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,36 @@ def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> Non
         "task.template": ("{question} Number only.", "answer-line"),
         "task.grader": ("gsm8k-flexible", None),
     }
+
+
+def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A metric without a value at the first or last step has the range of the steps that have one."""
+    run = RunFolder.create(tmp_path, "a")
+    run.write_config("seed: 3\n")
+    for step in range(50):
+        values: dict[str, object] = {f"x/{number}": float(step) for number in range(20)}
+        values |= {"x/0": None if step in (0, 49) else step, "train/entropy": 0.5, "eval/a/mean_at_4": 0.25}
+        run.append_metrics({"step": step, **values, "time/step": 2.0})
+    parsed: Counter[str] = Counter()
+    held: list[int] = []
+    parse, with_timestamps = run_folder._parsed, run_record._with_timestamps
+    monkeypatch.setattr(run_folder, "_parsed", lambda *line: parsed.update(["line"]) or parse(*line))
+
+    def note(path: Path, lines: list[dict[str, object]]) -> list[run_record.TimedRecord]:
+        held.extend(map(len, lines))
+        return with_timestamps(path, lines)
+
+    monkeypatch.setattr(run_record, "_with_timestamps", note)
+    shown = describe_run("a", tmp_path)
+    assert (parsed["line"], max(held)) == (50, 4)
+    assert MetricRange("x/0", (1, 1.0), (48, 48.0)) in shown.metrics
+    assert MetricRange("x/7", (0, 0.0), (49, 49.0)) in shown.metrics
+    assert len(shown.metrics) == 23
+    assert shown.seconds == 100
+    parsed.clear()
+    line = describe_line(run.path, tmp_path)
+    assert (parsed["line"], max(held)) == (50, 4)
+    assert line == shown.overview
+    assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -123,6 +125,22 @@ def test_curves_cover_the_common_steps():
     assert curve.mean.tolist() == pytest.approx([0.2, 0.4])
     assert common_curve([([0], [0.1]), ([1], [0.1])]) is None
     assert common_curve([]) is None
+
+
+@pytest.mark.parametrize("steps", [10, 100])
+def test_the_values_of_a_curve_are_read_once_however_many_steps_it_has(steps: int) -> None:
+    class Counted(list[float]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[float]:
+            self.reads += 1
+            return super().__iter__()
+
+    values = Counted(range(steps))
+    curve = common_curve([(list(range(steps)), values)])
+    assert curve is not None
+    assert curve.values_RS.tolist() == [list(range(steps))]
+    assert values.reads == 1
 
 
 def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, figures):

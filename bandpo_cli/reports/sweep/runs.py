@@ -14,7 +14,7 @@ from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
 from bandpo_cli.reports.sweep.statistics import area_under
-from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.run_folder import iterate_metrics
 from bandpo_cli.storage.run_record import read_summary
 
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
@@ -153,17 +153,19 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
     Of two records of the same step the last one counts.
     """
     try:
-        lines = read_metrics(folder / "metrics.jsonl")
+        lines = [
+            (line["step"], {key: value for key, value in line.items() if _is_number(value)})
+            for line in iterate_metrics(folder / "metrics.jsonl")
+        ]
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
     except OSError as error:
         raise UserError(f"metrics.jsonl: {error.strerror or error}") from None
     records: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        step = line["step"]
+    for step, line in lines:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEPS:
             raise UserError(f"damaged: metrics.jsonl has a step {json.dumps(step)[:40]}")
-        records[step] = {key: value for key, value in line.items() if _is_number(value)}
+        records[step] = line
     return [records[step] for step in sorted(records)]
 
 
