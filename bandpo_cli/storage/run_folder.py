@@ -155,8 +155,8 @@ class RunFolder:
         with self.metrics_path.open("rb") as file:
 
             def first_record(offset: int) -> dict[str, Any]:
-                """Return the record of the first line that begins at `offset` or later."""
-                file.seek(max(offset - 1, 0))
+                """Return the record of the first line that begins after `offset`; the first of all for 0."""
+                file.seek(offset)
                 if offset > 0:
                     file.readline()
                 line = file.readline()
