@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """Undo what a command that ran in this process did to the package's logger, as if its process had ended."""
+    yield
+    logger = logging.getLogger("bandpo_cli")
+    logger.handlers.clear()
+    logger.propagate = True

@@ -75,7 +75,8 @@ def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
         token_logprobs(policy.model, batch)
     config = policy.model.config
     per_pair = 4 * config.num_hidden_layers * config.hidden_size
-    assert work.flops == counter.get_total_flops() + per_pair * (48 * 49 // 2)
+    # Some versions of transformers compute the angles of the positions as a small product.
+    assert work.flops == pytest.approx(counter.get_total_flops() + per_pair * (48 * 49 // 2), rel=1e-4)
     with packed_work(policy.model) as trained:
         token_logprobs(policy.model, batch)
     assert trained.flops == 3 * work.flops
