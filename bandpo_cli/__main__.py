@@ -5,21 +5,42 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 import traceback
-from contextlib import suppress
-from typing import NoReturn
+from contextlib import nullcontext, suppress
+from typing import Any, NoReturn
 
-import typer
 
-from bandpo_cli.cli import app
-from bandpo_cli.cli.signals import STOPPED, handle_forwarded_signals
-from bandpo_cli.errors import RunError, UserError, system_error_message
-from bandpo_cli.rank_process import launched_ranks, prints_errors, record_error, silence_other_ranks
-from bandpo_cli.sweeps.pool import exit_with_parent
+def _stop_at_once(number: int, frame: Any) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(INTERRUPTED)
+
 
 RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
 """Exit codes; 130 is 128 + SIGINT, as shells report a program stopped by Ctrl-C."""
+
+_interrupt_handler = signal.getsignal(signal.SIGINT)
+if _interrupt_handler is signal.default_int_handler:  # Ctrl-C during the imports would print a traceback
+    signal.signal(signal.SIGINT, _stop_at_once)
+try:
+    import typer
+
+    from bandpo_cli.cli import app
+    from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
+    from bandpo_cli.cli.terminal import protect_streams
+    from bandpo_cli.errors import RunError, UserError, system_error_message
+    from bandpo_cli.rank_process import (
+        launched_ranks,
+        prints_errors,
+        rank_count,
+        record_error,
+        silence_other_ranks,
+    )
+    from bandpo_cli.sweeps.pool import exit_with_parent
+finally:
+    if _interrupt_handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt_handler)
 
 PROGRAM = "bandpo"
 """The name in messages and in the scripts of shell completion, also for `python -m bandpo_cli`."""
@@ -30,6 +51,7 @@ COMPLETION_VARIABLE = "_BANDPO_COMPLETE"
 
 def main() -> None:
     """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
+    protect_streams()
     if COMPLETION_VARIABLE in os.environ:
         _complete()
     atexit.register(_skip_last_collection)  # the callback registered first runs last
@@ -39,7 +61,8 @@ def main() -> None:
         handle_forwarded_signals()
     try:
         _check_utf8(sys.argv[1:])
-        code = app(standalone_mode=False, prog_name=PROGRAM)
+        with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():
+            code = app(standalone_mode=False, prog_name=PROGRAM)
     except UserError as error:
         _fail(error, USER_ERROR)
     except RunError as error:
@@ -50,8 +73,7 @@ def main() -> None:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
         _fail(UserError(f"{message}{_setting_hint(error)} (see {command} --help)"), USER_ERROR)
-    except typer.Abort:
-        print(STOPPED, file=sys.stderr)
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except Exception as error:
         if isinstance(error, OSError) and (known := system_error_message(error)) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,55 @@ _MAX_MESSAGE_CHARS, _HEAD_CHARS = 1000, 700
 """Length of a message, and the part of a longer one that is kept at its beginning."""
 
 _CUT = " ... "
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""C0 without tab and newline, DEL, C1, separators of lines, and the characters that change the direction of a text."""
+
+
+def escape_controls(text: str, as_json: bool = False) -> str:
+    """Return `text` with its control characters as escapes such as `\\x1b` and `\\u202e`: a terminal would obey them.
+
+    Tabs and newlines are kept. All foreign text passes through here on its way to a terminal.
+
+    Args:
+        as_json: `text` is JSON, which has one form of escapes only: `\\u001b`.
+    """
+    if as_json:
+        return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+_USER_INFO = re.compile(r"(\w://)(?:[^/\s?#]*|[^:/\s@]*:[^@\s]*)@")
+_QUERY_VALUE = re.compile(r"([?&;]([\w.-]+)=)[^&;#\s'\"]*")
+_BARE_QUERY = re.compile(r"(\w://[^\s?#'\"]*\?)[^=&#\s'\"]+(?=[&#\s'\"]|$)")
+_FRAGMENT = re.compile(r"(\w://[^\s#'\"]*#)[^/\s'\"][^\s'\"]*")
+
+_HARMLESS_QUERY_KEYS = frozenset(
+    ("charset", "connect_timeout", "driver", "mode", "sslmode", "timeout", "workflowtype")
+)
+
+REDACTED = "***"
+
+
+def redact_credentials(text: str) -> str:
+    """Return `text` with every part of an address that may be a secret as `***`.
+
+    These are the user information (`scheme://***@host`), the values of the query, and the fragment, except the pages of
+    MLflow, which begin with `#/`. An error message may quote a query without the address.
+    """
+
+    def without_value(match: re.Match[str]) -> str:
+        return match[0] if match[2].lower() in _HARMLESS_QUERY_KEYS else f"{match[1]}{REDACTED}"
+
+    text = _USER_INFO.sub(rf"\1{REDACTED}@", text)
+    text = _BARE_QUERY.sub(rf"\1{REDACTED}", text)
+    return _FRAGMENT.sub(rf"\1{REDACTED}", _QUERY_VALUE.sub(without_value, text))
+
+
+def has_secret(uri: str) -> bool:
+    """Return whether an address may contain a secret. A user name alone is one for a web server, not for a database."""
+    address = re.sub(r"^((?!https?:)[\w+]+://)[^:/@\s?#]+@", r"\1", uri)
+    return redact_credentials(address) != address
 
 
 def one_line(text: str) -> str:
@@ -47,14 +97,14 @@ class UserError(Exception):
     """A mistake in the input of the user: printed as one line without a traceback, exit code 2."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(one_line(line))
+        super().__init__(one_line(redact_credentials(line)))
 
 
 class RunError(Exception):
     """A run that cannot continue, without a mistake of the user: one line, exit code 1. The run folder is intact."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(one_line(line))
+        super().__init__(one_line(redact_credentials(line)))
 
 
 class LostRankError(RunError):

@@ -4,25 +4,64 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable
+from typing import IO, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
+
+from bandpo_cli.cli.terminal import SafeStream
+from bandpo_cli.errors import escape_controls, redact_credentials
 
 PLAIN_LINES = 20
 """Approximate number of progress lines in a log file, however long the run or the evaluation."""
 
 
-def open_console(stderr: bool = False) -> Console:
+CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
+
+
+class SafeConsole(Console):
+    """A console that shows the control characters of every text as escapes, and passes those of Rich.
+
+    Every renderable, also one within a table or a panel, is rendered by `render`.
+    """
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream to write to. A live display puts its own stream before that of `protect_streams`."""
+        file = super().file
+        return file.rich_proxied_file if isinstance(file, SafeStream) else file
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render an object; see `rich.console.Console.render`."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(escape_controls(segment.text), segment.style)
+
+
+def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     """Return the console of a command, and print the package's log messages on it.
 
     INFO messages are printed as lines, WARNING and above after the heading `warning:`. Strings are printed as they are:
-    names of files and arms may contain what Rich would read as markup.
+    names of files and arms may contain what Rich would read as markup. Control characters are shown as escapes.
+
+    Args:
+        long_running: print on standard error if the reader of the output goes away, since the command continues.
     """
-    console = Console(stderr=stderr, markup=False, emoji=False)
+    stream = sys.stderr if stderr else sys.stdout
+    if long_running and isinstance(stream, SafeStream):
+        stream.rich_proxied_file.on_loss = CONTINUES
+    console = SafeConsole(stderr=stderr, markup=False, emoji=False)
     logger = logging.getLogger("bandpo_cli")
     for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
         logger.removeHandler(handler)
@@ -42,7 +81,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         printer = print_warning if record.levelno >= logging.WARNING else print_line
-        printer(self._console, record.getMessage())
+        printer(self._console, redact_credentials(record.getMessage()))
 
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
@@ -67,7 +106,13 @@ def print_json(value: Any) -> None:
     """Print a value as JSON on standard output; NaN and infinity as null."""
     from bandpo_cli.storage.files import replace_nonfinite
 
-    print(json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False))
+    print(to_json(replace_nonfinite(value), indent=2))
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON for standard output: control characters, and those that its encoding lacks, as escapes."""
+    has_all = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    return escape_controls(json.dumps(value, indent=indent, ensure_ascii=not has_all), as_json=True)
 
 
 def format_duration(seconds: float) -> str:

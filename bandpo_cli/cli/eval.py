@@ -186,6 +186,7 @@ def evaluate(
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.cli.launch import ranks_to_start
+    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import flag_layer, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
@@ -212,7 +213,7 @@ def evaluate(
         "--set": set_,
         "--legacy-best-at-k": legacy_best_at_k or None,
     }
-    console = open_console(stderr=style == "json")
+    console = open_console(stderr=style == "json", long_running=True)
     tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
     if resume is not None:
         refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
@@ -243,7 +244,7 @@ def evaluate(
     if (ranks := ranks_to_start(nproc)) is not None:
         return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
     print_request(console, request)
-    with closing(EvalView(console, style, runs_dir)) as view:
+    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
         # The name is chosen again: another process may have taken the default one since.
         result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     print_files(console, result)
@@ -271,6 +272,7 @@ def _resume(
     """Resume an evaluation, and print its metrics and files. Return the exit code of `--nproc`."""
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.cli.launch import ranks_to_start
+    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.experiments.evaluate import plan_evaluation_resume, resume_evaluation
     from bandpo_cli.storage.eval_folder import EvalFolder
 
@@ -280,7 +282,7 @@ def _resume(
         return _launch(ranks, request, folder, runs_dir)
     if not folder.samples_path.exists():
         print_request(console, request)
-    with closing(EvalView(console, style, runs_dir)) as view:
+    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
         result = resume_evaluation(name, runs_dir, tracking, [view], request)
     print_files(console, result)
     return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.cli.signals import FORWARDED, STOPPED
+from bandpo_cli.cli.signals import FORWARDED, STOPPED, stop_signals, write_line
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
 from bandpo_cli.experiments.rank_group import check_gpu_count
@@ -202,7 +202,8 @@ def _preserved_handlers() -> Iterator[None]:
 
 
 class SignalForwarder:
-    """Handlers of SIGINT and SIGTERM that forward them to the ranks; the earlier handlers are restored at the end.
+    """Handlers of SIGINT, SIGTERM and SIGHUP that forward them to the ranks. The earlier handlers are restored at the
+    end.
 
     Rank 0 receives the first signal, since the ranks ask each other at every step whether to stop. The second one of
     its kind drops the step: rank 0 receives it too, and the others, which have nothing to write, are killed, because
@@ -220,7 +221,7 @@ class SignalForwarder:
         """The ranks that a second signal has killed."""
 
     def __enter__(self) -> SignalForwarder:
-        for number in FORWARDED.values():
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -235,6 +236,10 @@ class SignalForwarder:
     def _handle(self, number: int, _: object) -> None:
         if self._context is None:
             raise SignalExit(number)
+        if number == signal.SIGHUP:  # a closed terminal sends several
+            if self.received:
+                return
+            number = signal.SIGTERM
         repeated = number in self.received
         self.received.append(number)
         forwarded = next(own for own, asked in FORWARDED.items() if asked == number)
@@ -282,7 +287,7 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continu
     main, cause = exits[0], first_failure(exits, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
         if main.code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
-            os.write(2, f"{STOPPED}\n".encode())
+            write_line(STOPPED)
         return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,7 +55,7 @@ def samples(
     [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
     """
     style = check_choice("--format", format_, ("text", "jsonl"))
-    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.console import open_console, to_json
     from bandpo_cli.experiments.overview import read_completions_of, select_completions
 
     path, completions = read_completions_of(run, runs_dir, step)
@@ -64,7 +63,7 @@ def samples(
     shown = chosen[:limit] if limit else chosen
     if style == "jsonl":
         for completion in shown:
-            print(json.dumps(completion, ensure_ascii=False))
+            print(to_json(completion))
         return
     if not chosen:
         raise UserError(

@@ -26,12 +26,19 @@ FORWARDED: Mapping[int, int] = {signal.SIGUSR1: signal.SIGINT, signal.SIGUSR2: s
 ranks ignore SIGINT and SIGTERM themselves: a cluster sends them to the parent too, which is responsible for both."""
 
 
+def stop_signals() -> list[int]:
+    """Return SIGINT, SIGTERM, and SIGHUP, which a closed terminal sends, unless `nohup` lets the program ignore it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 class StopSignals(CallbackBase):
-    """Handlers of SIGINT and SIGTERM inside the `with` block; the earlier handlers are restored after it.
+    """Handlers of SIGINT, SIGTERM and SIGHUP inside the `with` block; the earlier handlers are restored after it.
 
     A signal raises `SignalExit`. Between the events `start` and `phase("close")` of a run, the first SIGINT and the
     first SIGTERM only set `requested`: a cluster sends SIGTERM to all processes of a job, and a sweep among them sends
-    its runs SIGINT, which together ask for one thing. Outside the main thread, where Python allows no handlers, nothing
+    its runs SIGINT, which together ask for one thing. A further SIGHUP asks for nothing more: a closed terminal sends
+    several. Outside the main thread, where Python allows no handlers, nothing
     is installed.
 
     A rank of `--nproc` listens to its parent process alone, see `FORWARDED`; both signals of a kind may arrive while it
@@ -71,7 +78,7 @@ class StopSignals(CallbackBase):
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._handle)
+            handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
                 handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
                 self._arrivals = _Arrivals()
@@ -103,7 +110,7 @@ class StopSignals(CallbackBase):
         count = 1 if self._arrivals is None else self._arrivals.take(number)
         number = FORWARDED.get(number, number)
         repeated = number in self._received or count > 1
-        if count == 0:  # an earlier call has handled this one too
+        if count == 0 or (number == signal.SIGHUP and repeated):  # an earlier call has handled this one too
             return
         self._received.append(number)
         if self._deferring and not repeated:
@@ -114,9 +121,13 @@ class StopSignals(CallbackBase):
 
     def _write(self, line: str) -> None:
         if not self.silent and is_main_process():
-            os.write(
-                2, f"{line}\n".encode()
-            )  # not print: this signal may have interrupted one, and its buffer is locked
+            write_line(line)
+
+
+def write_line(line: str) -> None:
+    """Write a line to standard error from a handler. print() would find its buffer locked if a signal interrupts it."""
+    with suppress(OSError):  # of a terminal that was closed
+        os.write(2, f"{line}\n".encode())
 
 
 class _Arrivals:
@@ -157,26 +168,42 @@ def handle_forwarded_signals() -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # for the handler of `exit_on_sigterm`, if it is installed
 
 
 @contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Let the first SIGTERM raise `SignalExit` inside the block, as Ctrl-C raises KeyboardInterrupt; ignore later ones.
+def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP raise `SignalExit` inside the block, ignore later ones, and let Ctrl-C raise
+    KeyboardInterrupt.
 
-    The block can then end what it has started. Outside the main thread nothing is installed.
+    The block can then end what it has started. Nothing is installed outside the main thread, and on a rank other than
+    0, which may be waiting for another one in native code, where only the system's own handler ends it.
+
+    Args:
+        announce: write the line `stopped` at the first signal. Without it, the block reports what it has ended.
     """
+    announced = not announce
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
+        nonlocal announced
+        if not announced:
+            announced = True
+            write_line(STOPPED)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        for each in ending:
+            signal.signal(each, signal.SIG_IGN)
         raise SignalExit(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not is_main_process():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    ending = [number for number in stop_signals() if number != signal.SIGINT]
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    numbers = [*ending, *([] if ignored else [signal.SIGINT])]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

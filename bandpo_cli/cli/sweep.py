@@ -230,7 +230,7 @@ def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: 
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import resume_command
 
-    console = open_console()
+    console = open_console(long_running=True)
     if not isinstance(request, str):
         _print_notes(console, request)
     with exit_on_sigterm(), closing(SweepView(console, runs_dir)) as view:

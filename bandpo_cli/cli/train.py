@@ -205,7 +205,7 @@ def _train(
     plan = plan_training(config, runs_dir, launched_name() if name is None else name, ranks)
     if to_start is not None and not dry_run:
         return _launch(to_start, config, RunFolder(runs_dir / plan.name), runs_dir)
-    console = open_console()
+    console = open_console(long_running=True)
     print_statement(console, run_statement(config, plan.task, ranks), plan.task.notes(), plan.warnings)
     if dry_run:
         console.print(to_yaml(config), markup=False, highlight=False)
@@ -257,7 +257,7 @@ def _resume_plan(
     from bandpo_cli.cli.statement import print_statement, print_summary, run_statement
     from bandpo_cli.experiments.resume import resume
 
-    console = open_console()
+    console = open_console(long_running=True)
     rows = [] if plan.task is None else run_statement(plan.config, plan.task, ranks)
     notes = [] if plan.task is None else plan.task.notes()
     print_statement(console, [*rows, ("resume", plan.describe())], notes, plan.warnings)

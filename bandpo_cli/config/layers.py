@@ -23,7 +23,7 @@ from bandpo_cli.config.habits import setting_for
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import task_defaults
 from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.errors import ConfigError, has_secret, nearest, redact_credentials
 from bandpo_cli.registries.methods import method_name
 
 _MAX_PEERS = 7
@@ -63,7 +63,9 @@ def read_value(text: str, where: str) -> Any:
 
 
 def read_layer(path: Path, where: str = "--config") -> Layer:
-    """Read one YAML file; `where` is the option or key that named the file.
+    """Read a YAML file of settings that the package has written; `where` is the option or key that named the file.
+
+    Secrets in `tracking.uri`, which earlier versions have stored, are redacted.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
@@ -75,7 +77,16 @@ def read_layer(path: Path, where: str = "--config") -> Layer:
         raise ConfigError(
             f"{where} {path}: expected `section:` with `key: value` lines, found {kind_of(content)}"
         )
-    return content
+    return without_secret(content)
+
+
+def without_secret(layer: Layer) -> Layer:
+    """Return stored settings with the secrets in `tracking.uri` redacted."""
+    tracking = layer.get("tracking")
+    uri = tracking.get("uri") if isinstance(tracking, Mapping) else None
+    if not isinstance(tracking, Mapping) or not isinstance(uri, str) or not has_secret(uri):
+        return layer
+    return {**layer, "tracking": {**tracking, "uri": redact_credentials(uri)}}
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:
@@ -294,7 +305,7 @@ def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 def _short_repr(value: Any) -> str:
     """Return the value as Python code of at most 80 characters, without the credentials of an address."""
-    text = re.sub(r"://[^/@]*@", "://***@", repr(value))
+    text = redact_credentials(repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
@@ -11,6 +10,7 @@ from bandpo_cli.config.base import Section
 from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
 from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
 from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
+from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
 
 
@@ -33,10 +33,10 @@ class TrackingConfig(Section):
     @field_validator("uri")
     @classmethod
     def _check_no_password(cls, uri: str | None) -> str | None:
-        """Raise ValueError for a password: the config.yaml of a run is copied, shared and uploaded."""
-        if uri is not None and re.search(r"://[^/@:]*:[^/@]*@", uri):
+        """Raise ValueError for a password or a token: the config.yaml of a run is copied, shared and uploaded."""
+        if uri is not None and has_secret(uri):
             raise ValueError(
-                "it contains a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
+                "it may contain a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
             )
         return uri
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Source
-from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve
+from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve, without_secret
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import DataTask, task_from_arguments
@@ -288,13 +288,14 @@ def request_from_record(
     """
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
+        stored = without_secret(record["config"])
         if samples is not None:
             path, digest, grader = Path(samples["path"]), samples["sha256"], samples["grader"]
-            config = resolve([record["config"], {"tracking": tracking}])
+            config = resolve([stored, {"tracking": tracking}])
         else:
             run = None if model["run"] is None else RunFolder(Path(model["run"]))
             ref = ModelRef(str(model["path"]), run, model["step"])
-            config = resolve([record["config"], {"tracking": tracking, "model": {"path": ref.path}}])
+            config = resolve([stored, {"tracking": tracking, "model": {"path": ref.path}}])
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: its eval.json lacks what a resume needs ({error})") from None
     if samples is not None:

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError, warn_on_failure
+from bandpo_cli.errors import UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
@@ -30,14 +30,14 @@ from bandpo_cli.experiments.eval_source import CompletionSource, open_completion
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import connected_ranks, result_of_main
 from bandpo_cli.grading.rewards import check_not_all_failed
-from bandpo_cli.storage.environment import describe_environment, redact_credentials
+from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tracking.link import ui_text
 from bandpo_cli.tracking.names import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store
-from bandpo_cli.types import GRADER_ERROR, Callback
+from bandpo_cli.types import GRADER_ERROR, Callback, status_of
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.scores import Scores
@@ -257,7 +257,7 @@ def _evaluate(
         events.start(info)
         return _score(request, folder, _collect_completions(source, folder, parts, events), events)
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        status = "interrupted" if status_of(error) == "KILLED" else "failed"
         record = {**_record_head(request, folder, status), "sets": sets}
         with warn_on_failure("the record of the evaluation cannot be written"):
             folder.write_record(record)

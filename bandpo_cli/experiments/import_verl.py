@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, UserError, first_line, redact_credentials
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.paths import path_exists
-from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, check_name, unused_name
 from bandpo_cli.tracking.store import check_reachable, sqlite_path, sqlite_uri

@@ -44,6 +44,7 @@ from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, resume_command
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.base import Task
+from bandpo_cli.tracking.store import is_redacted, tracking_store
 from bandpo_cli.types import RunResult, TrainCallback
 
 CHANGEABLE_SETTINGS = (
@@ -175,6 +176,11 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     except ConfigError as error:
         raise ConfigError(f"{folder.path / 'config.yaml'}: {error}") from None
     config = resolve([own_layer, *layers])
+    if config.tracking.mlflow and is_redacted(tracking_store(config.tracking, runs_dir).uri):
+        raise ConfigError(
+            f"the secret in tracking.uri = {config.tracking.uri} was not stored; set MLFLOW_TRACKING_URI to the "
+            "complete address, or leave out MLflow with --no-mlflow"
+        )
     done = _last_step(folder, own)
     _check_changes(folder.name, own, config, done)
     if done >= config.steps and is_finished(folder.path):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bandpo_cli.storage.environment import describe_environment, redact_credentials
+from bandpo_cli.errors import redact_credentials
+from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.tracking.link import run_url
 from bandpo_cli.tracking.names import flat_params, run_tags

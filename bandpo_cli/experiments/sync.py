@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, redact_credentials
 from bandpo_cli.experiments.callbacks import Dispatcher
-from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE

@@ -11,8 +11,9 @@ import errno
 import json
 import logging
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import GraderFailedError, RunError, SignalExit, closed_at_end, warn_on_failure
+from bandpo_cli.errors import (
+    GraderFailedError,
+    RunError,
+    SignalExit,
+    closed_at_end,
+    redact_credentials,
+    warn_on_failure,
+)
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
@@ -331,9 +339,17 @@ def _close_record(
         message = "stopped by request" if status == "KILLED" else None
     else:
         message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
+        message = redact_credentials(message)
     try:
         if records:
             plot_run(folder.path)
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(OSError):  # it is not empty
+            (folder.path / "plots").rmdir()
+        log.warning(
+            "the plots are incomplete; write them with: bandpo plot %s", shlex.quote(str(folder.path))
+        )
+        raise
     finally:
         folder.write_summary(
             {

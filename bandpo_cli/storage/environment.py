@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.errors import redact_credentials
 from bandpo_cli.rank_process import rank_count
 
 PACKAGES = (
@@ -61,11 +62,6 @@ def describe_environment(
         "ranks": rank_count(),
         **engine,
     }
-
-
-def redact_credentials(text: str) -> str:
-    """Return `text` with `scheme://user:password@host` replaced by `scheme://***@host`, everywhere."""
-    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -161,7 +161,10 @@ _MISSING_PART = {
 
 def _load(path: str, subset: str | None, split: str, hint: str, revision: str | None) -> Any:
     import datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
+    disable_progress_bars()
     what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
     what += f", revision '{revision}'" if revision else ""
     try:

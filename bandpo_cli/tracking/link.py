@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.errors import redact_credentials
 from bandpo_cli.storage.files import file_lock, write_json
 from bandpo_cli.tracking.store import Store, is_server, run_page, ui_command
 
@@ -49,8 +49,8 @@ def read_links(folder: Path) -> list[Link]:
         found = json.loads((folder / LINK).read_text(encoding="utf-8"))
         entries = [found, *found.get("others", [])]
         return [
-            Link(str(each["uri"]), str(each["experiment"]), str(each.get("key", "")), each.get("run_id"),
-                 dict(each.get("files", {})), each.get("experiment_id"))
+            Link(redact_credentials(str(each["uri"])), str(each["experiment"]), str(each.get("key", "")),
+                 each.get("run_id"), dict(each.get("files", {})), each.get("experiment_id"))
             for each in entries
         ]  # fmt: skip
     except (OSError, ValueError, AttributeError, KeyError, TypeError):

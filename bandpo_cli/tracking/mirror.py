@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.errors import redact_credentials
 from bandpo_cli.tracking.link import KEY_TAG, new_link, read_links, write_link
 from bandpo_cli.tracking.names import (
     MAX_METRICS_PER_BATCH,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bandpo_cli.config.layers import flatten
-from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.errors import redact_credentials
 
 MAX_NAME_CHARS = 250
 MAX_PARAM_CHARS = 6000

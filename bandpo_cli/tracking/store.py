@@ -15,9 +15,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import first_line
+from bandpo_cli.errors import REDACTED, first_line, redact_credentials
 from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.storage.environment import redact_credentials
 from bandpo_cli.storage.files import file_lock
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
@@ -46,10 +45,19 @@ class Store:
 
 
 def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str, str] = os.environ) -> Store:
-    """Return the store of `config.uri`, else of MLFLOW_TRACKING_URI, else `mlflow.db` in the runs folder."""
+    """Return the store of `config.uri`, else of MLFLOW_TRACKING_URI, else `mlflow.db` in the runs folder.
+
+    MLFLOW_TRACKING_URI comes first where a secret in `config.uri` was redacted.
+    """
     runs_dir = runs_dir.absolute()
-    uri = config.uri or environ.get("MLFLOW_TRACKING_URI") or sqlite_uri(runs_dir / "mlflow.db")
+    own = None if is_redacted(config.uri) else config.uri
+    uri = own or environ.get("MLFLOW_TRACKING_URI") or config.uri or sqlite_uri(runs_dir / "mlflow.db")
     return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
+
+
+def is_redacted(uri: str | None) -> bool:
+    """Return whether a secret of an address was redacted, so that the address cannot be used."""
+    return uri is not None and REDACTED in uri
 
 
 def is_server(uri: str) -> bool:
@@ -63,7 +71,7 @@ def ui_command(uri: str) -> str:
         parts = urlsplit(uri)
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
     if uri.startswith("databricks"):
-        return uri
+        return redact_credentials(uri)
     database = sqlite_path(uri)
     if database:
         uri = sqlite_uri(relative_to_cwd(database))

@@ -14,7 +14,7 @@ from bandpo_cli.storage.run_record import StoredRun, read_stored_run
 from bandpo_cli.tracking.link import find_link, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, sqlite_path, tracking_store
+from bandpo_cli.tracking.store import Store, is_redacted, sqlite_path, tracking_store
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = 
 def _is_usable_uri(uri: str) -> bool:
     """Return whether the address in a link can be used: its password was not redacted and its file has not moved."""
     database = sqlite_path(uri)
-    return "***@" not in uri and (database is None or database.exists())
+    return not is_redacted(uri) and (database is None or database.exists())
 
 
 def sync_run(store: Store, path: Path) -> SyncResult:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import UserError
-from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import run_artifacts, sync_command
 from bandpo_cli.storage.run_record import read_records

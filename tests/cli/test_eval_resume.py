@@ -71,16 +71,17 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_stored_completions_and_prints_the_resume_command(
-    tmp_path: Path, long_evaluation: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_keeps_stored_completions_and_prints_the_resume_command(
+    tmp_path: Path, long_evaluation: Path, number: int
 ) -> None:
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
     process = start(tmp_path, "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
     wait_for_parts(process, folder, 3)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     stored = count_parts(folder)
     assert 3 <= stored < 40

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import FrameType
@@ -177,3 +179,57 @@ def test_a_rank_of_torchrun_writes_its_summary_after_the_sigterm_of_a_lost_rank(
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err == ""  # rank 0 prints
+
+
+def test_sighup_stops_as_sigterm_does_and_a_further_one_asks_for_nothing() -> None:
+    with StopSignals() as signals:
+        signals.start(None)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGHUP", 129)
+    with pytest.raises(SystemExit, match="stopped by SIGHUP"), exit_on_sigterm():
+        os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_nohup_keeps_a_program_from_sighup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with exit_on_sigterm(), StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not signals.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+INTERRUPTED_IMPORT = """
+import os, sys
+
+module, number = sys.argv[1], int(sys.argv[2])
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Interrupt())
+from bandpo_cli.__main__ import main
+sys.argv[1:] = ["configs"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("typer", signal.SIGINT),
+        ("bandpo_cli.cli.train", signal.SIGINT),
+        ("rich.table", signal.SIGINT),
+        ("rich.table", signal.SIGTERM),
+        ("rich.table", signal.SIGHUP),
+    ],
+)
+def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))], capture_output=True, check=False
+    )
+    assert (done.stderr, done.returncode) == (b"stopped\n", 128 + number)

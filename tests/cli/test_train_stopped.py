@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.cli.eval_command import start, succeed, usage_error
+from tests.cli.eval_command import bandpo, start, succeed, usage_error
 from tests.cli.train_runs import SMALL, check_equal, metrics_lines, record, summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,3 +175,15 @@ def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int)
     assert names == (["step-000020", f"step-{last:06d}"] if signals == 1 else [])
     assert (summary(folder)["status"], summary(folder)["steps"]) == ("KILLED", last)
     assert "resume with: bandpo train --resume a" in out
+
+
+def test_an_interrupt_during_the_plots_leaves_a_finished_run_without_an_empty_folder(tmp_path: Path) -> None:
+    with mock.patch("bandpo_cli.reports.run_plots.plot_accuracy", side_effect=KeyboardInterrupt):
+        done = bandpo("train", "--steps", "1", *SMALL, "--name", "a", cwd=tmp_path)
+    folder = tmp_path / "runs" / "a"
+    assert done.code == 130
+    assert "warning: the plots are incomplete; write them with: bandpo plot runs/a" in done.out
+    assert summary(folder)["status"] == "FINISHED"
+    assert not (folder / "plots").exists()
+    succeed("plot", "runs/a", cwd=tmp_path)
+    assert len([*(folder / "plots").iterdir()]) == 4

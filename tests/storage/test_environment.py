@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from bandpo_cli.errors import has_secret, redact_credentials
 from bandpo_cli.storage.environment import (
     available_memory,
     describe_environment,
     git_state,
-    redact_credentials,
 )
 
 
@@ -56,7 +56,28 @@ def test_git_state_detects_a_changed_tracked_file(tmp_path):
 
 def test_only_the_credentials_of_an_address_are_redacted():
     assert redact_credentials("postgresql://u:p@db/x and mean@16") == "postgresql://***@db/x and mean@16"
-    assert redact_credentials("http://localhost:5000/#/runs") == "http://localhost:5000/#/runs"
+    for text in (
+        "http://localhost:5000/#/runs", "http://h/#/e/1?workflowType=a", "postgresql://h/db?sslmode=require", "a?b: c=d"
+    ):  # fmt: skip
+        assert redact_credentials(text) == text
+        assert not has_secret(text)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://{}@h/mlflow", "https://me:{}@h", "https://me:p@{}@h", "postgresql://me:p/{}@h/db", "http://h/?password={}",
+        "http://h?a=b&token={}", "http://h/?{}", "http://h#{}", "http://h/a?timeout=1#token={}", "http://h/#/a?token={}",
+        "mssql://h/db?odbc_connect=PWD%3D{}",
+    ],
+)  # fmt: skip
+def test_a_secret_in_any_part_of_an_address_is_redacted(address: str) -> None:
+    uri = address.format("s3cret")
+    assert has_secret(uri)
+    redacted = redact_credentials(f"MLflow at {uri} and '{uri}'")
+    assert "s3cret" not in redacted
+    assert redacted.startswith(f"MLflow at {uri.partition('://')[0]}://")
+    assert redact_credentials(redacted) == redacted
 
 
 def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp_path):

@@ -1,0 +1,332 @@
+"""Foreign text does not control the terminal: every command under a pseudo-terminal, with a hostile text everywhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from bandpo_cli.cli.console import CONTINUES, SafeConsole, open_console, print_json
+from bandpo_cli.cli.terminal import RawStream, protect_streams
+from bandpo_cli.errors import escape_controls
+from tests.cli.train_runs import SMALL
+from tests.text_model import save_text_model
+
+HOSTILE = "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x1b[38;5;199m\x9b5A\x7f\x00\x08\u202e\u2066\rEND"
+"""Clear the screen, write to the clipboard, a colour, a C1 sequence, DEL, changes of direction, an overwritten line."""
+
+NAME = HOSTILE.replace("\x00", "")
+"""The text as a file name."""
+
+WRITTEN_BY_RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[(?:2K|\d+A|H)|\r")
+"""Colours, the cursor of live displays."""
+
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def on_terminal(*arguments: str | Path, cwd: Path, **variables: str) -> str:
+    """Run `bandpo` on a terminal, and return what it has written there."""
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bandpo_cli", *map(str, arguments)],
+        cwd=cwd,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "160", "PYTHONPATH": str(cwd)} | variables,
+    )
+    os.close(terminal)
+    written = bytearray()
+    while True:
+        try:
+            written += os.read(controller, 1 << 16)
+        except OSError:  # the terminal has no other end any more
+            break
+    os.close(controller)
+    process.wait()
+    return written.decode(errors="surrogateescape")
+
+
+def check_harmless(written: str) -> None:
+    """Require that the terminal has received nothing of `HOSTILE` and no other control sequence than Rich's."""
+    for part in ("\x1b[2J", "\x1b]", "\x1b[38;5;199m", "\rEND"):
+        assert part not in written
+    assert not FORBIDDEN.findall(WRITTEN_BY_RICH.sub("", written))
+
+
+def poisoned(value: Any) -> Any:
+    """Return JSON with the hostile text at the end of each text and of each key of a metric."""
+    if isinstance(value, dict):
+        return {key + HOSTILE if "/" in key else key: poisoned(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [poisoned(each) for each in value]
+    return value + HOSTILE if isinstance(value, str) else value
+
+
+def poison_json(path: Path, keep: tuple[str, ...] = ()) -> None:
+    """Change each line of a file; the values of the keys `keep` stay, so that the file remains valid."""
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    kept = [{key: old[key] for key in keep if key in old} for old in map(json.loads, lines)]
+    changed = [poisoned(json.loads(line)) | old for line, old in zip(lines, kept, strict=True)]
+    path.write_text("\n".join(map(json.dumps, changed)) + "\n")
+
+
+def poison_table(path: Path) -> None:
+    table = pq.read_table(path)
+    for index, field in enumerate(table.schema):
+        if field.type == pa.string() and field.name not in ("finish_reason", "extra"):
+            values = [None if text is None else text + HOSTILE for text in table[index].to_pylist()]
+            table = table.set_column(index, field.name, pa.array(values, pa.string()))
+    pq.write_table(table, path)
+
+
+def poison_config(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    config["tracking"] |= {"experiment": HOSTILE, "parent": HOSTILE}
+    config["model"] |= {"path": HOSTILE, "revision": HOSTILE}
+    path.write_text(yaml.safe_dump(config))
+
+
+def poison_run(folder: Path, valid: bool) -> None:
+    """Put the hostile text into the files of a run; with `valid`, only where the run remains readable."""
+    status = ("status",) if valid else ()
+    poison_json(folder / "summary.json", status)
+    poison_json(folder / "env.json")
+    poison_json(folder / "metrics.jsonl", ("train/accuracy", "time/step"))
+    poison_json(next(folder.glob("checkpoints/*/trainer/state.json")))
+    (folder / "mlflow.json").write_text(
+        json.dumps(poisoned({"uri": "http://h/", "experiment": "e", "key": "k", "run_id": "r"}))
+    )
+    for path in folder.glob("evals/*.json"):
+        sets = json.loads(path.read_text())["sets"]
+        path.write_text(json.dumps({"step": 2, "sets": {HOSTILE + label: sets[label] for label in sets}}))
+    for path in folder.glob("samples/*.parquet"):
+        poison_table(path)
+    if valid:
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"status": "FAILED", "error": HOSTILE}))
+        poison_config(folder / "config.yaml")
+    else:
+        (folder / "config.yaml").write_text(json.dumps({"bounds": {"method": HOSTILE}, HOSTILE: 1}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with hostile runs, evaluations, data, a model, a sweep file and graders."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for arguments in (
+        ["train", *SMALL, "--steps", "2", "--name", "a"],
+        [
+            "eval",
+            "--model",
+            "a",
+            "--n",
+            "2",
+            "--limit",
+            "2",
+            "--task",
+            "countdown",
+            "--name",
+            "e",
+            "--no-mlflow",
+        ],
+    ):
+        subprocess.run([sys.executable, "-m", "bandpo_cli", *arguments], cwd=folder, check=True)
+    runs = folder / "runs"
+    shutil.copytree(runs / "a", runs / NAME)
+    shutil.copytree(runs / "a", runs / f"{NAME}2")
+    shutil.copytree(runs / "a", runs / "damaged")
+    shutil.copytree(runs / "e", runs / f"e{NAME}")
+    poison_run(runs / "damaged", valid=False)
+    for name in (NAME, f"{NAME}2"):
+        poison_run(runs / name, valid=True)
+    poison_json(runs / f"e{NAME}" / "eval.json", ("name", "status"))
+    for path in (runs / f"e{NAME}").rglob("*.parquet"):
+        poison_table(path)
+    rows = [
+        {"question": f"{row}+1? {HOSTILE}", "answer": HOSTILE, "id": HOSTILE + str(row)} for row in range(8)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{NAME}.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
+    (folder / "samples.jsonl").write_text(
+        "".join(
+            json.dumps({"question": "q", "answer": "1", "completion": HOSTILE, "id": HOSTILE}) + "\n"
+            for _ in "ab"
+        )
+    )
+    (folder / "hostile_grader.py").write_text(
+        f"import sys\n\ndef fail(*arguments):\n    print({HOSTILE!r}, flush=True)\n"
+        f"    print({HOSTILE!r}, file=sys.stderr)\n    raise ValueError({HOSTILE!r})\n"
+        f"\ndef right(*arguments):\n    print({HOSTILE!r}, flush=True)\n    return 1.0\n"
+    )
+    (folder / "no_import.py").write_text(f"raise ValueError({HOSTILE!r})\n")
+    save_text_model(folder / "model", ["1+1"], layers=1)
+    shutil.copytree(folder / "model", folder / "hostile-model")
+    poison_json(folder / "hostile-model" / "config.json")
+    arms = {NAME: {"bounds.method": HOSTILE}}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"arms": arms, "seeds": [0]}))
+    (folder / "settings.yaml").write_text(yaml.safe_dump({HOSTILE: HOSTILE}))
+    (folder / "p.txt").write_text(f"0.1 {HOSTILE}\n")
+    return folder
+
+
+DATA = ["--task", "data.jsonl", "--model", "model", "--max-tokens", "4", "--no-mlflow"]
+FEW = [
+    *DATA,
+    "--steps",
+    "1",
+    "--set",
+    "sampling.prompts=2",
+    "--set",
+    "sampling.samples=2",
+    "--set",
+    "optim.updates=1",
+    "--set",
+    "evaluation.every=0",
+    "--set",
+    "optim.warmup_steps=0",
+]
+COMMANDS: Mapping[str, list[str]] = {
+    "runs": ["runs"],
+    "runs json": ["runs", "--format", "json"],
+    "show": ["show", NAME],
+    "show all": ["show", NAME, "--all"],
+    "show json": ["show", NAME, "--format", "json"],
+    "show damaged": ["show", "damaged"],
+    "samples": ["samples", NAME, "--limit", "0"],
+    "samples jsonl": ["samples", NAME, "--format", "jsonl"],
+    "samples of an evaluation": ["samples", f"e{NAME}"],
+    "samples of a problem": ["samples", NAME, "--problem", HOSTILE.replace("\x00", "")],
+    "plot": ["plot", NAME],
+    "report": ["report", f"runs/{NAME}", f"runs/{NAME}2", "runs/a", "runs/damaged", "--out", f"report{NAME}"],
+    "report json": ["report", f"runs/{NAME}", "runs/a", "--format", "json"],
+    "compare": ["eval", "compare", f"{NAME}@0", f"{NAME}@2"],
+    "compare evaluations": ["eval", "compare", "e", f"e{NAME}"],
+    "sync": ["sync", NAME, "--tracking-uri", "http://127.0.0.1:9"],
+    "resume": ["train", "--resume", NAME],
+    "resume dry": ["train", "--resume", NAME, "--dry-run", "--set", "model.path=embedded"],
+    "resume an evaluation": ["eval", "--resume", f"e{NAME}"],
+    "train dry": ["train", "--dry-run", *DATA],
+    "train columns": ["train", "--dry-run", "--model", "model", "--task", f"{NAME}.jsonl"],
+    "train settings": ["train", "--dry-run", "--config", "settings.yaml"],
+    "train model": ["train", "--dry-run", "--model", "hostile-model"],
+    "train grader": ["train", *FEW, "--grader", "hostile_grader:fail"],
+    "train right": ["train", *FEW, "--grader", "hostile_grader:right"],
+    "train import": ["train", *FEW, "--grader", "no_import:f"],
+    "eval": ["eval", *DATA, "--grader", "hostile_grader:right", "--n", "2"],
+    "eval samples": ["eval", "--samples", "samples.jsonl", "--grader", "hostile_grader:fail", "--no-mlflow"],
+    "eval model": ["eval", "--model", "hostile-model"],
+    "sweep": ["sweep", "sweep.yaml", "--dry-run"],
+    "sweep folder": ["sweep", NAME],
+    "bounds": ["bounds", "--file", "p.txt"],
+    "bounds method": ["bounds", "0.1", "--compare", NAME],
+    "export verl": ["export", "verl", "--config", "settings.yaml", "--out", f"verl{NAME}"],
+    "export merged": ["export", "merged", NAME, "--out", f"merged{NAME}"],
+    "import verl": ["import", "verl", f"runs/{NAME}"],
+    "configs": ["configs", "show", NAME],
+    "option": [f"--{NAME}"],
+    "command": [NAME],
+    "doctor": ["doctor"],
+}  # fmt: skip
+
+
+WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry", "doctor"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_sends_foreign_control_characters_to_a_terminal(name: str, folder: Path) -> None:
+    written = on_terminal(*COMMANDS[name], cwd=folder)
+    check_harmless(written)
+    assert name in WITHOUT_FOREIGN_TEXT or "\\x1b[2J" in written or "\\u001b[2J" in written
+
+
+def test_texts_are_escaped_wherever_they_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    protect_streams()
+    console = open_console()
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(Text(HOSTILE), Panel(HOSTILE, title=HOSTILE))
+    console.print(table)
+    with Live(Text(HOSTILE), console=console):
+        print(HOSTILE)
+    logging.getLogger("bandpo_cli").warning("%s", HOSTILE)
+    print(HOSTILE, file=sys.stderr)
+    out, err = capsys.readouterr()
+    assert not FORBIDDEN.findall(out + err)
+    assert out.count("\\x1b[2J") >= 6
+    assert err.rstrip("\n") == escape_controls(HOSTILE)
+
+
+def test_colours_reach_a_terminal() -> None:
+    console = SafeConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    console.print(Text("red", "red"))
+    assert console.file.getvalue() == "\x1b[31mred\x1b[0m\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_has_equal_values_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"text": HOSTILE + "\n\tδ é 😀"}
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    protect_streams()
+    print_json(value)
+    sys.stdout.flush()
+    written = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert json.loads(written) == value
+    assert not FORBIDDEN.findall(written)
+    assert ("δ" in written) == (encoding == "utf-8")
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert b"\\u0394p" in done.stdout
+    assert done.stderr == b""
+
+
+def test_output_without_a_reader_is_discarded(capfd: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        stream = RawStream(pipe)
+        stream.on_loss = "nothing reads it"
+        for _ in range(3):
+            stream.write("line\n")
+            stream.flush()
+    assert capfd.readouterr().err == "nothing reads it\n"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_output_is_closed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bandpo_cli", "train", *SMALL, "--steps", "2", "--name", "a"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read().decode()
+    assert (process.returncode, err) == (0, CONTINUES + "\n")
+    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["status"] == "FINISHED"

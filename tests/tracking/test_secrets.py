@@ -1,0 +1,74 @@
+"""A secret in the address of MLflow or in its variables reaches neither the files, nor MLflow, nor the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.train_runs import SMALL
+
+SECRET = "s3cr3t"
+ADDRESS = f"http://me:{SECRET}@127.0.0.1:9/?token={SECRET}#{SECRET}"
+TRAIN = ["train", *(each for each in SMALL if each != "--no-mlflow"), "--steps", "2"]
+SWEEP = [each for each in TRAIN[1:] if each not in ("--seed", "3")]
+
+
+def run(cwd: Path, *arguments: str, uri: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command; require that it prints no secret and leaves none in any file."""
+    variables = dict.fromkeys(("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"), SECRET)
+    if uri is not None:
+        variables["MLFLOW_TRACKING_URI"] = uri
+    environ = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"} | variables
+    command = [sys.executable, "-m", "bandpo_cli", *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    assert SECRET not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for path in cwd.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+    return done
+
+
+@pytest.mark.slow
+def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp_path: Path) -> None:
+    few = ["eval", "--n", "1", "--k", "1", "--limit", "1"]
+    for arguments in (
+        [*TRAIN, "--name", "a"], ["show", "a"], ["sync", "a"], ["train", "--resume", "a", "--steps", "4"],
+        ["runs"], [*few, "--name", "e"], ["eval", "--resume", "e"], ["report", "runs/a"],
+        ["sweep", "--delta", "0.1", "--seeds", "0", *SWEEP, "--name", "s"],
+    ):  # fmt: skip
+        done = run(tmp_path, *arguments, uri=ADDRESS)
+        assert done.returncode == (1 if arguments[0] == "sync" else 0), (arguments, done.stdout, done.stderr)
+    assert run(tmp_path, "sync", "a", "--tracking-uri", ADDRESS).returncode == 1
+    for arguments in (TRAIN, few, ["train", "--resume", "a", "--steps", "6"]):
+        done = run(tmp_path, *arguments, "--tracking-uri", ADDRESS)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "set MLFLOW_TRACKING_URI" in done.stderr
+    assert run(tmp_path, *TRAIN, "--name", "b").returncode == 0  # with a database, which has no secret either
+    assert (tmp_path / "runs" / "mlflow.db").exists()
+
+
+@pytest.mark.slow
+def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(tmp_path: Path) -> None:
+    run(tmp_path, *TRAIN, "--name", "a", "--no-mlflow")
+    folder = tmp_path / "runs" / "a"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["tracking"] |= {"mlflow": True, "uri": ADDRESS}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config).replace(SECRET, "0ld"))
+    (folder / "mlflow.json").write_text(
+        json.dumps({"uri": "http://h/?token=0ld", "experiment": "bandpo", "key": "k"})
+    )
+    for arguments in (["show", "a"], ["show", "a", "--format", "json"], ["runs"], ["sync", "a"]):
+        done = run(tmp_path, *arguments)
+        assert "0ld" not in done.stdout + done.stderr
+        assert done.returncode == (arguments[0] == "sync")
+    refused = run(tmp_path, "train", "--resume", "a", "--steps", "4")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "token=***#*** was not stored; set MLFLOW_TRACKING_URI" in refused.stderr
+    done = run(tmp_path, "train", "--resume", "a", "--steps", "4", uri=ADDRESS)
+    assert done.returncode == 0, done.stderr
