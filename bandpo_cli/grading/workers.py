@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import select
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError, RunError
+from bandpo_cli.errors import ConfigError, RunError, escape_controls
 from bandpo_cli.registries import split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
@@ -38,6 +39,9 @@ so that one worker alone ends a shorter batch sooner."""
 MAX_WAIT_S = 0.5
 """Longest wait for the workers in seconds; `on_wait` is called between waits, and can end the work."""
 
+MAX_PRINTED_BYTES = 1 << 16
+"""What a grader prints beyond this is discarded: prints for every answer of a run would hide all other lines."""
+
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
 # The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
@@ -46,6 +50,8 @@ _WORKER_SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
     "from bandpo_cli.grading.worker import main; main(*arguments)"
 )
+
+log = logging.getLogger("bandpo_cli")
 
 GraderArguments = Sequence[Any]
 """The arguments of a grader function; values that JSON has no form for are sent as text."""
@@ -85,6 +91,7 @@ class WorkerPool:
         self._grades: dict[int, Grade] = {}
         self._on_wait: OnWait = _ignore
         self._wanted = 0
+        self._printed_bytes = 0
         self._more_workers_at = math.inf
 
     def run(
@@ -157,7 +164,19 @@ class WorkerPool:
         self._wanted = min(self._size, jobs)
         spawned = self._wanted if time.monotonic() >= self._more_workers_at else min(1, self._wanted)
         while len(self._workers) < spawned:
-            self._workers.append(_Worker(WorkerProcess(self._grader, self._function, self._config)))
+            process = WorkerProcess(self._grader, self._function, self._config, self._print)
+            self._workers.append(_Worker(process))
+
+    def _print(self, output: bytes) -> None:
+        """Print what a worker has printed on standard error, up to `MAX_PRINTED_BYTES` of all workers."""
+        left = MAX_PRINTED_BYTES - self._printed_bytes
+        self._printed_bytes += len(output)
+        if left > 0 and sys.stderr is not None:
+            sys.stderr.write(escape_controls(output[:left].decode(errors="replace")))
+            sys.stderr.flush()
+        if self._printed_bytes > MAX_PRINTED_BYTES >= self._printed_bytes - len(output):
+            kib = MAX_PRINTED_BYTES >> 10
+            log.warning("grader '%s' has printed more than %d KiB; the rest is not shown", self._grader, kib)
 
     def _remove_exited_idle(self) -> None:
         """Remove workers that exited between two calls: no answer caused it."""
@@ -173,6 +192,7 @@ class WorkerPool:
         self._on_wait(len(self._grades), self._oldest_job())
         events = self._wait()
         for worker in [*self._workers]:
+            worker.process.receive_output()
             if events.get(worker.process.stdin.fileno()):
                 worker.process.flush()
             if events.get(worker.process.stdout.fileno()) and not self._read(worker):
@@ -199,6 +219,8 @@ class WorkerPool:
         poll = select.poll()
         for worker in self._workers:
             poll.register(worker.process.stdout.fileno(), select.POLLIN)
+            if not worker.process.stderr.closed:
+                poll.register(worker.process.stderr.fileno(), select.POLLIN)
             if worker.process.has_unsent_data:
                 poll.register(worker.process.stdin.fileno(), select.POLLOUT)
         until = min(map(self._deadline, self._workers))
@@ -288,8 +310,18 @@ class WorkerProcess:
     Ctrl-C at the terminal reaches only the parent.
     """
 
-    def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
-        """Start the process; its imports run concurrently with the caller. The arguments are those of `WorkerPool`.
+    def __init__(
+        self,
+        grader: str,
+        function: str | None,
+        config: GradingConfig,
+        on_output: Callable[[bytes], None],
+    ) -> None:
+        """Start the process; its imports run concurrently with the caller.
+
+        Args:
+            grader, function, config: Those of `WorkerPool`.
+            on_output: Receives what the function prints.
 
         Raises:
             RunError: If the system refuses to start a process.
@@ -305,6 +337,7 @@ class WorkerProcess:
                 [sys.executable, "-P", "-c", _WORKER_SOURCE, arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
                 bufsize=0,
@@ -313,9 +346,11 @@ class WorkerProcess:
             raise RunError(f"cannot start a grading process: {error}; lower grading.workers") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self.stdin, self.stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self.stdin.fileno(), False)
-        os.set_blocking(self.stdout.fileno(), False)
+        assert self._process.stderr is not None
+        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        self._on_output = on_output
         self._unsent = bytearray()
         self._received = bytearray()
 
@@ -352,13 +387,27 @@ class WorkerProcess:
         except ValueError:
             return None
 
+    def receive_output(self) -> None:
+        """Pass on what the function has printed, at most 64 KiB, as much as a pipe holds."""
+        if self.stderr.closed:
+            return
+        try:
+            output = os.read(self.stderr.fileno(), _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if output:
+            self._on_output(output)
+        else:
+            self.stderr.close()
+
     def kill(self) -> str:
         """Kill the process and its process group; return how it ended. A second call has no effect."""
         if self._process.returncode is None:  # not waited for yet, so its process id was not reused
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        for pipe in (self.stdin, self.stdout):
+        self.receive_output()  # once: a process that has left the group may still be printing
+        for pipe in (self.stdin, self.stdout, self.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
         return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

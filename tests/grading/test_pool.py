@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
+from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
 
 CUSTOM_GRADER = """
@@ -43,6 +45,8 @@ def judge(text, answer, extra):
         open(extra["file"], "w").write(str(child.pid))
         time.sleep(1000)
     if text == "modules": return {"score": 0, "verdict": "torch" if "torch" in sys.modules else "none"}
+    if text == "flood":
+        for _ in range(40): sys.stderr.write("\\x1b[2J" + "x" * 2**19)
     if text == "pid": return {"score": 0, "verdict": str(os.getpid())}
     if text.startswith("results"): return eval(text[7:])
     return text == answer and extra.get("key", 1) == 1
@@ -175,6 +179,24 @@ def test_error_or_exit_affects_only_that_answer(text: str) -> None:
 def test_print_and_input_do_not_disturb_the_protocol(pool: GraderPool) -> None:
     assert verdicts(pool, ["input", "stdin", "right"]) == ["grader-error", "correct", "correct"]
     assert "EOFError" in pool.errors["custom_grader:judge"]
+
+
+def test_what_a_grader_prints_is_limited_and_escaped(
+    pool: GraderPool,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20 MB for each of four answers."""
+    monkeypatch.setattr(logging.getLogger("bandpo_cli"), "propagate", True)
+    assert verdicts(pool, ["flood"] * 4) == ["wrong"] * 4
+    printed = capfd.readouterr().err
+    assert MAX_PRINTED_BYTES / 2 < len(printed) <= MAX_PRINTED_BYTES + 1000
+    assert "\\x1b[2Jxxx" in printed
+    assert "\x1b" not in printed
+    assert [message for message in caplog.messages if "has printed more than 64 KiB" in message] == [
+        "grader 'custom_grader:judge' has printed more than 64 KiB; the rest is not shown"
+    ]
 
 
 @pytest.mark.parametrize("text", ["sleep", "spin"])
