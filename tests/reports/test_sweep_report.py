@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from html.parser import HTMLParser
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,6 +211,19 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
         text = (write_report(more, "t", "clip", sweep / "report").files[name]).read_text()
         assert "NonFiniteError: the loss is nan" in text
         assert "its folder does not exist" in text
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exists):
+    _, _, runs = read_sweep(sweep)
+    if exists:
+        write_report(runs, "earlier", "clip", sweep / "report")
+    before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
+    monkeypatch.setattr("bandpo_cli.reports.sweep.tables.markdown", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_report(runs, "t", "clip", sweep / "report")
+    assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before
+    assert (sweep / "report").exists() == exists
 
 
 def test_note_on_a_baseline_without_runs(sweep):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -151,15 +153,23 @@ def _no_runs_message(title: str, excluded: Sequence[ExcludedRun]) -> str:
 
 
 def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
-    """Write the plots first, then the files that refer to them."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write all files into a temporary folder, then move them to `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     order = [arm.name for arm in report.arms]
-    plots = plot_all(arms, order, report.baseline, report.sets, report.accuracy_level, report.title, out)
-    if report.tuning is not None:
-        plots |= plot_tuning(report.tuning, out)
-    files = {name: out / name for name in ("report.html", "report.md", "leaderboard.csv")}
-    report = replace(report, files={**files, **{path.name: path for path in plots.values()}})
-    write_text(files["leaderboard.csv"], tables.leaderboard_csv(report))
-    write_text(files["report.md"], tables.markdown(report))
-    write_text(files["report.html"], html_page(report, plots))
+    beside = out if out.is_dir() else out.parent
+    with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
+        hidden = Path(folder)
+        plots = plot_all(
+            arms, order, report.baseline, report.sets, report.accuracy_level, report.title, hidden
+        )
+        if report.tuning is not None:
+            plots |= plot_tuning(report.tuning, hidden)
+        names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
+        report = replace(report, files={name: out / name for name in names})
+        write_text(hidden / "leaderboard.csv", tables.leaderboard_csv(report))
+        write_text(hidden / "report.md", tables.markdown(report))
+        write_text(hidden / "report.html", html_page(report, plots))
+        out.mkdir(exist_ok=True)
+        for name in names:
+            os.replace(hidden / name, out / name)
     return report
