@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.storage.environment import redact_credentials
+from bandpo_cli.errors import RunError, UserError, redact_credentials
 from bandpo_cli.tracking.mirror import mlflow_client
 from bandpo_cli.tracking.store import short_error
 
