@@ -37,10 +37,8 @@ def escape_controls(text: str, as_json: bool = False) -> str:
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-_USER_INFO = re.compile(r"(\w://)(?:[^/\s?#]*|[^:/\s@]*:[^@\s]*)@")
 _QUERY_VALUE = re.compile(r"([?&;]([\w.-]+)=)[^&;#\s'\"]*")
-_BARE_QUERY = re.compile(r"(\w://[^\s?#'\"]*\?)[^=&#\s'\"]+(?=[&#\s'\"]|$)")
-_FRAGMENT = re.compile(r"(\w://[^\s#'\"]*#)[^/\s'\"][^\s'\"]*")
+_END_OF_HOST, _QUOTE = re.compile("[/?#]"), re.compile("['\"]")
 
 _HARMLESS_QUERY_KEYS = frozenset(
     ("charset", "connect_timeout", "driver", "mode", "sslmode", "timeout", "workflowtype")
@@ -59,9 +57,31 @@ def redact_credentials(text: str) -> str:
     def without_value(match: re.Match[str]) -> str:
         return match[0] if match[2].lower() in _HARMLESS_QUERY_KEYS else f"{match[1]}{REDACTED}"
 
-    text = _USER_INFO.sub(rf"\1{REDACTED}@", text)
-    text = _BARE_QUERY.sub(rf"\1{REDACTED}", text)
-    return _FRAGMENT.sub(rf"\1{REDACTED}", _QUERY_VALUE.sub(without_value, text))
+    before, *after = text.split("://")
+    return _QUERY_VALUE.sub(without_value, "://".join([before, *map(_redact_after_scheme, after)]))
+
+
+def _redact_after_scheme(text: str) -> str:
+    """Redact the user information, a query without keys, and the fragment of the address at the start of `text`."""
+    address = text.split(maxsplit=1)[0] if text[:1].strip() else ""
+    rest = text[len(address) :]
+    end = _END_OF_HOST.search(address)
+    at = address.rfind("@", 0, end.start() if end else len(address))
+    user, colon, _ = address.partition(":")
+    if at < 0 and colon and "/" not in user and "@" not in user:  # a password with one of /?#
+        at = address.find("@")
+    if at >= 0:
+        address = REDACTED + address[at:]
+    if quote := _QUOTE.search(address):
+        address, rest = address[: quote.start()], address[quote.start() :] + rest
+    address, hash_, fragment = address.partition("#")
+    if fragment and not fragment.startswith("/"):
+        fragment = REDACTED
+    address, mark, query = address.partition("?")
+    value, separator, others = query.partition("&")
+    if value and "=" not in value:
+        query = REDACTED + separator + others
+    return f"{address}{mark}{query}{hash_}{fragment}{rest}"
 
 
 def has_secret(uri: str) -> bool:

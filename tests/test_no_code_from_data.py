@@ -27,7 +27,7 @@ CALLS = {
     "os.system", "os.popen", "os.execv", "os.execvp", "os.spawnl", "subprocess.getoutput",
     "subprocess.getstatusoutput", "pandas.read_pickle", "numpy.fromfile",
 }  # fmt: skip
-SAFE_LOADERS = {"_StrictLoader"}
+SAFE_LOADERS = {"_StrictLoader", "_FastLoader"}
 
 
 def findings(source: str) -> Iterator[str]:

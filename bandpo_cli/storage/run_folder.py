@@ -42,7 +42,7 @@ RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-_TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d+)*$")
+_TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
 """The end of a name of `timestamped`, with the suffixes of `unused_name`."""
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""

@@ -49,7 +49,7 @@ def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Pa
     )
     assert record["model"]["step"] == 4
     assert sorted(path.name for path in latest.iterdir()) == [
-        "env.json", "eval.json", "plots", "samples.parquet",
+        ".mlflow.lock", "env.json", "eval.json", "plots", "samples.parquet",
     ]  # fmt: skip
     assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
 
