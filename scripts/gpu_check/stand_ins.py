@@ -1,18 +1,25 @@
-"""Stand-ins for pydantic and scipy, so that the checks run where only torch and transformers are installed.
+"""Stand-ins for pydantic, scipy and xxhash, so that the checks run where only torch and transformers are installed.
 
 With the stand-in for pydantic, settings are plain objects with the defaults of their class: nothing is validated. The
-one for scipy lets modules be imported that need it for statistics of evaluations, which the checks do not compute.
+one for scipy lets modules be imported that need it for statistics of evaluations, which the checks do not compute. The
+one for xxhash computes the checksums of checkpoints with another function.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-PACKAGES = {"pydantic": ("pydantic", "pydantic.fields", "pydantic_core"), "scipy": ("scipy", "scipy.special")}
+PACKAGES = {
+    "pydantic": ("pydantic", "pydantic.fields", "pydantic_core"),
+    "scipy": ("scipy", "scipy.special"),
+    "xxhash": ("xxhash",),
+}
 """Modules that are replaced, by the package that is missing."""
 
 
@@ -70,6 +77,8 @@ class StandIn(ModuleType):
             raise AttributeError(name)
         known = {"BaseModel": PlainModel, "Field": FieldDefault, "ConfigDict": dict}
         known |= dict.fromkeys(("PositiveInt", "NonNegativeInt"), int)
+        known["xxh3_64"] = partial(hashlib.blake2b, digest_size=8)
+        known["xxh3_64_hexdigest"] = lambda data: hashlib.blake2b(data, digest_size=8).hexdigest()
         return known.get(name, Placeholder)
 
 

@@ -348,7 +348,7 @@ def installed_without(folder: Path, absent: tuple[str, ...]) -> Path:
 
 @pytest.mark.slow
 def test_the_checks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
-    """Without pydantic and scipy, stand-ins take their place; nothing else of the package's requirements is there."""
+    """Stand-ins replace pydantic, scipy and xxhash; nothing else of the package's requirements is there."""
     site = installed_without(tmp_path / "site", ABSENT)
     path = tmp_path / "report.json"
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -361,5 +361,5 @@ def test_the_checks_need_torch_and_transformers_alone(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
-    assert report["machine"]["replaced_by_stand_ins"] == ["pydantic", "scipy"]
+    assert report["machine"]["replaced_by_stand_ins"] == ["pydantic", "scipy", "xxhash"]
     check_report(report)
