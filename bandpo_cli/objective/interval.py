@@ -33,7 +33,10 @@ class IntervalLoss(PolicyLoss):
     def token_losses(self, inputs: LossInputs) -> torch.Tensor:
         """Return the clipped loss of each token, [n]."""
         ratios, advantages = inputs.ratios, inputs.advantages
-        clamped = torch.clamp(ratios, inputs.columns["lower"], inputs.columns["upper"])
+        lower, upper = inputs.columns["lower"], inputs.columns["upper"]
+        # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the
+        # ratio 1 of an on-policy token of probability 1 does.
+        clamped = torch.where(ratios > upper, upper, torch.where(ratios < lower, lower, ratios))
         losses = -torch.minimum(ratios * advantages, clamped * advantages)
         if self._dual_clip is not None:
             limit = -self._dual_clip * advantages

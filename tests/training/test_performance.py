@@ -69,14 +69,16 @@ def test_copies_of_a_long_prompt_are_no_padding() -> None:
 
 
 def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
-    """Independent: torch counts the products that it dispatches, except those within the attention kernel of a CPU."""
+    """Independent: torch counts the products that it dispatches, apart from those within the attention kernel."""
     batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
     with packed_work(policy.model) as work, FlopCounterMode(display=False) as counter, torch.no_grad():
         token_logprobs(policy.model, batch)
     config = policy.model.config
     per_pair = 4 * config.num_hidden_layers * config.hidden_size
-    # Some versions of transformers compute the angles of the positions as a small product.
-    assert work.flops == pytest.approx(counter.get_total_flops() + per_pair * (48 * 49 // 2), rel=1e-4)
+    # torch 2.15 counts the kernel too, as complete squares; some versions of transformers have one more small product.
+    counts = counter.get_flop_counts()["Global"].items()
+    products = sum(flops for operator, flops in counts if "attention" not in str(operator))
+    assert work.flops == pytest.approx(products + per_pair * (48 * 49 // 2), rel=1e-4)
     with packed_work(policy.model) as trained:
         token_logprobs(policy.model, batch)
     assert trained.flops == 3 * work.flops
