@@ -8,7 +8,7 @@ from pathlib import Path
 from bandpo_cli.errors import ConfigError
 
 MAX_CONFIG_BYTES = 2**20
-"""Maximum size of a file of settings in bytes, more than ten thousand times what one needs."""
+"""Maximum size of a config file in bytes, more than ten thousand times what one needs."""
 
 MODEL_CONFIG = "config.json"
 """The file by which a folder with a complete model is recognized."""

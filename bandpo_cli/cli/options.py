@@ -20,7 +20,7 @@ ConfigFiles = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file of settings, or a name of `bandpo configs`; repeatable, later files win.",
+        help="YAML config file, or a name of `bandpo configs`; repeatable, later files win.",
         autocompletion=complete_config,
     ),
 ]

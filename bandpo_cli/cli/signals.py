@@ -37,9 +37,8 @@ class StopSignals(CallbackBase):
 
     A signal raises `SignalExit`. Between the events `start` and `phase("close")` of a run, the first SIGINT and the
     first SIGTERM only set `requested`: a cluster sends SIGTERM to all processes of a job, and a sweep among them sends
-    its runs SIGINT, which together ask for one thing. A further SIGHUP asks for nothing more: a closed terminal sends
-    several. Outside the main thread, where Python allows no handlers, nothing
-    is installed.
+    its runs SIGINT, which together ask for one thing. A repeated SIGHUP is ignored: a closed terminal sends several.
+    Outside the main thread, where Python allows no handlers, nothing is installed.
 
     A rank of `--nproc` listens to its parent process alone, see `FORWARDED`; both signals of a kind may arrive while it
     waits in native code for another rank, see `_Arrivals`. torchrun sends SIGTERM to the other ranks when one has

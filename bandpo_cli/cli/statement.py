@@ -91,7 +91,7 @@ def _refills(config: RunConfig) -> str:
     sampling = config.sampling
     if not sampling.dynamic:
         return ""
-    return f"groups without spread sampled again up to {sampling.dynamic_batches - 1} times, "
+    return f"zero-variance groups sampled again up to {sampling.dynamic_batches - 1} times, "
 
 
 def _held_out(config: RunConfig, task: Task) -> str:

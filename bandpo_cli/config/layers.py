@@ -63,7 +63,7 @@ def read_value(text: str, where: str) -> Any:
 
 
 def read_layer(path: Path, where: str = "--config") -> Layer:
-    """Read a YAML file of settings that the package has written; `where` is the option or key that named the file.
+    """Read a YAML config file that the package has written; `where` is the option or key that named the file.
 
     Secrets in `tracking.uri`, which earlier versions have stored, are redacted.
 

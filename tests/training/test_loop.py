@@ -133,7 +133,7 @@ def test_dynamic_sampling_trains_only_on_groups_with_spread(tmp_path: Path) -> N
 
 
 def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
-    """With rewards that cannot differ, two batches are sampled and the step uses groups without spread."""
+    """With rewards that cannot differ, two batches are sampled and the step uses zero-variance groups."""
     unsolvable = {
         "steps": 1,
         "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},  # too short for any answer
