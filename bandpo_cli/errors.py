@@ -39,6 +39,8 @@ def escape_controls(text: str, as_json: bool = False) -> str:
 
 _QUERY_VALUE = re.compile(r"([?&;]([\w.-]+)=)[^&;#\s'\"]*")
 _END_OF_HOST, _QUOTE = re.compile("[/?#]"), re.compile("['\"]")
+_PASSWORD = re.compile(r"[^\s:/?#@]*:(?!\d*([/?#]|$))[^\s@]*")
+"""The part of an address up to a `://` within its password; digits after the colon are a port."""
 
 _HARMLESS_QUERY_KEYS = frozenset(
     ("charset", "connect_timeout", "driver", "mode", "sslmode", "timeout", "workflowtype")
@@ -57,15 +59,25 @@ def redact_credentials(text: str) -> str:
     def without_value(match: re.Match[str]) -> str:
         return match[0] if match[2].lower() in _HARMLESS_QUERY_KEYS else f"{match[1]}{REDACTED}"
 
-    before, *after = text.split("://")
-    return _QUERY_VALUE.sub(without_value, "://".join([before, *map(_redact_after_scheme, after)]))
+    parts = text.split("://")
+    redacted, in_password = parts[:1], False
+    for number, part in enumerate(parts[1:], start=2):
+        # A password may contain `://`.
+        continues = number < len(parts) and ((in_password and "@" not in part) or _PASSWORD.fullmatch(part))
+        redacted.append(REDACTED if continues else _redact_after_scheme(part, in_password))
+        in_password = bool(continues)
+    return _QUERY_VALUE.sub(without_value, "://".join(redacted))
 
 
-def _redact_after_scheme(text: str) -> str:
-    """Redact the user information, a query without keys, and the fragment of the address at the start of `text`."""
+def _redact_after_scheme(text: str, in_password: bool) -> str:
+    """Redact the user information, a query without keys, and the fragment of the address at the start of `text`.
+
+    Args:
+        in_password: `text` begins within the user information.
+    """
     address = text.split(maxsplit=1)[0] if text[:1].strip() else ""
     rest = text[len(address) :]
-    end = _END_OF_HOST.search(address)
+    end = None if in_password else _END_OF_HOST.search(address)
     at = address.rfind("@", 0, end.start() if end else len(address))
     user, colon, _ = address.partition(":")
     if at < 0 and colon and "/" not in user and "@" not in user:  # a password with one of /?#

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.config.run import CheckpointConfig
+from bandpo_cli.experiments.overview import summary_fields
 from bandpo_cli.storage.checkpoints import prune_checkpoints
 from bandpo_cli.storage.files import step_name
 from bandpo_cli.storage.run_folder import RunFolder
@@ -69,8 +70,10 @@ def many_runs(short: RunFolder, runs_dir: Path, count: int) -> Path:
             runs_dir / f"run-{number}",
             ignore=shutil.ignore_patterns("checkpoints", "samples", "tokens"),
         )
-        config = resolve([read_assignments([*SETTINGS, f"seed={number}"])])
-        (runs_dir / f"run-{number}" / "config.yaml").write_text(to_yaml(config))
+        folder = RunFolder(runs_dir / f"run-{number}")
+        folder.write_config(to_yaml(resolve([read_assignments([*SETTINGS, f"seed={number}"])])))
+        summary = json.loads((short.path / "summary.json").read_text())
+        folder.write_summary(summary | summary_fields(folder.path))
     return runs_dir
 
 

@@ -43,7 +43,7 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render an object; see `rich.console.Console.render`."""
         for segment in super().render(renderable, options):
-            if segment.control:
+            if segment.control or segment.text.isprintable():
                 yield segment
             else:
                 yield Segment(escape_controls(segment.text), segment.style)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, resolve
@@ -17,7 +19,7 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.registries.methods import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
-from bandpo_cli.storage.files import step_name, step_of
+from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import StoredRun, Summary, read_stored_run, read_summary
 from bandpo_cli.storage.tables import GradedCompletion, read_graded_completions
@@ -62,6 +64,11 @@ class RunOverview:
     entropy: float | None = None
     started_ms: int = 0
     error: str | None = None
+
+
+_OVERVIEW = TypeAdapter(RunOverview)
+_NOT_STORED = {"name", "path", "status", "error"}
+"""Fields of an overview that follow from the folder and from other keys of its summary."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +161,44 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
     """Return the overview of the run in the folder `path`; a damaged folder has `error` and no status."""
     name = _name_in(runs_dir, path)
     try:
+        summary = read_summary(path)
+        stored = None if summary is None or is_locked(path) else _from_summary(name, path, summary)
+        if stored is not None:
+            return stored
         run = read_stored_run(path, _listed)
-        return _overview(name, run, resolve([run.config]), read_summary(path))
+        return _overview(name, run, resolve([run.config]), summary)
     except UserError as error:
         return RunOverview(name, path, error=str(error))
+
+
+def summary_fields(path: Path) -> dict[str, Any]:
+    """Return the keys of `summary.json` from which `describe_line` takes the overview of a run that has ended.
+
+    Reading them takes a tenth of the time of reading settings and metrics.
+    """
+    overview = asdict(describe_line(path, path.parent))
+    fields = {key: value for key, value in overview.items() if key not in _NOT_STORED}
+    return {"overview": fields, "overview_of": _state(path)}
+
+
+def _from_summary(name: str, path: Path, summary: Summary) -> RunOverview | None:
+    """Return the overview that a summary holds; None if it has none, or if settings or metrics have changed since."""
+    fields = summary.content.get("overview")
+    if not isinstance(fields, dict) or summary.content.get("overview_of") != _state(path):
+        return None
+    about = {"name": name, "path": path, "status": summary.status, "error": _error(summary)}
+    try:
+        return _OVERVIEW.validate_python(fields | about)
+    except ValidationError:
+        return None
+
+
+def _state(path: Path) -> str | None:
+    """Return a text that changes with the settings and metrics of the run in `path`; None without one of the files."""
+    try:
+        return f"{file_checksum(path / 'config.yaml')}-{(path / 'metrics.jsonl').stat().st_size}"
+    except OSError:
+        return None
 
 
 def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +215,6 @@ def _listed_keys(keys: tuple[str, ...]) -> list[str]:
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
     """Return the overview of a run."""
     lines = [record.line for record in run.records]
-    failure = summary.content.get("error") if summary is not None and run.status is not None else None
     return RunOverview(
         name=name,
         path=run.path,
@@ -189,8 +229,14 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
         accuracy=_last(lines, "train/accuracy"),
         entropy=_last(lines, "train/entropy"),
         started_ms=run.start_ms,
-        error=None if failure is None else str(failure),
+        error=None if summary is None or run.status is None else _error(summary),
     )
+
+
+def _error(summary: Summary) -> str | None:
+    """Return the exception that ended a run."""
+    error = summary.content.get("error")
+    return None if error is None else str(error)
 
 
 def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:

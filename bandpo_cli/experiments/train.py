@@ -31,6 +31,7 @@ from bandpo_cli.errors import (
 )
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.overview import summary_fields
 from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
@@ -361,6 +362,7 @@ def _close_record(
                 "first_eval": _eval_metrics(evaluations[0]) if evaluations else None,
                 "last_eval": _eval_metrics(evaluations[-1]) if evaluations else None,
                 "last_step": records[-1] if records else None,
+                **summary_fields(folder.path),
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -103,6 +104,7 @@ def is_function_path(text: str) -> bool:
     return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+@functools.cache  # the settings of all methods are looked up at each validation
 def load_attribute(path: str) -> Any:
     """Import and return the attribute that an entry names as "module:attribute"."""
     module, _, attribute = path.partition(":")

@@ -124,7 +124,7 @@ def file_checksum(path: Path, check: Callable[[], None] = lambda: None) -> str:
     Args:
         check: called before each piece is read; what it raises ends the reading.
     """
-    checksum, buffer = xxh3_64(), memoryview(bytearray(2**18))  # stays in the cache of a core
+    checksum, buffer = xxh3_64(), memoryview(bytearray(2**18))  # fits into the cache of a core
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             check()

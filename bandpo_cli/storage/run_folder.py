@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, user_path
 from bandpo_cli.storage.files import (
@@ -370,11 +372,11 @@ def slug(name: str) -> str:
 
 def _parsed(line: bytes, where: Path | str) -> dict[str, Any]:
     """Return the record in a line of `metrics.jsonl`. Raises UserError, which begins with `where`, if it has none."""
-    text = line.decode("utf-8", errors="replace").removesuffix("\n")
     try:
-        record: dict[str, Any] = json.loads(text)
+        record: dict[str, Any] = from_json(line)  # in a quarter of the time of the json module
         record["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
+        text = line.decode("utf-8", errors="replace").removesuffix("\n")
         raise UserError(f"{where} is not a JSON object with a step: {text[:80]!r}") from None
     return record
 

@@ -53,8 +53,6 @@ of which several ranks read all safetensors files."""
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
 
-PIECE_BYTES = 2**18
-"""Bytes of the optimizer state that are hashed and written at a time: they stay in the cache of a core."""
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
 
@@ -269,12 +267,12 @@ def write_tensors(
 ) -> str:
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
-    The bytes are those that `safetensors` writes. That function writes a file as a whole. This one writes it in pieces,
-    which fit into the cache of a core, so that hashing them costs little, and flushes it in chunks, so that `check` can
-    give up a file of many GB. It releases the interpreter's lock meanwhile.
+    The bytes are those that `safetensors` writes. That function writes a file as a whole. This one writes and flushes
+    it in chunks, so that `check` can give up a file of many GB, and a thread hashes the chunks meanwhile. Both release
+    the interpreter's lock.
 
     Args:
-        check: called before each piece; what it raises ends the writing.
+        check: called before each chunk; what it raises ends the writing.
     """
     ordered = sorted(tensors.items(), key=lambda each: (_DTYPES.index(each[1].dtype), each[0]))
     header: dict[str, object] = {}
@@ -289,17 +287,17 @@ def write_tensors(
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        start_of_file = len(text).to_bytes(8, "little") + text
+    start_of_file = len(text).to_bytes(8, "little") + text
+    checksum, written = xxh3_64(start_of_file), 0
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         file.write(start_of_file)
-        checksum, written = xxh3_64(start_of_file), 0
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, len(data), PIECE_BYTES):
+            for start in range(0, len(data), CHUNK_BYTES):
                 check()
-                piece = data[start : start + PIECE_BYTES].data
-                checksum.update(piece)
-                written += file.write(piece)
+                chunk = data[start : start + CHUNK_BYTES].data
+                hasher.submit(checksum.update, chunk)
+                written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()
                     os.fsync(file.fileno())

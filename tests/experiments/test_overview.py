@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.experiments.overview import MetricRange, changed_settings, describe_line, describe_run
+from bandpo_cli.experiments import overview
+from bandpo_cli.experiments.overview import (
+    MetricRange,
+    changed_settings,
+    describe_line,
+    describe_run,
+    summary_fields,
+)
 from bandpo_cli.storage import run_folder, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 
@@ -69,3 +77,31 @@ def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
     assert (parsed["line"], max(held)) == (50, 4)
     assert line == shown.overview
     assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)
+
+
+def test_the_overview_of_an_ended_run_is_read_from_its_summary_until_settings_or_metrics_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    run.write_config("seed: 3\n")
+    run.append_metrics({"step": 7, "train/entropy": 0.5, "time/step": 2.0})
+    summary = {"status": "FINISHED", "error": None, "steps": 7}
+    run.write_summary(summary)
+    slow = describe_line(run.path, tmp_path)
+    run.write_summary(summary | summary_fields(run.path))
+    read: list[Path] = []
+    read_stored = overview.read_stored_run
+    monkeypatch.setattr(
+        overview, "read_stored_run", lambda path, keep: read.append(path) or read_stored(path, keep)
+    )
+    assert describe_line(run.path, tmp_path) == slow
+    assert not read
+    run.write_config("seed: 4\n")
+    assert describe_line(run.path, tmp_path) == replace(slow, seed=4)
+    run.write_summary(summary | summary_fields(run.path))
+    run.append_metrics({"step": 8, "time/step": 2.0})
+    assert (changed := describe_line(run.path, tmp_path)).step == 8
+    assert changed.status == "KILLED"
+    run.write_summary({**summary, "steps": 8, **summary_fields(run.path), "overview": {"seed": "x"}})
+    assert describe_line(run.path, tmp_path).seed == 4
+    assert len(read) == 5

@@ -68,7 +68,7 @@ def test_only_the_credentials_of_an_address_are_redacted():
     [
         "https://{}@h/mlflow", "https://me:{}@h", "https://me:p@{}@h", "postgresql://me:p/{}@h/db", "http://h/?password={}",
         "http://h?a=b&token={}", "http://h/?{}", "http://h#{}", "http://h/a?timeout=1#token={}", "http://h/#/a?token={}",
-        "mssql://h/db?odbc_connect=PWD%3D{}",
+        "mssql://h/db?odbc_connect=PWD%3D{}", "http://me:a://{}@h", "http://me:{}://b/c@h", "http://me:a/b://c://{}@h",
     ],
 )  # fmt: skip
 def test_a_secret_in_any_part_of_an_address_is_redacted(address: str) -> None:

@@ -206,7 +206,6 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scalars, an empty tensor, two types and a transposed matrix, in chunks that end within a tensor."""
-    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 20)
     monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 40)
     values = {
         "b.step": torch.tensor(3.0),
@@ -224,7 +223,6 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
 def test_a_chunk_is_on_the_disk_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 1024)
     monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 4096)
     path, synced, fsync = tmp_path / "tensors", [], os.fsync
 
