@@ -1,130 +1,126 @@
-"""Mutation check: apply deliberate one-line errors to copies of the repository and run the tests that should fail.
+"""Mutation check: apply deliberate errors to copies of the repository and run the tests that should fail.
 
-    python scripts/mutants.py                     # every mutant, two at a time
-    python scripts/mutants.py training/ratio      # mutants whose name contains one of the given texts
+    python scripts/mutants.py                       # the listed errors, two at a time
+    python scripts/mutants.py interval.py "rank"    # those whose file or description contains one of the texts
+    python scripts/mutants.py --random 60 --seed 1  # random mutations by cosmic-ray instead of the list
 
-The mutants are listed in `scripts/mutants/*.toml`. Each names a file, the text to replace, the replacement, the reason
-and the tests of the packages concerned. A mutant is caught if these tests fail; a mutant that survives needs a test.
-Exit code 1: a mutant survived, or a listed text is not in its file exactly once.
+`scripts/mutants.toml` lists the errors that no mutation tool makes. In pyproject.toml, `[tool.mutants]` names the
+modules of the random mutations and the tests of every module. An error is caught if these tests fail; an error that
+survives needs a test. Exit code 1: an error survived, or a listed text is not in its file exactly once.
 
-Every mutant runs in a forked process of a parent that has imported the heavy libraries already, because importing torch
-and transformers takes longer than most of the tests.
+Every copy is tested in a forked process of a parent that has imported the heavy libraries already, because importing
+torch and transformers takes longer than most of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import multiprocessing
 import os
+import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = Path(__file__).resolve().with_suffix("")
 PRELOADED = [
     "torch",
-    "transformers",
     "transformers.models.qwen2",
     "transformers.models.llama",
     "pandas",
     "pyarrow",
     "scipy.optimize",
-    "matplotlib.pyplot",
-    "hypothesis",
-    "pytest",
-    "typer.testing",
-    "mpmath",
-    "rich.live",
 ]
+PRELOADED += ["matplotlib.pyplot", "hypothesis", "pytest", "typer.testing", "mpmath", "rich.live"]
 LIMIT_S = 300.0
-"""Seconds after which the tests of a mutant count as failed: an endless loop is caught as well."""
+"""Seconds after which the tests of an error count as failed: an endless loop is caught as well."""
 PYTEST = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One deliberate error.
+    """A deliberate error: the file with the error in it, a description, and the tests that should fail."""
 
-    Attributes:
-        name: `<list>/<index>: <reason>`, unique.
-        file: relative to the repository.
-        old, new: text that occurs exactly once in the file, and its replacement.
-        tests: pytest arguments, relative to the repository: those that are expected to fail.
-        survives: reason why no test can catch it; empty for all others.
-    """
-
-    name: str
     file: str
-    old: str
-    new: str
+    description: str
+    text: str
     tests: tuple[str, ...]
-    survives: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one mutant; `log` holds the output of pytest."""
-
-    mutant: Mutant
-    verdict: str
-    seconds: float
-    log: str
+def settings() -> dict[str, Any]:
+    """Return the table `[tool.mutants]` of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutants"]
+    return table
 
 
-def load(folder: Path) -> list[Mutant]:
-    """Read all mutants of the TOML files in `folder`; a mutant without `tests` has those of its file's head."""
+def listed() -> tuple[list[Mutant], list[str]]:
+    """Return the errors of mutants.toml, and a line for every error that does not fit the code or names no test."""
+    mutants, problems = [], []
+    tests_of = settings()["tests"]
+    for file, errors in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
+        source = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+        for description, old, new, *tests in errors:
+            tests = tests or next(tests for place, tests in tests_of.items() if file.startswith(place))
+            mutants.append(Mutant(file, description, source.replace(old, new), tuple(tests)))
+            if source.count(old) != 1:
+                problems.append(f"{file}: {description}: {old!r} occurs {source.count(old)} times")
+            problems += [f"{file}: {description}: no {test}" for test in tests if not (ROOT / test).exists()]
+    return mutants, problems
+
+
+def random_mutants(number: int, seed: int) -> list[Mutant]:
+    """Return `number` mutations by cosmic-ray: places with equal probability, and one operator per place."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    table = settings()
+    operators = [name for name in sorted(operator_names()) if not re.search(table["exclude-operators"], name)]
+    places: dict[tuple[str, tuple[int, int]], list[tuple[str, int]]] = {}
+    for prefix in table["tests"]:
+        for path in sorted((ROOT / prefix).rglob("*.py")) if prefix.endswith("/") else [ROOT / prefix]:
+            nodes = list(ast_nodes(get_ast(path.read_text())))
+            for name in operators:
+                operator = get_operator(name)()
+                starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+                for occurrence, start in enumerate(starts):
+                    places.setdefault((str(path.relative_to(ROOT)), start), []).append((name, occurrence))
+    generator = random.Random(seed)
     mutants = []
-    for path in sorted(folder.glob("*.toml")):
-        document = tomllib.loads(path.read_text())
-        for index, entry in enumerate(document["mutant"], start=1):
-            mutants.append(
-                Mutant(
-                    name=f"{path.stem}/{index}: {entry['reason']}",
-                    file=entry["file"],
-                    old=entry["old"],
-                    new=entry["new"],
-                    tests=tuple(entry.get("tests", document["tests"])),
-                    survives=entry.get("survives", ""),
-                )
-            )
+    for file, start in generator.sample(sorted(places), number):
+        name, occurrence = generator.choice(places[file, start])
+        source = (ROOT / file).read_text()
+        text = mutate_code(source, get_operator(name)(), occurrence)
+        assert text is not None
+        changed = [line for line in difflib.ndiff(source.splitlines(), text.splitlines()) if line[0] in "-+"]
+        description = f"{name.removeprefix('core/')}, line {start[0]}: " + " ".join(
+            " ".join(line.split()) for line in changed
+        )
+        tests = next(tests for prefix, tests in table["tests"].items() if file.startswith(prefix))
+        mutants.append(Mutant(file, description, text, tuple(tests)))
     return mutants
 
 
-def misplaced(mutants: Sequence[Mutant], root: Path) -> Iterator[str]:
-    """Yield a line for each mutant whose text is not in its file exactly once, or whose tests do not exist."""
-    for mutant in mutants:
-        path = root / mutant.file
-        count = path.read_text().count(mutant.old) if path.is_file() else 0
-        if count != 1:
-            yield f"{mutant.name}: {mutant.old!r} occurs {count} times in {mutant.file}"
-        for test in mutant.tests:
-            if not (root / test.partition("::")[0]).exists():
-                yield f"{mutant.name}: there is no {test}"
-
-
-def run(mutant: Mutant, workplace: Path) -> Outcome:
-    """Apply the mutant to a copy of the repository below `workplace` and run its tests in a forked process."""
+def run(mutant: Mutant, workplace: Path) -> tuple[str, float, str]:
+    """Test a copy of the repository with the error; return the verdict, the seconds and the output of pytest."""
     start = time.perf_counter()
     copy = Path(tempfile.mkdtemp(dir=workplace))
     for name in ("bandpo_cli", "tests", "configs", "scripts", "examples"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "Makefile", "docs"):
         os.symlink(ROOT / name, copy / name)
-    # Public problem sets, which tests read when present.
-    if (ROOT.parent / "shared").exists() and not (workplace / "shared").exists():
-        os.symlink(ROOT.parent / "shared", workplace / "shared")
-    path = copy / mutant.file
-    path.write_text(path.read_text().replace(mutant.old, mutant.new))
+    (copy / mutant.file).write_text(mutant.text)
     log = copy / "pytest.log"
     process = multiprocessing.get_context("fork").Process(target=_run_tests, args=(copy, mutant.tests, log))
     process.start()
@@ -135,12 +131,11 @@ def run(mutant: Mutant, workplace: Path) -> Outcome:
         process.join()
     else:
         # 1: tests failed; 2: collection stopped with errors, such as an import that fails.
-        verdict = {0: "SURVIVED", 1: "caught", 2: "caught"}.get(
-            process.exitcode or 0, f"pytest: {process.exitcode}"
-        )
+        verdicts = {0: "SURVIVED", 1: "caught", 2: "caught"}
+        verdict = verdicts.get(process.exitcode or 0, f"pytest: {process.exitcode}")
     output = log.read_text(errors="replace")
     shutil.rmtree(copy, ignore_errors=True)
-    return Outcome(mutant, verdict, time.perf_counter() - start, output)
+    return verdict, time.perf_counter() - start, output
 
 
 def _run_tests(copy: Path, tests: Sequence[str], log: Path) -> None:
@@ -159,58 +154,59 @@ def _run_tests(copy: Path, tests: Sequence[str], log: Path) -> None:
 
 def _preload() -> None:
     """Import what the tests import, the package itself excepted."""
-    import torch
-
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     for name in PRELOADED:
         importlib.import_module(name)
-    assert not any(name.partition(".")[0] == "bandpo_cli" for name in sys.modules)
+    sys.modules["torch"].set_num_threads(1)
+    assert "bandpo_cli" not in sys.modules
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected mutants and print survivors; return the exit code."""
+    """Test the selected errors and print the survivors; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("select", nargs="*", help="texts of which one must occur in the name of a mutant")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time")
-    parser.add_argument("--logs", type=Path, help="folder for the output of pytest per mutant")
+    parser.add_argument("select", nargs="*", help="texts, one of which the file or the description contains")
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="N mutations by cosmic-ray instead of the list"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random mutations")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="errors at a time")
+    parser.add_argument("--logs", type=Path, help="folder for the output of pytest per error")
     parser.add_argument(
         "--check", action="store_true", help="only check that every listed text is still there"
     )
     options = parser.parse_args(arguments)
 
-    mutants = [m for m in load(LIST) if not options.select or any(s in m.name for s in options.select)]
-    problems = list(misplaced(mutants, ROOT))
+    mutants, problems = (random_mutants(options.random, options.seed), []) if options.random else listed()
     print("\n".join(problems), file=sys.stderr)
     if problems or options.check:
         return 1 if problems else 0
+    names = {f"{mutant.file}: {mutant.description}": mutant for mutant in mutants}
+    selected = [name for name in names if not options.select or any(text in name for text in options.select)]
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     _preload()
     start = time.perf_counter()
-    outcomes = []
+    survivors = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as workplace,
         ThreadPoolExecutor(options.jobs) as pool,
     ):
-        for outcome in pool.map(lambda mutant: run(mutant, Path(workplace)), mutants):
-            outcomes.append(outcome)
-            print(f"{outcome.verdict:20} {outcome.seconds:5.0f} s  {outcome.mutant.name}", flush=True)
+        results = pool.map(lambda name: run(names[name], Path(workplace)), selected)
+        for number, (name, (verdict, seconds, output)) in enumerate(zip(selected, results, strict=True), 1):
+            print(f"{verdict:20} {seconds:5.0f} s  {name}", flush=True)
+            if not verdict.startswith("caught"):
+                survivors.append(f"{verdict}: {name}")
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
-                (options.logs / f"{outcome.mutant.name.partition(':')[0].replace('/', '-')}.log").write_text(
-                    outcome.log
-                )
-    caught = [outcome for outcome in outcomes if outcome.verdict.startswith("caught")]
-    expected = [o for o in outcomes if o.verdict == "SURVIVED" and o.mutant.survives]
-    print(f"\n{len(caught)} of {len(outcomes)} mutants caught in {time.perf_counter() - start:,.0f} s")
-    for outcome in outcomes:
-        if outcome in expected:
-            print(f"survives, as documented: {outcome.mutant.name} ({outcome.mutant.survives})")
-        elif outcome not in caught:
-            print(f"{outcome.verdict}: {outcome.mutant.name}: {outcome.mutant.file}, {outcome.mutant.new!r}")
-    return 0 if len(caught) + len(expected) == len(outcomes) else 1
+                (options.logs / f"{number}.log").write_text(f"{name}\n\n{output}")
+    caught = len(selected) - len(survivors)
+    print(
+        f"\n{caught} of {len(selected)} errors caught in {time.perf_counter() - start:,.0f} s",
+        *survivors,
+        sep="\n",
+    )
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
