@@ -15,7 +15,7 @@ from scripts.gpu_check.work import Work
 MAX_COPIES = {"cuda": 150.0, "cpu": 1000.0}
 """Largest time of the operator in copies of the log-probs, by device type. Its tensor operations read and write 42 (kl)
 and 45 (tv) times the bytes of a copy, which is the time on a GPU if memory limits them; on a CPU arithmetic limits them
-(docs/benchmarks.md). No card has been measured yet."""
+(docs/results/benchmarks.md). No card has been measured yet."""
 MAX_LOGPROB_DIFFERENCE = 1e-2
 """Largest difference of a log-prob in nats from float32: products of bfloat16 factors are exact in it, sums round."""
 MAX_GRADIENT_DIFFERENCE = 2e-2
