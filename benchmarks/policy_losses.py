@@ -21,8 +21,7 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.objective.aggregation import token_mean
-from bandpo_cli.objective.loss import LossInputs, PolicyLoss, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, PolicyLoss, policy_loss, policy_objective, token_mean
 from bandpo_cli.registries import METHODS
 from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.training.optimizer import Optimizer
@@ -39,7 +38,7 @@ def loss_of(method: str) -> tuple[RunConfig, PolicyLoss]:
     return config, policy_loss(config.bounds, config.objective)
 
 
-def random_tokens(count: int) -> tuple[UpdateTokens, torch.Tensor, torch.Tensor]:
+def random_tokens(count: int) -> tuple[LossBatch, torch.Tensor, torch.Tensor]:
     """Return `count` tokens, their new log-probs [N] and their weights [N]; advantages have both signs."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 501, (count,), generator=generator)
@@ -49,14 +48,13 @@ def random_tokens(count: int) -> tuple[UpdateTokens, torch.Tensor, torch.Tensor]
     new = (old + 0.1 * torch.randn(count, generator=generator)).clamp(max=-1e-5)
     advantages = torch.randn(len(lengths), generator=generator).repeat_interleave(lengths)
     weights = token_mean(lengths, 500).repeat_interleave(lengths)
-    return UpdateTokens(old, advantages, lengths), new, weights
+    return LossBatch(lengths, advantages, old), new, weights
 
 
-def run_loss(loss: PolicyLoss, tokens: UpdateTokens, new: torch.Tensor, weights: torch.Tensor) -> None:
+def run_loss(loss: PolicyLoss, tokens: LossBatch, new: torch.Tensor, weights: torch.Tensor) -> None:
     """Compute loss and gradient of all tokens at once."""
-    columns = loss.prepare(tokens)
-    inputs = LossInputs(new, tokens.old_logprobs, tokens.advantages, weights, tokens.lengths, columns)
-    policy_objective(loss, inputs)
+    columns = loss.prepare(tokens.old_logprobs, tokens.advantages)
+    policy_objective(loss, new, replace(tokens, columns=columns), weights)
 
 
 def random_experience(policy: Policy) -> Experience:
@@ -90,8 +88,7 @@ def run_update(
     policy: Policy, optimizer: Optimizer, experience: Experience, config: RunConfig, loss: PolicyLoss
 ) -> None:
     """Prepare the method's columns and apply one update."""
-    tokens = UpdateTokens(experience.old_logprobs, experience.advantages, experience.lengths)
-    update_policy(policy, optimizer, [replace(experience, loss=loss, columns=loss.prepare(tokens))], config)
+    update_policy(policy, optimizer, [replace(experience, loss=loss).with_columns()], config)
 
 
 def milliseconds(work: Callable[[], None]) -> float:

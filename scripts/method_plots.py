@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from bandpo_cli.reports.style import CYCLE, MUTED_COLOR, TEXT_COLOR, clean_axes
 
 FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -66,10 +66,10 @@ def gradient_weights(settings: dict[str, Any], probability: float, advantage: fl
     old = torch.full_like(RATIOS, probability).log()
     ones = torch.ones_like(RATIOS)
     lengths = torch.ones(len(RATIOS), dtype=torch.int64)
-    columns = loss.prepare(UpdateTokens(old, advantage * ones, lengths))
+    columns = loss.prepare(old, advantage * ones)
     new = (old + RATIOS.log()).clamp(max=0.0)
-    inputs = LossInputs(new, old, advantage * ones, ones, lengths, columns)
-    weights = policy_objective(loss, inputs).gradient_weights
+    batch = LossBatch(lengths, advantage * ones, old, columns)
+    weights = policy_objective(loss, new, batch, ones).gradient_weights
     return torch.where(RATIOS * probability < 1, weights, torch.nan)
 
 

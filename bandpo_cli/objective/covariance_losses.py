@@ -15,7 +15,7 @@ import torch
 
 from bandpo_cli.config.policy_losses import ClipCovSettings, KlCovSettings
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens, log_ratio
+from bandpo_cli.objective.loss import Columns, LossBatch, PolicyLoss, log_ratio
 
 
 def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -32,9 +32,9 @@ class ClipCovLoss(PolicyLoss):
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
 
-    def prepare(self, tokens: UpdateTokens) -> Columns:
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
         """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
-        covariance = token_covariance(tokens.old_logprobs, tokens.advantages)
+        covariance = token_covariance(old_logprobs, advantages)
         return {"kept": self.choose(covariance)}
 
     def choose(self, covariance: torch.Tensor) -> torch.Tensor:
@@ -49,11 +49,11 @@ class ClipCovLoss(PolicyLoss):
         kept[candidates[order.to(candidates.device)]] = 0.0
         return kept
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        ratios, advantages = inputs.ratios, inputs.advantages
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
         clamped = ratios.clamp(self._lower, self._upper)
-        return -torch.minimum(ratios * advantages, clamped * advantages) * inputs.columns["kept"]
+        return -torch.minimum(ratios * advantages, clamped * advantages) * batch.columns["kept"]
 
 
 class KlCovLoss(PolicyLoss):
@@ -64,9 +64,9 @@ class KlCovLoss(PolicyLoss):
     def __init__(self, settings: KlCovSettings, objective: ObjectiveConfig) -> None:
         self._share, self._kl_coef = settings.share, settings.kl_coef
 
-    def prepare(self, tokens: UpdateTokens) -> Columns:
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
         """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
-        covariance = token_covariance(tokens.old_logprobs, tokens.advantages)
+        covariance = token_covariance(old_logprobs, advantages)
         return {"penalized": self.choose(covariance)}
 
     def choose(self, covariance: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class KlCovLoss(PolicyLoss):
         penalized[torch.topk(covariance, number).indices] = 1.0
         return penalized
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        penalty = self._kl_coef * log_ratio(inputs.logprobs, inputs.old_logprobs).abs()
-        return -inputs.ratios * inputs.advantages + inputs.columns["penalized"] * penalty
+        penalty = self._kl_coef * log_ratio(logprobs, batch.old_logprobs).abs()
+        return -batch.ratios(logprobs) * batch.advantages + batch.columns["penalized"] * penalty

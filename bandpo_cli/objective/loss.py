@@ -12,8 +12,8 @@ complete completions, so that losses of a sequence can be computed from its toke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,47 +30,29 @@ Columns = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class UpdateTokens:
-    """The N tokens of an update's S completions before its first forward pass.
+class LossBatch:
+    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π.
 
     Attributes:
-        old_logprobs: [N] float32, log π_old(token), nats.
-        advantages: [N] float32, the advantage of the token's completion.
         lengths: [S] int64, tokens per completion.
+        advantages: [N] float32, the advantage of the token's completion.
+        old_logprobs: [N] float32, log π_old(token), nats: the denominator of the ratio.
+        columns: what `PolicyLoss.prepare` returned, [N] each; for interval methods `lower` and `upper`.
+        importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
+            where the ratio is taken to the sampler's log-probs, or where no correction is configured.
+        ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
     """
 
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
     lengths: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """The n sampled tokens of a micro-batch of s completions.
-
-    Attributes:
-        logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
-        old_logprobs: [n] float32, log π_old(token), nats.
-        advantages: [n], the advantage of the token's completion.
-        weights: [n], weight of the token in the update's loss (`objective.aggregation`), times its importance
-            correction.
-        lengths: [s] int64, tokens per completion.
-        columns: what `PolicyLoss.prepare` returned, [n] each.
-        ref_logprobs: [n], log π_reference(token), nats; None without a reference model.
-    """
-
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
     advantages: torch.Tensor
-    weights: torch.Tensor
-    lengths: torch.Tensor
+    old_logprobs: torch.Tensor
     columns: Columns = field(default_factory=dict)
+    importance_weights: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
 
-    @property
-    def ratios(self) -> torch.Tensor:
-        """r = π/π_old, [n], with gradient."""
-        return policy_ratio(self.logprobs, self.old_logprobs)
+    def ratios(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return π/π_old for the log-probs of π, [N], with their gradient."""
+        return policy_ratio(logprobs, self.old_logprobs)
 
 
 @dataclass(frozen=True)
@@ -108,7 +90,7 @@ class PolicyLoss(ABC):
     @abstractmethod
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None: ...
 
-    def prepare(self, tokens: UpdateTokens) -> Columns:
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
         """Return the values per token that depend on π_old alone, [N] each, without gradient.
 
         Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
@@ -116,8 +98,13 @@ class PolicyLoss(ABC):
         return {}
 
     @abstractmethod
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
-        """Return the loss of each token, [n], before it is weighted, with gradient to `inputs.logprobs`."""
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n], before it is weighted.
+
+        Args:
+            logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
+            batch: the n tokens of a micro-batch.
+        """
 
     def clip_state(
         self,
@@ -130,7 +117,7 @@ class PolicyLoss(ABC):
 
         Args:
             columns: what `prepare` returned, [N] each.
-            ratios, advantages, gradient_weights: [N], as in `LossInputs` and `LossOutputs`.
+            ratios, advantages, gradient_weights: [N], as in `LossBatch` and `LossOutputs`.
         """
         zero = gradient_weights == 0
         outside = None
@@ -146,29 +133,39 @@ def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyL
     return loss
 
 
-def policy_objective(loss: PolicyLoss, inputs: LossInputs, reference_kl: float = 0.0) -> LossOutputs:
+def policy_objective(
+    loss: PolicyLoss,
+    logprobs: torch.Tensor,
+    batch: LossBatch,
+    weights: torch.Tensor,
+    reference_kl: float = 0.0,
+) -> LossOutputs:
     """Return Σ weight·(loss + reference_kl·k3) of a micro-batch, and its gradient with respect to the log-probs.
 
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
     is known per token.
 
     Args:
+        logprobs: [n] float32, log π(token) under the policy being updated, nats.
+        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`). It is multiplied with the importance
+            weight of the batch, where there is one.
         reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
     """
-    logprobs = inputs.logprobs.detach().requires_grad_()
-    inputs = replace(inputs, logprobs=logprobs)
-    policy_part = (inputs.weights * loss.token_losses(inputs)).sum()
+    if batch.importance_weights is not None:
+        weights = weights * batch.importance_weights
+    logprobs = logprobs.detach().requires_grad_()
+    policy_part = (weights * loss.token_losses(logprobs, batch)).sum()
     (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
     total, gradient = policy_part, policy_gradient
-    if inputs.ref_logprobs is not None:
-        penalty = reference_kl * (inputs.weights * k3(logprobs, inputs.ref_logprobs)).sum()
+    if batch.ref_logprobs is not None:
+        penalty = reference_kl * (weights * k3(logprobs, batch.ref_logprobs)).sum()
         (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
         total, gradient = total + penalty, gradient + penalty_gradient
-    scale = -inputs.weights * inputs.advantages
+    scale = -weights * batch.advantages
     return LossOutputs(
         loss=total.detach(),
         gradient=gradient,
-        ratios=inputs.ratios.detach(),
+        ratios=batch.ratios(logprobs).detach(),
         gradient_weights=torch.where(scale == 0, 0.0, policy_gradient / scale),
     )
 
@@ -202,3 +199,29 @@ def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 def sequence_index(lengths: torch.Tensor) -> torch.Tensor:
     """Return the number of each token's completion within the micro-batch, int64 [n]."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def seq_mean_token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
+    return 1.0 / (len(lengths_S) * lengths_S.float())
+
+
+def token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
+    return torch.full_like(lengths_S, 1.0 / int(lengths_S.sum()), dtype=torch.float32)
+
+
+def seq_sum_norm(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
+    return torch.full_like(lengths_S, 1.0 / (len(lengths_S) * max_tokens), dtype=torch.float32)
+
+
+AGGREGATIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "token-mean": token_mean,
+    "seq-sum-norm": seq_sum_norm,
+}
+"""(lengths_S int64 [S], max_tokens) → weight of each token of sequence s, float32 [S], by `objective.aggregation`.
+
+The loss of an update is the sum of weight·loss over its tokens. The weights depend on the completion lengths of the
+complete update, so eight passes of one sequence and one pass of eight give the same gradient."""

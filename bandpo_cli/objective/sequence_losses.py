@@ -12,7 +12,7 @@ from bandpo_cli.config.policy_losses import GmpoSettings, GspoSettings, ToprSett
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import (
     MAX_LOG_RATIO,
-    LossInputs,
+    LossBatch,
     PolicyLoss,
     log_ratio,
     sequence_index,
@@ -34,11 +34,11 @@ class GspoLoss(PolicyLoss):
     def __init__(self, settings: GspoSettings, objective: ObjectiveConfig) -> None:
         self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        advantages = inputs.advantages
-        means = sequence_sum(inputs.logprobs.detach() - inputs.old_logprobs, inputs.lengths) / inputs.lengths
-        log_s = means[sequence_index(inputs.lengths)] + inputs.logprobs - inputs.logprobs.detach()
+        advantages = batch.advantages
+        means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
+        log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
         ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
         clamped = ratios.clamp(self._lower, self._upper)
         return -torch.minimum(ratios * advantages, clamped * advantages)
@@ -57,14 +57,14 @@ class GmpoLoss(PolicyLoss):
     def __init__(self, settings: GmpoSettings, objective: ObjectiveConfig) -> None:
         self._low, self._high = -settings.log_eps_low, settings.log_eps_high
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]: that of its completion."""
-        log_ratios = log_ratio(inputs.logprobs, inputs.old_logprobs)
+        log_ratios = log_ratio(logprobs, batch.old_logprobs)
         clipped = torch.where(
-            inputs.advantages > 0, log_ratios.clamp(max=self._high), log_ratios.clamp(min=self._low)
+            batch.advantages > 0, log_ratios.clamp(max=self._high), log_ratios.clamp(min=self._low)
         )
-        means = sequence_sum(clipped, inputs.lengths) / inputs.lengths
-        return -inputs.advantages * torch.exp(means)[sequence_index(inputs.lengths)]
+        means = sequence_sum(clipped, batch.lengths) / batch.lengths
+        return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
 
 
 class ToprLoss(PolicyLoss):
@@ -79,9 +79,9 @@ class ToprLoss(PolicyLoss):
     def __init__(self, settings: ToprSettings, objective: ObjectiveConfig) -> None:
         self._max_weight = settings.max_weight
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        sums = sequence_sum(inputs.logprobs.detach() - inputs.old_logprobs, inputs.lengths)
+        sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
         products = torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=self._max_weight)
-        weights = torch.where(inputs.advantages < 0, products[sequence_index(inputs.lengths)], 1.0)
-        return -weights * inputs.advantages * inputs.logprobs
+        weights = torch.where(batch.advantages < 0, products[sequence_index(batch.lengths)], 1.0)
+        return -weights * batch.advantages * logprobs

@@ -1,9 +1,11 @@
-"""Policy losses that treat every token alone: DPPO, CISPO, SAPO, CE-GPPO, ASPO, DRPO.
+"""Policy losses that treat every token alone: the clipped loss, and those of DPPO, CISPO, SAPO, CE-GPPO, ASPO and DRPO.
+
+The clipped loss is the loss of the interval methods: the Band, clip, clip-higher, DCPO and none.
 
 Notation as in `objective.loss`; sg(·) is a value without gradient, and all losses are [n], one per token. Each class
 names its paper, public code and where it departs from them; docs/methods.md lists all methods. The gradient of a loss
 −w·a·log π with a weight w that has no gradient is −w·a·∇log π, as that of −r·a is −r·a·∇log π; such losses differ from
-others by a value, and not by a gradient. `objective.dual_clip` applies to none of them.
+others by a value, and not by a gradient. `objective.dual_clip` applies to the clipped loss alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import math
 
 import torch
 
+from bandpo_cli.bounds.methods import ClipState, clip_state, ratio_bounds
+from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.policy_losses import (
     AspoSettings,
     CeGppoSettings,
@@ -21,7 +25,51 @@ from bandpo_cli.config.policy_losses import (
     SapoSettings,
 )
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.loss import LossInputs, PolicyLoss
+from bandpo_cli.objective.loss import Columns, LossBatch, PolicyLoss
+
+
+class IntervalLoss(PolicyLoss):
+    """−min(r·a, clamp(r, lower, upper)·a), with bounds that are computed from π_old (PPO, arXiv 1707.06347).
+
+    Equation 7 of the paper has one fixed interval; `bounds.methods` has the bounds of each method. For a < 0 the loss
+    is at most −dual_clip·a (`objective.dual_clip`; dual-clip PPO, arXiv 1912.09729), so that a single very large ratio
+    does not dominate the update.
+
+    Equal to verl 0.9.1, `compute_policy_loss_vanilla` (dual clip `clip_ratio_c`), and to TRL 1.16,
+    `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
+    """
+
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+        self._bounds = ratio_bounds(settings)
+        self._dual_clip = objective.dual_clip
+
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+        """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
+        lower, upper = self._bounds(old_logprobs)
+        return {"lower": lower, "upper": upper}
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the clipped loss of each token, [n]."""
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
+        lower, upper = batch.columns["lower"], batch.columns["upper"]
+        # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the
+        # ratio 1 of an on-policy token of probability 1 does.
+        clamped = torch.where(ratios > upper, upper, torch.where(ratios < lower, lower, ratios))
+        losses = -torch.minimum(ratios * advantages, clamped * advantages)
+        if self._dual_clip is not None:
+            limit = -self._dual_clip * advantages
+            losses = torch.where(advantages < 0, torch.minimum(losses, limit), losses)
+        return losses
+
+    def clip_state(
+        self,
+        columns: Columns,
+        ratios: torch.Tensor,
+        advantages: torch.Tensor,
+        gradient_weights: torch.Tensor,
+    ) -> ClipState:
+        """Return the tokens that a bound clips, dual clip apart, and those outside the bounds."""
+        return clip_state(ratios, columns["lower"], columns["upper"], advantages)
 
 
 class DppoLoss(PolicyLoss):
@@ -40,13 +88,13 @@ class DppoLoss(PolicyLoss):
         self._divergence, self._delta = settings.divergence, settings.delta
         self._max_weight = math.inf if settings.max_weight is None else settings.max_weight
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the masked loss of each token, [n]."""
-        ratios = inputs.ratios.detach()
-        outside = self._outside(inputs.logprobs.detach(), inputs.old_logprobs)
-        away = torch.where(inputs.advantages > 0, ratios > 1, ratios < 1)
+        ratios = batch.ratios(logprobs).detach()
+        outside = self._outside(logprobs.detach(), batch.old_logprobs)
+        away = torch.where(batch.advantages > 0, ratios > 1, ratios < 1)
         weights = torch.where(outside & away, 0.0, ratios.clamp(max=self._max_weight))
-        return -weights * inputs.advantages * inputs.logprobs
+        return -weights * batch.advantages * logprobs
 
     def _outside(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
         divergence = binary_tv if self._divergence == "tv" else binary_kl
@@ -79,10 +127,10 @@ class CispoLoss(PolicyLoss):
     def __init__(self, settings: CispoSettings, objective: ObjectiveConfig) -> None:
         self._low, self._high = settings.min_weight, settings.max_weight
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        weights = inputs.ratios.detach().clamp(self._low, self._high)
-        return -weights * inputs.advantages * inputs.logprobs
+        weights = batch.ratios(logprobs).detach().clamp(self._low, self._high)
+        return -weights * batch.advantages * logprobs
 
 
 class SapoLoss(PolicyLoss):
@@ -98,11 +146,11 @@ class SapoLoss(PolicyLoss):
     def __init__(self, settings: SapoSettings, objective: ObjectiveConfig) -> None:
         self._tau_positive, self._tau_negative = settings.tau_positive, settings.tau_negative
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        taus = torch.full_like(inputs.advantages, self._tau_negative)
-        taus = taus.masked_fill(inputs.advantages > 0, self._tau_positive)
-        return -4.0 / taus * torch.sigmoid(taus * (inputs.ratios - 1.0)) * inputs.advantages
+        taus = torch.full_like(batch.advantages, self._tau_negative)
+        taus = taus.masked_fill(batch.advantages > 0, self._tau_positive)
+        return -4.0 / taus * torch.sigmoid(taus * (batch.ratios(logprobs) - 1.0)) * batch.advantages
 
 
 class CeGppoLoss(PolicyLoss):
@@ -118,9 +166,9 @@ class CeGppoLoss(PolicyLoss):
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._beta_low, self._beta_high = settings.beta_low, settings.beta_high
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        ratios, advantages = inputs.ratios, inputs.advantages
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
         scale = torch.ones_like(ratios)
         above = (advantages > 0) & (ratios > self._upper)
         below = (advantages < 0) & (ratios < self._lower)
@@ -145,13 +193,13 @@ class AspoLoss(PolicyLoss):
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
         self._max_weight = settings.max_weight
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        ratios, advantages = inputs.ratios.detach(), inputs.advantages
+        ratios, advantages = batch.ratios(logprobs).detach(), batch.advantages
         positive = advantages > 0
         clipped = torch.where(positive, ratios > self._upper, ratios < self._lower)
         weights = torch.where(positive, 1.0 / ratios, ratios).clamp(max=self._max_weight)
-        return -torch.where(clipped, 0.0, weights) * advantages * inputs.logprobs
+        return -torch.where(clipped, 0.0, weights) * advantages * logprobs
 
 
 class DrpoLoss(PolicyLoss):
@@ -168,8 +216,8 @@ class DrpoLoss(PolicyLoss):
     def __init__(self, settings: DrpoSettings, objective: ObjectiveConfig) -> None:
         self._eps = settings.eps
 
-    def token_losses(self, inputs: LossInputs) -> torch.Tensor:
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
         """Return the loss of each token, [n]."""
-        ratios, advantages = inputs.ratios, inputs.advantages
-        penalty = inputs.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self._eps)
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
+        penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self._eps)
         return -ratios * advantages + advantages.abs() * penalty

@@ -29,7 +29,7 @@ class MethodEntry(Entry):
 
     settings: str
     bounds: str | None = None
-    loss: str = "bandpo_cli.objective.interval:IntervalLoss"
+    loss: str = "bandpo_cli.objective.token_losses:IntervalLoss"
     paper: str = ""
     without_bounds: str = ""
     trust_region: bool = False

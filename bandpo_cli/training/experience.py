@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import chain, compress
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +40,13 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.importance import importance_weights
-from bandpo_cli.objective.loss import Columns, LossInputs, PolicyLoss, UpdateTokens
+from bandpo_cli.objective.loss import LossBatch, PolicyLoss
 from bandpo_cli.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Completion, Group
+
+OldSource = Literal["sampler", "own pass", "separate pass"]
+"""Source of the log-probs of π_old to which the ratio is taken: the sampler, the forward pass of the update itself, or
+a pass of the trainer before the step's first update."""
 
 
 class MicroBatch(NamedTuple):
@@ -59,105 +63,40 @@ class MicroBatch(NamedTuple):
     sequences: torch.Tensor
 
 
-@dataclass(frozen=True)
-class RankShare:
-    """The completions of an update that this rank runs through the model.
-
-    Attributes:
-        batches: its completions in micro-batches; as many on every rank.
-        order: [N] int64, index in the update of each token in the order of the ranks and their batches; None with one
-            rank, where both orders are the same.
-    """
-
-    batches: Sequence[MicroBatch] = ()
-    order: torch.Tensor | None = None
-
-    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return columns with the values of all ranks, [N] each, in the order of the update.
-
-        Args:
-            columns: values of the tokens of `batches`, one batch after another, of one dtype.
-        """
-        gathered = ranks.concatenate(columns)
-        if self.order is None:
-            return gathered
-        return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
-
-
-def rank_share(policy: Policy, groups: Sequence[Group], max_tokens: int) -> RankShare:
-    """Return this rank's completions of an update in micro-batches of at most `max_tokens` tokens.
-
-    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
-    pass through a sharded model needs all ranks.
-    """
-    ranks, device = policy.ranks, policy.device
-    lengths_PG = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
-    owners_PG = balanced_owners(
-        [len(group.rollouts_G[0].prompt_ids) for group in groups], lengths_PG, ranks.size
-    )
-    completion_owners = np.array([*chain.from_iterable(owners_PG)], np.int64)
-    token_owners = completion_owners.repeat([*chain.from_iterable(lengths_PG)])
-    sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (completion_owners, token_owners))
-    chosen_PG = [[owner == ranks.rank for owner in owners] for owners in owners_PG]
-    batches = []
-    for rows in batch_rows(rows_from_groups(groups, chosen_PG), max_tokens):
-        batch = collate(rows, device)
-        n, s = len(batch.targets), sum(len(row.completions) for row in rows)
-        batches.append(
-            MicroBatch(batch, device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
-        )
-        tokens, sequences = tokens[n:], sequences[s:]
-    none = device_tensor([], device, torch.int64)
-    nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)
-    batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
-    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
-    return RankShare(batches, order)
-
-
-@dataclass(frozen=True)
-class Experience:
+@dataclass(frozen=True, kw_only=True)
+class Experience(LossBatch):
     """The N tokens of an update's S completions, or of some of them, flat and in the order of the completions.
 
     Attributes:
         groups: the P groups that the completions belong to.
-        share: the model's input: prompts and completions of this rank in micro-batches.
-        lengths: [S] int64, tokens per completion.
-        advantages: [N] float32, the advantage of the token's completion.
+        micro_batches: the completions of this rank as the model's input; as many on every rank.
+        order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
+            one rank, where both orders are the same.
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
-        old_logprobs: [N] float32, log π_old(token), the denominator of the ratio: the trainer's or the sampler's. Those
-            of the sampler as long as the trainer's are not known.
         loss: the policy loss of the method.
-        objective: the settings that decide about `old_logprobs` and `correction`.
+        objective: the settings of the importance weights.
+        old_source: the source of `old_logprobs`. They are those of the sampler until the trainer's are known.
         sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.base.is_exact`.
         is_first: the update is the first one after sampling: the policy that it starts from is π_old.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
         entropy: [N] float32, entropy of π_old at T=1 at each token's position, by the trainer, else as the sampler
             reported it; None where neither is known.
-        correction: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the
-            ratio is taken to the sampler's log-probs, or where no correction is configured.
-        columns: what `loss` computed from π_old (`PolicyLoss.prepare`), [N] each; for interval methods `lower` and
-            `upper`, the ratio bounds.
-        ref_logprobs: [N] float32, log-probs under the reference model; None without one.
         left_out: the tokens of the update's other groups, whose advantages are all 0; None where `groups` are all of
             them. They do not go through the model in the update, but count in the normalisation of the loss and in the
             metrics that need no ratio.
     """
 
     groups: Sequence[Group]
-    share: RankShare
-    lengths: torch.Tensor
-    advantages: torch.Tensor
+    micro_batches: Sequence[MicroBatch]
+    order: torch.Tensor | None
     sampler_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
     loss: PolicyLoss
     objective: ObjectiveConfig
+    old_source: OldSource
     sampler_is_exact: bool
     is_first: bool
     trainer_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
-    correction: torch.Tensor | None = None
-    columns: Columns = field(default_factory=dict)
-    ref_logprobs: torch.Tensor | None = None
     left_out: Experience | None = None
 
     @property
@@ -168,9 +107,9 @@ class Experience:
     @property
     def trained_advantages(self) -> torch.Tensor:
         """The advantages, and 0 for tokens whose importance weight is 0: these have no part in the loss, [N]."""
-        if self.correction is None:
+        if self.importance_weights is None:
             return self.advantages
-        return torch.where(self.correction == 0, 0.0, self.advantages)
+        return torch.where(self.importance_weights == 0, 0.0, self.advantages)
 
     @property
     def needs_own_pass(self) -> bool:
@@ -178,66 +117,60 @@ class Experience:
         return self.is_first and self.trainer_logprobs is None
 
     def micro_batch(self, batch: MicroBatch) -> Experience:
-        """Return the tokens of one micro-batch of `share`."""
+        """Return the tokens of one of `micro_batches`."""
+        per_token: dict[str, Any] = {
+            name: value[batch.span]
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor) and name not in ("lengths", "order")
+        }
+        columns = {name: column[batch.span] for name, column in self.columns.items()}
+        return replace(self, lengths=self.lengths[batch.sequences], columns=columns, **per_token)
 
-        def part(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[batch.span]
+    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return columns with the values of all ranks, [N] each, in the order of the update.
 
-        return replace(
-            self,
-            share=RankShare([batch]),
-            lengths=self.lengths[batch.sequences],
-            advantages=self.advantages[batch.span],
-            sampler_logprobs=self.sampler_logprobs[batch.span],
-            old_logprobs=self.old_logprobs[batch.span],
-            trainer_logprobs=part(self.trainer_logprobs),
-            entropy=part(self.entropy),
-            correction=part(self.correction),
-            columns={name: column[batch.span] for name, column in self.columns.items()},
-            ref_logprobs=part(self.ref_logprobs),
-        )
+        Args:
+            columns: values of the tokens of `micro_batches`, one after another, of one dtype.
+        """
+        gathered = ranks.concatenate(columns)
+        if self.order is None:
+            return gathered
+        return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
+
+    def with_columns(self) -> Experience:
+        """Return the experience with the columns of its method."""
+        return replace(self, columns=self.loss.prepare(self.old_logprobs, self.advantages))
 
     def with_trainer_values(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
         """Return the experience with values of π_old that the trainer has computed.
 
-        The ratio is taken to these log-probs, and the importance weights and columns follow from them, unless
-        `objective.old_logprobs` is `sampler`.
+        Unless the ratio is taken to the sampler's log-probs, it is taken to these, and the importance weights and
+        columns follow from them.
 
         Args:
             logprobs: [N] float32.
             entropy: [N] float32; None to keep those of the sampler.
         """
-        measured = replace(
-            self, trainer_logprobs=logprobs, entropy=self.entropy if entropy is None else entropy
-        )
-        if self.objective.old_logprobs == "sampler":
+        entropy = self.entropy if entropy is None else entropy
+        measured = replace(self, trainer_logprobs=logprobs, entropy=entropy)
+        if self.old_source == "sampler":
             return measured
-        correction = None
+        weights = None
         if not self.sampler_is_exact:
-            correction = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
-        return replace(measured, old_logprobs=logprobs, correction=correction).with_columns()
+            weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
+        return replace(measured, old_logprobs=logprobs, importance_weights=weights).with_columns()
 
-    def with_columns(self) -> Experience:
-        """Return the experience with the columns of its method."""
-        tokens = UpdateTokens(self.old_logprobs, self.advantages, self.lengths)
-        return replace(self, columns=self.loss.prepare(tokens))
 
-    def loss_inputs(self, logprobs: torch.Tensor, weights: torch.Tensor) -> LossInputs:
-        """Return the inputs of the loss.
+def old_source(
+    objective: ObjectiveConfig, loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
+) -> OldSource:
+    """Return the source of an update's `old_logprobs`; the arguments are attributes of `Experience`.
 
-        Args:
-            logprobs: [N], log-probs under the policy being updated, with gradient.
-            weights: [N], the aggregation weight of each token.
-        """
-        return LossInputs(
-            logprobs=logprobs,
-            old_logprobs=self.old_logprobs,
-            advantages=self.advantages,
-            weights=weights if self.correction is None else weights * self.correction,
-            lengths=self.lengths,
-            columns=self.columns,
-            ref_logprobs=self.ref_logprobs,
-        )
+    The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are exactly 1.
+    """
+    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+        return "sampler"
+    return "own pass" if is_first and not loss.needs_all_tokens else "separate pass"
 
 
 @torch.no_grad()
@@ -269,7 +202,6 @@ def prepare_updates(
     """
     max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
     measures_all = config.objective.all_token_metrics and not sampler_is_exact
-    by_sampler = config.objective.old_logprobs == "sampler"
     size = len(groups) // config.optim.updates
     experiences = []
     for start in range(0, len(groups), size):
@@ -278,27 +210,21 @@ def prepare_updates(
         runs = active_groups(advantages)
         if reference is not None or loss.needs_all_tokens:
             runs = torch.ones_like(runs)
-        used, others = (
-            [group for group, chosen in zip(groups[start : start + size], mask, strict=True) if chosen]
-            for mask in (runs.tolist(), (~runs).tolist())
-        )
+        used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
         experience = _sampled(used, advantages[runs], policy, loss, config, sampler_is_exact, is_first)
-        experience = replace(experience, share=rank_share(policy, used, max_tokens))
+        experience = _with_micro_batches(experience, policy, max_tokens)
         if reference is not None:
-            (ref_logprobs,) = _forward(reference, experience.share, temperature, with_entropy=False)
+            (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
-        if by_sampler or (sampler_is_exact and not is_first):
-            experience, needs_pass = experience.with_columns(), False
-        else:
-            # The first update takes the trainer's log-probs even of an exact sampler: its ratios are exactly 1.
-            needs_pass = not is_first or loss.needs_all_tokens
-        if needs_pass or (measures_all and not is_first):
-            experience = experience.with_trainer_values(*_forward(policy, experience.share, temperature))
+        if experience.old_source == "sampler":
+            experience = experience.with_columns()
+        if experience.old_source == "separate pass" or (measures_all and not is_first):
+            experience = experience.with_trainer_values(*_forward(policy, experience, temperature))
         if others:
             left_out = _sampled(others, advantages[~runs], policy, loss, config, sampler_is_exact, is_first)
             if measures_all:
-                share = rank_share(policy, others, max_tokens)
-                left_out = left_out.with_trainer_values(*_forward(policy, share, temperature))
+                in_model = _with_micro_batches(left_out, policy, max_tokens)
+                left_out = left_out.with_trainer_values(*_forward(policy, in_model, temperature))
             experience = replace(experience, left_out=left_out)
         experiences.append(experience)
     return experiences
@@ -334,19 +260,51 @@ def _sampled(
     sampler_logprobs = _flat(completions, lambda completion: completion.logprobs, device)
     return Experience(
         groups=groups,
-        share=RankShare(),
+        micro_batches=(),
+        order=None,
         lengths=lengths,
         advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         loss=loss,
         objective=config.objective,
+        old_source=old_source(config.objective, loss, sampler_is_exact, is_first),
         sampler_is_exact=sampler_is_exact,
         is_first=is_first,
         entropy=_flat(completions, lambda completion: completion.entropies, device)
         if has_entropies
         else None,
     )
+
+
+def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int) -> Experience:
+    """Return the experience with this rank's completions in micro-batches of at most `max_tokens` tokens.
+
+    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
+    pass through a sharded model needs all ranks.
+    """
+    ranks, device, groups = policy.ranks, policy.device, experience.groups
+    lengths_PG = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
+    owners_PG = balanced_owners(
+        [len(group.rollouts_G[0].prompt_ids) for group in groups], lengths_PG, ranks.size
+    )
+    completion_owners = np.array([*chain.from_iterable(owners_PG)], np.int64)
+    token_owners = completion_owners.repeat([*chain.from_iterable(lengths_PG)])
+    sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (completion_owners, token_owners))
+    chosen_PG = [[owner == ranks.rank for owner in owners] for owners in owners_PG]
+    batches = []
+    for rows in batch_rows(rows_from_groups(groups, chosen_PG), max_tokens):
+        batch = collate(rows, device)
+        n, s = len(batch.targets), sum(len(row.completions) for row in rows)
+        batches.append(
+            MicroBatch(batch, device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        )
+        tokens, sequences = tokens[n:], sequences[s:]
+    none = device_tensor([], device, torch.int64)
+    nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)
+    batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
+    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
+    return replace(experience, micro_batches=batches, order=order)
 
 
 def _flat(
@@ -357,13 +315,13 @@ def _flat(
 
 
 def _forward(
-    policy: Policy, share: RankShare, temperature: float, with_entropy: bool = True
+    policy: Policy, experience: Experience, temperature: float, with_entropy: bool = True
 ) -> list[torch.Tensor]:
     """Return log-probs, and entropies if asked for, of the tokens of all ranks, [N] each."""
     outputs = []
     with policy.passes() as model:
-        for batch in share.batches:
+        for batch in experience.micro_batches:
             output = token_logprobs(model, batch.tokens, temperature, with_entropy)
             batch.tokens.packing.drop_masks()
             outputs.append([values for values in output if values is not None])
-    return share.gather(policy.ranks, [torch.cat(values) for values in zip(*outputs, strict=True)])
+    return experience.gather(policy.ranks, [torch.cat(values) for values in zip(*outputs, strict=True)])

@@ -42,6 +42,7 @@ from bandpo_cli.training.metrics import (
     rollout_metrics,
     schedule_metrics,
     token_metrics,
+    update_metrics,
 )
 from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
@@ -140,7 +141,7 @@ def _train_steps(
         with timer.phase("record"):
             # → metrics
             trained = updates.trained or experiences
-            record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | updates.metrics()
+            record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
             record |= schedule_metrics(config, step)
             record |= work.metrics(timer, rollouts, trained)
             if config.sampling.max_lag:

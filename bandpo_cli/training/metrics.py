@@ -1,4 +1,9 @@
-"""Metrics of a step: phase times, metrics of rollouts and tokens, and the columns of the clip map."""
+"""Metrics of a step: phase times, metrics of rollouts, tokens and updates, and the columns of the clip map.
+
+A token is *clipped* ("active") where the method removes its gradient; for interval methods where a bound binds, which
+depends on the sign of the advantage. Its ratio is *outside* where it is not within the bounds, for any sign. The
+*gradient weight* is the factor w in the gradient w·a·∇log π (`objective.loss.LossOutputs`).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,29 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
+from bandpo_cli.bounds.methods import ClipState
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread
+from bandpo_cli.objective.loss import k3
 from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.update import UpdateMetrics
+from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Grade, Group, Rollout, is_ungraded
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
+
+PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
+"""Edges of the bins of π_old(token); a bin includes its upper edge and excludes its lower one."""
+
+BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
 
 
 class StepTimer:
@@ -106,13 +119,132 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         gap = torch.cat(gaps)
         metrics["sampler/logprob_gap_mean"] = gap.mean().item()
         metrics["sampler/logprob_gap_max"] = gap.max().item()
-    corrections = [each.correction for each in parts if each.correction is not None]
-    if corrections:
-        weights = torch.cat(corrections)
+    importance_weights = [each.importance_weights for each in parts if each.importance_weights is not None]
+    if importance_weights:
+        weights = torch.cat(importance_weights)
         metrics["sampler/importance_mean"] = weights.mean().item()
         metrics["sampler/importance_max"] = weights.max().item()
         metrics["sampler/importance_masked_fraction"] = (weights == 0).double().mean().item()
     return metrics
+
+
+def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
+    """Return the metrics of each token at its own update; if all updates were skipped, only learning rate and skips."""
+    metrics = {"optim/lr": updates.lr, "optim/skipped_updates": float(updates.skipped)}
+    trained, forwards = updates.trained, updates.forwards
+    if not trained:
+        return metrics
+    logprobs = torch.cat([forward.logprobs for forward in forwards])
+    ratios = torch.cat([forward.ratios for forward in forwards])
+    gradient_weights = torch.cat([forward.gradient_weights for forward in forwards])
+    old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
+    advantages = torch.cat([experience.trained_advantages for experience in trained])
+    counts: dict[str, torch.Tensor] = {}
+    for experience, forward in zip(trained, forwards, strict=True):
+        state = experience.loss.clip_state(
+            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
+        )
+        left_out = None if experience.left_out is None else experience.left_out.old_logprobs
+        for name, count in clip_counts(state, experience.old_logprobs, left_out).items():
+            counts[name] = counts[name] + count if name in counts else count
+    metrics |= {
+        **clip_metrics(counts),
+        **gradient_metrics(gradient_weights, advantages, old_logprobs),
+        "ratio/mean": ratios.mean().item(),
+        "ratio/max": ratios.max().item(),
+        "kl/old_new": k3(old_logprobs, logprobs).mean().item(),
+        "optim/loss": torch.stack([forward.loss for forward in forwards]).double().mean().item(),
+        "optim/grad_norm": sum(updates.grad_norms) / len(updates.grad_norms),
+    }
+    references = [each.ref_logprobs for each in trained if each.ref_logprobs is not None]
+    if references:
+        metrics["kl/ref"] = k3(logprobs, torch.cat(references)).mean().item()
+    return metrics
+
+
+def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the bin of each token's π_old, int64 [N]."""
+    edges = torch.tensor(PROBABILITY_EDGES[1:-1], device=old_logprobs.device, dtype=torch.float64)
+    return torch.bucketize(old_logprobs.double().exp(), edges)
+
+
+def clip_counts(
+    state: ClipState, old_logprobs: torch.Tensor, left_out_logprobs: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Count the clipped tokens of an update; the counts of several updates can be added.
+
+    Args:
+        state: [N] each.
+        old_logprobs: [N], nats.
+        left_out_logprobs: [M], nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
+
+    Returns:
+        int64 scalars, and by bin of π_old int64 [bins] (`PROBABILITY_EDGES`).
+    """
+    active, size = state.active, len(BIN_NAMES)
+    bins = probability_bins(old_logprobs)
+    all_logprobs = old_logprobs if left_out_logprobs is None else torch.cat([old_logprobs, left_out_logprobs])
+    counts = {
+        "tokens": torch.tensor(all_logprobs.numel(), device=old_logprobs.device),
+        "tokens_with_ratio": torch.tensor(old_logprobs.numel(), device=old_logprobs.device),
+        "active": active.sum(),
+        "upper": state.at_upper.sum(),
+        "lower": state.at_lower.sum(),
+        "tokens_by_bin": torch.bincount(probability_bins(all_logprobs), minlength=size),
+        "active_by_bin": torch.bincount(bins[active], minlength=size),
+    }
+    if state.outside is not None:
+        counts["outside"] = state.outside.sum()
+    return counts
+
+
+def clip_metrics(counts: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the `clip/` metrics of summed counts; a bin without tokens has no active fraction."""
+    tokens = max(int(counts["tokens"]), 1)
+    metrics = {f"clip/{name}_fraction": int(counts[name]) / tokens for name in ("active", "upper", "lower")}
+    if "outside" in counts:
+        metrics["clip/outside_fraction"] = int(counts["outside"]) / max(int(counts["tokens_with_ratio"]), 1)
+    per_bin = zip(BIN_NAMES, counts["active_by_bin"].tolist(), counts["tokens_by_bin"].tolist(), strict=True)
+    for name, active, in_bin in per_bin:
+        metrics[f"clip/token_share/{name}"] = in_bin / tokens
+        if in_bin:
+            metrics[f"clip/active_fraction/{name}"] = active / in_bin
+    return metrics
+
+
+def gradient_metrics(
+    gradient_weights: torch.Tensor, advantages: torch.Tensor, old_logprobs: torch.Tensor
+) -> dict[str, float]:
+    """Return the `gradient/` metrics of a step's tokens; tokens with an advantage of 0 are left out.
+
+    Args:
+        gradient_weights, advantages, old_logprobs: [N] each.
+
+    Returns:
+        The share of tokens with zero gradient, and the mean, smallest and largest weight: of all tokens, and by sign
+        of the advantage and bin of π_old. Empty where every advantage is 0.
+    """
+    used = advantages != 0
+    if not used.any():
+        return {}
+    weights, positive = gradient_weights[used].double(), advantages[used] > 0
+    metrics = _weight_metrics(weights, "")
+    bins = probability_bins(old_logprobs[used])
+    for sign, has_sign in (("positive", positive), ("negative", ~positive)):
+        for index, name in enumerate(BIN_NAMES):
+            chosen = weights[has_sign & (bins == index)]
+            if len(chosen):
+                metrics |= _weight_metrics(chosen, f"/{sign}/{name}")
+    return metrics
+
+
+def _weight_metrics(weights: torch.Tensor, suffix: str) -> dict[str, float]:
+    return {
+        f"gradient/zero_fraction{suffix}": (weights == 0).double().mean().item(),
+        f"gradient/weight_mean{suffix}": weights.mean().item(),
+        f"gradient/weight_min{suffix}": weights.min().item(),
+        f"gradient/weight_max{suffix}": weights.max().item(),
+    }
 
 
 def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
@@ -121,7 +253,7 @@ def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
     return {f"bounds/{name}": value for name, value in scheduled.items()}
 
 
-def clip_map_columns(updates: UpdateMetrics) -> dict[str, NDArray[np.float32]]:
+def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens with a ratio, each at its own update.
 
     A method without ratio bounds has the bounds 0 and infinity, a token that the importance correction masks has the

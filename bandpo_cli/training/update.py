@@ -21,9 +21,7 @@ from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.sharding import local_tensor
-from bandpo_cli.objective.aggregation import AGGREGATIONS
-from bandpo_cli.objective.loss import k3, policy_objective
-from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics, gradient_metrics
+from bandpo_cli.objective.loss import AGGREGATIONS, policy_objective
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES, BadCompletion, count_bad_batches, write_bad_batch
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
@@ -75,8 +73,8 @@ def raise_bad_update(bad: BadUpdate) -> None:
 
 
 @dataclass
-class UpdateMetrics:
-    """The applied updates of a step, for metrics of each token at its own update; skipped updates are left out.
+class AppliedUpdates:
+    """The applied updates of a step; skipped updates are left out.
 
     Attributes:
         trained: the experiences of the applied updates.
@@ -92,45 +90,6 @@ class UpdateMetrics:
     lr: float = 0.0
     skipped: int = 0
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step; if all updates were skipped, only the learning rate and the skips."""
-        metrics = {"optim/lr": self.lr, "optim/skipped_updates": float(self.skipped)}
-        if not self.trained:
-            return metrics
-        logprobs, ratios, gradient_weights = (
-            torch.cat(values)
-            for values in zip(
-                *((each.logprobs, each.ratios, each.gradient_weights) for each in self.forwards), strict=True
-            )
-        )
-        old_logprobs = torch.cat([experience.old_logprobs for experience in self.trained])
-        advantages = torch.cat([experience.trained_advantages for experience in self.trained])
-        metrics |= {
-            **clip_metrics(self._clip_counts()),
-            **gradient_metrics(gradient_weights, advantages, old_logprobs),
-            "ratio/mean": ratios.mean().item(),
-            "ratio/max": ratios.max().item(),
-            "kl/old_new": k3(old_logprobs, logprobs).mean().item(),
-            "optim/loss": torch.stack([forward.loss for forward in self.forwards]).double().mean().item(),
-            "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
-        }
-        references = [each.ref_logprobs for each in self.trained if each.ref_logprobs is not None]
-        if references:
-            metrics["kl/ref"] = k3(logprobs, torch.cat(references)).mean().item()
-        return metrics
-
-    def _clip_counts(self) -> dict[str, torch.Tensor]:
-        """Return the sums of `clip_counts` over the updates."""
-        counts: dict[str, torch.Tensor] = {}
-        for experience, forward in zip(self.trained, self.forwards, strict=True):
-            state = experience.loss.clip_state(
-                experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
-            )
-            left_out = None if experience.left_out is None else experience.left_out.old_logprobs
-            for name, count in clip_counts(state, experience.old_logprobs, left_out).items():
-                counts[name] = counts[name] + count if name in counts else count
-        return counts
-
 
 def update_policy(
     policy: Policy,
@@ -138,7 +97,7 @@ def update_policy(
     experiences: Sequence[Experience],
     config: RunConfig,
     on_bad_update: BadUpdateCallback = raise_bad_update,
-) -> UpdateMetrics:
+) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step.
 
     A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
@@ -153,9 +112,9 @@ def update_policy(
     Raises:
         NonFiniteError: raised by `on_bad_update`.
     """
-    metrics = UpdateMetrics()
+    updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
-        metrics.lr = optimizer.lr
+        updates.lr = optimizer.lr
         optimizer.zero_grad()
         forward: Forward | None = None
         try:
@@ -166,14 +125,14 @@ def update_policy(
         except NonFiniteError as error:
             on_bad_update(BadUpdate(number, experience, forward, error))
             optimizer.skip()
-            metrics.skipped += 1
+            updates.skipped += 1
             continue
         if experience.needs_own_pass:
             experience = experience.with_trainer_values(forward.logprobs, forward.entropy)
-        metrics.trained.append(experience)
-        metrics.forwards.append(forward)
-        metrics.grad_norms.append(norm)
-    return metrics
+        updates.trained.append(experience)
+        updates.forwards.append(forward)
+        updates.grad_norms.append(norm)
+    return updates
 
 
 def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
@@ -187,18 +146,18 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
     weights = weights.repeat_interleave(lengths)
     losses: list[torch.Tensor] = []
-    columns: list[
-        list[torch.Tensor]
-    ] = []  # of each micro-batch: log-probs, ratios, gradient weights, entropies
+    # Log-probs, ratios, gradient weights and entropies of each micro-batch.
+    columns: list[list[torch.Tensor]] = []
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
-    for batch in experience.share.batches:
+    for batch in experience.micro_batches:
         new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
         part = experience.micro_batch(batch)
         if own_pass:
             part = part.with_trainer_values(new.logprobs.detach(), new.entropy)
-        inputs = part.loss_inputs(new.logprobs, weights[batch.span])
-        out = policy_objective(experience.loss, inputs, config.objective.reference_kl)
+        out = policy_objective(
+            experience.loss, new.logprobs, part, weights[batch.span], config.objective.reference_kl
+        )
         with record_function(f"{PROFILER_PREFIX}backward"):
             new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
         batch.tokens.packing.drop_masks()
@@ -208,7 +167,7 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
             columns[-1].append(new.entropy)
     # The gradients have been summed over the ranks in the backward passes.
     (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
-    logprobs, ratios, gradient_weights, *entropies = experience.share.gather(
+    logprobs, ratios, gradient_weights, *entropies = experience.gather(
         policy.ranks, [torch.cat(each) for each in zip(*columns, strict=True)]
     )
     return Forward(
@@ -351,7 +310,7 @@ def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
         "ratios": None if forward is None else forward.ratios,
         "lower": experience.columns.get("lower"),
         "upper": experience.columns.get("upper"),
-        "importance": experience.correction,
+        "importance": experience.importance_weights,
         "advantages": experience.advantages,
     }
     return {

@@ -13,9 +13,9 @@ from bandpo_cli.bounds.matching import RecordedTokens, clip_fraction, match_clip
 from bandpo_cli.bounds.methods import clip_state
 from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
+from bandpo_cli.training.metrics import clip_counts, clip_metrics
 
 
 def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:

@@ -21,14 +21,13 @@ import pytest
 import torch
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.aggregation import AGGREGATIONS
 from bandpo_cli.objective.covariance_losses import ClipCovLoss, KlCovLoss, token_covariance
 from bandpo_cli.objective.loss import (
+    AGGREGATIONS,
     Columns,
-    LossInputs,
+    LossBatch,
     LossOutputs,
     PolicyLoss,
-    UpdateTokens,
     policy_loss,
     policy_objective,
 )
@@ -83,10 +82,10 @@ def ours(
     config = resolve([{"bounds": bounds, "objective": {"dual_clip": dual_clip, "aggregation": aggregation}}])
     loss = policy_loss(config.bounds, config.objective)
     old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
-    prepared = columns(loss) if columns else loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    prepared = columns(loss) if columns else loss.prepare(old, advantages)
     weights = AGGREGATIONS[aggregation](batch.lengths, batch.mask.shape[1]).double()
     weights = weights.repeat_interleave(batch.lengths)
-    return policy_objective(loss, LossInputs(new, old, advantages, weights, batch.lengths, prepared))
+    return policy_objective(loss, new, LossBatch(batch.lengths, advantages, old, prepared), weights)
 
 
 Reference = Callable[[torch.Tensor], torch.Tensor]

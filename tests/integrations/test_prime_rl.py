@@ -12,7 +12,7 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from tests.integrations import stand_ins
 
 
@@ -69,8 +69,8 @@ def test_loss_and_gradient_are_those_of_the_runner(
     )
     lengths = torch.tensor([len(old)])
     weight = given.loss_weights[mask] if weights else torch.ones_like(old)
-    columns = method.prepare(UpdateTokens(old, advantages, lengths))
-    expected = policy_objective(method, LossInputs(new, old, advantages, weight, lengths, columns))
+    columns = method.prepare(old, advantages)
+    expected = policy_objective(method, new, LossBatch(lengths, advantages, old, columns), weight)
     torch.testing.assert_close(found.loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient[mask], expected.gradient, rtol=1e-6, atol=1e-10)
     assert (gradient[~mask] == 0).all()

@@ -14,7 +14,7 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from tests.integrations import stand_ins
 from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
 
@@ -118,8 +118,8 @@ def test_loss_and_gradient_are_those_of_the_runner(
     method = policy_loss(config.bounds, config.objective)
     old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
     weights = torch.ones_like(old) if cap is None else (old - engine[batch.mask]).exp().clamp(max=cap)
-    columns = method.prepare(UpdateTokens(old, advantages, batch.lengths))
-    expected = policy_objective(method, LossInputs(new, old, advantages, weights, batch.lengths, columns))
+    columns = method.prepare(old, advantages)
+    expected = policy_objective(method, new, LossBatch(batch.lengths, advantages, old, columns), weights)
     # SkyRL computes the importance ratios in float32, whatever the type of the log-probs.
     rtol = 1e-6 if cap is None else 1e-5
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=rtol, atol=1e-9)

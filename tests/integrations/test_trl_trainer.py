@@ -17,7 +17,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from bandpo_cli.tasks.base import build_task
 from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
 
@@ -281,9 +281,9 @@ def test_loss_and_gradient_are_those_of_the_runner(
     method = policy_loss(config.bounds, config.objective)
     old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
     weight = token_weights(loss_type, batch) * (1.0 if weights is None else weights)
-    columns = method.prepare(UpdateTokens(old, advantages, batch.lengths))
+    columns = method.prepare(old, advantages)
     expected = policy_objective(
-        method, LossInputs(new, old, advantages, weight[batch.mask], batch.lengths, columns)
+        method, new, LossBatch(batch.lengths, advantages, old, columns), weight[batch.mask]
     )
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(gradient[batch.mask], expected.gradient, rtol=1e-6, atol=1e-10)

@@ -18,10 +18,9 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.aggregation import AGGREGATIONS
-from bandpo_cli.objective.loss import LossInputs, LossOutputs, UpdateTokens, policy_loss, policy_objective
-from bandpo_cli.objective.token_metrics import clip_counts, clip_metrics
+from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, policy_loss, policy_objective
 from bandpo_cli.registries import DIVERGENCES
+from bandpo_cli.training.metrics import clip_counts, clip_metrics
 
 COMPLETIONS, LONGEST = 12, 40
 SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
@@ -68,10 +67,10 @@ def ours(
     old, new, advantages, correction = (
         values[batch.mask] for values in (batch.old, batch.new, batch.advantages, batch.weights)
     )
-    columns = loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    columns = loss.prepare(old, advantages)
     weights = AGGREGATIONS[aggregation](batch.lengths, LONGEST).double().repeat_interleave(batch.lengths)
     weights = weights * correction if corrected else weights
-    return policy_objective(loss, LossInputs(new, old, advantages, weights, batch.lengths, columns))
+    return policy_objective(loss, new, LossBatch(batch.lengths, advantages, old, columns), weights)
 
 
 def actor_config(verl_package: SimpleNamespace, dual_clip: float, **settings: Any) -> Any:
@@ -217,7 +216,7 @@ def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNa
     settings = resolve([{"bounds": {"method": "band", "delta": 0.05}}])
     loss = policy_loss(settings.bounds, settings.objective)
     old, new, advantages = (values[batch.mask] for values in (batch.old, batch.new, batch.advantages))
-    columns = loss.prepare(UpdateTokens(old, advantages, batch.lengths))
+    columns = loss.prepare(old, advantages)
     state = loss.clip_state(columns, (new - old).exp(), advantages, torch.ones_like(old))
     expected = clip_metrics(clip_counts(state, old))
     for name in ("upper", "lower", "outside"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bandpo_cli.bounds.methods import clip_state
-from bandpo_cli.objective.token_metrics import BIN_NAMES, clip_counts, clip_metrics
+from bandpo_cli.training.metrics import BIN_NAMES, clip_counts, clip_metrics
 
 
 def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from bandpo_cli.bounds.methods import clip_state
 from bandpo_cli.config.methods import ClipSettings
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.aggregation import AGGREGATIONS
-from bandpo_cli.objective.interval import IntervalLoss
-from bandpo_cli.objective.loss import LossInputs, LossOutputs, k3, policy_objective
-from bandpo_cli.objective.token_metrics import clip_counts
+from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, k3, policy_objective
+from bandpo_cli.objective.token_losses import IntervalLoss
+from bandpo_cli.training.metrics import clip_counts
 
 log_prob = st.floats(-12.0, -1e-3)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -26,22 +25,26 @@ tokens = st.lists(
 )
 
 
+Inputs = tuple[torch.Tensor, LossBatch, torch.Tensor]
+"""Log-probs under the policy being updated, the other values of the tokens, and their weights."""
+
+
 def inputs_of(
     rows: list[tuple[float, ...]], ref: list[float] | None = None, dtype: torch.dtype = torch.float64
-) -> LossInputs:
+) -> Inputs:
     """Return tokens given as (new, old, lower, upper, advantage, weight), each a completion of its own."""
     new, old, lower, upper, advantages, weights = torch.tensor(rows, dtype=dtype).unbind(1)
     ref_logprobs = None if ref is None else torch.tensor(ref, dtype=dtype)
     lengths, bounds = torch.ones(len(rows), dtype=torch.int64), {"lower": lower, "upper": upper}
-    return LossInputs(new, old, advantages, weights, lengths, bounds, ref_logprobs)
+    return new, LossBatch(lengths, advantages, old, bounds, ref_logprobs=ref_logprobs), weights
 
 
 def clipped_objective(
-    inputs: LossInputs, dual_clip: float | None = 10.0, reference_kl: float = 0.0
+    inputs: Inputs, dual_clip: float | None = 10.0, reference_kl: float = 0.0
 ) -> LossOutputs:
     """Return the objective with the bounds that `inputs` has."""
     loss = IntervalLoss(ClipSettings(), ObjectiveConfig(dual_clip=dual_clip))
-    return policy_objective(loss, inputs, reference_kl)
+    return policy_objective(loss, *inputs, reference_kl)
 
 
 def expected_loss(rows: list[tuple[float, ...]], dual_clip: float | None) -> float:
@@ -65,10 +68,11 @@ def test_the_loss_equals_its_definition(rows: list[tuple[float, ...]], dual_clip
 def test_active_tokens_are_those_without_gradient(rows: list[tuple[float, ...]]) -> None:
     """A token counts in `clip/active_fraction` if the clamp binds, so that its gradient is zero."""
     inputs = inputs_of(rows)
+    batch = inputs[1]
     out = clipped_objective(inputs, dual_clip=None)
-    state = clip_state(out.ratios, *inputs.columns.values(), inputs.advantages)
-    counts = clip_counts(state, inputs.old_logprobs)
-    moved = inputs.advantages != 0
+    state = clip_state(out.ratios, *batch.columns.values(), batch.advantages)
+    counts = clip_counts(state, batch.old_logprobs)
+    moved = batch.advantages != 0
     assert counts["active"] == ((out.gradient == 0) & moved).sum()
     assert counts["active"] == ((out.gradient_weights == 0) & moved).sum()
     assert counts["active"] == counts["upper"] + counts["lower"]
@@ -111,8 +115,8 @@ def test_finite_inputs_give_a_finite_loss_and_gradient(
     assert torch.isfinite(out.ratios).all()
     assert torch.isfinite(out.gradient).all()
     assert torch.isfinite(out.gradient_weights).all()
-    assert (out.gradient[(inputs.advantages == 0) & (reference_kl == 0)] == 0).all()
-    assert torch.isfinite(k3(inputs.logprobs, inputs.old_logprobs)).all()
+    assert (out.gradient[(inputs[1].advantages == 0) & (reference_kl == 0)] == 0).all()
+    assert torch.isfinite(k3(inputs[0], inputs[1].old_logprobs)).all()
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
@@ -192,5 +196,5 @@ def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() ->
     log_15 = math.log(15.0)
     rows = [(-5.0 + log_15, -5.0, 0.0, 12.0, -1.0, 1.0), (-5.0 + log_15, -5.0, 0.0, 12.0, 1.0, 0.5)]
     loss = IntervalLoss(ClipSettings(), ObjectiveConfig())
-    out = policy_objective(loss, inputs_of(rows, ref=[-5.0, -5.0]))
+    out = policy_objective(loss, *inputs_of(rows, ref=[-5.0, -5.0]))
     assert out.loss.item() == pytest.approx(10.0 - 0.5 * 12.0)

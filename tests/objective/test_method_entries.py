@@ -7,7 +7,7 @@ import torch
 
 from bandpo_cli.bounds.methods import clip_state, ratio_bounds
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossInputs, LossOutputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, LossOutputs, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
 
 LENGTHS = torch.tensor([1, 2, 5, 9, 23] * 8)
@@ -30,9 +30,9 @@ def objective(method: str, spread: float) -> LossOutputs:
     config = resolve([{"bounds": {"method": method}, "objective": {"dual_clip": None}}])
     loss = policy_loss(config.bounds, config.objective)
     new, old, advantages = inputs(spread)
-    columns = loss.prepare(UpdateTokens(old, advantages, LENGTHS))
+    columns = loss.prepare(old, advantages)
     weights = torch.full_like(new, 1 / TOKENS)
-    return policy_objective(loss, LossInputs(new, old, advantages, weights, LENGTHS, columns))
+    return policy_objective(loss, new, LossBatch(LENGTHS, advantages, old, columns), weights)
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 2.0])

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.objective.loss import (
-    LossInputs,
+    LossBatch,
     LossOutputs,
-    UpdateTokens,
     policy_loss,
     policy_objective,
 )
@@ -62,9 +61,9 @@ def objective(bounds: dict[str, Any], groups: list[list[Token]], **options: Any)
         torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
         for name in ("new", "old", "advantage")
     )
-    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    columns = loss.prepare(old, advantages)
     weights = (1.0 / (len(groups) * lengths.double())).repeat_interleave(lengths)
-    return policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+    return policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
 
 
 def sigmoid(x: float) -> float:
@@ -249,16 +248,14 @@ def test_micro_batches_of_complete_completions_give_the_same_gradient(method: st
     new = torch.tensor([token.new for token in tokens])
     advantages = torch.tensor([token.advantage for token in tokens])
     weights = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0))
-    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
-    whole = policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+    columns = loss.prepare(old, advantages)
+    whole = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
     gradients, start = [], 0
     for length in lengths.tolist():
         span = slice(start, start + length)
-        inputs = LossInputs(
-            new[span], old[span], advantages[span], weights[span], torch.tensor([length]),
-            {name: column[span] for name, column in columns.items()},
-        )  # fmt: skip
-        gradients.append(policy_objective(loss, inputs).gradient)
+        part = {name: column[span] for name, column in columns.items()}
+        batch = LossBatch(torch.tensor([length]), advantages[span], old[span], part)
+        gradients.append(policy_objective(loss, new[span], batch, weights[span]).gradient)
         start += length
     torch.testing.assert_close(torch.cat(gradients), whole.gradient, rtol=1e-5, atol=1e-7)
 
@@ -278,8 +275,8 @@ def test_finite_inputs_give_a_finite_loss_and_gradient(
     loss = policy_loss(config.bounds, config.objective)
     new, old, advantages = torch.tensor(rows, dtype=torch.float32).unbind(1)
     lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
-    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
-    out = policy_objective(loss, LossInputs(new, old, advantages, weights, lengths, columns))
+    columns = loss.prepare(old, advantages)
+    out = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
     assert torch.isfinite(out.loss)
     assert torch.isfinite(out.gradient).all()
 

@@ -57,7 +57,7 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
 
     from mlflow.utils.validation import _validate_metric_name
 
-    from bandpo_cli.objective.token_metrics import BIN_NAMES
+    from bandpo_cli.training.metrics import BIN_NAMES
 
     bins = {f"clip/{metric}/{name}" for metric in ("active_fraction", "token_share") for name in BIN_NAMES}
     bins |= {f"gradient/weight_mean/positive/{name}" for name in BIN_NAMES}

@@ -12,15 +12,15 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models import logprobs
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
-from bandpo_cli.objective.loss import LossInputs, UpdateTokens, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
 from bandpo_cli.sampling.base import SamplingParams, is_exact
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import experience, update
 from bandpo_cli.training.experience import Experience, active_groups, prepare_updates
-from bandpo_cli.training.metrics import token_metrics
+from bandpo_cli.training.metrics import token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.update import UpdateMetrics, update_policy
+from bandpo_cli.training.update import AppliedUpdates, update_policy
 from bandpo_cli.types import Group
 from tests.training.small_updates import (
     PROMPTS,
@@ -71,11 +71,11 @@ def complete_of(policy: Policy, config: RunConfig, exact: bool = True) -> list[E
 class Outcome:
     weights: torch.Tensor
     gradient: torch.Tensor
-    updates: UpdateMetrics
+    updates: AppliedUpdates
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.updates.metrics() | token_metrics(self.updates.trained)
+        return update_metrics(self.updates) | token_metrics(self.updates.trained)
 
 
 def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
@@ -152,7 +152,7 @@ def with_advantage(experience: Experience) -> Experience:
         advantages=experience.advantages[used],
         **{
             name: getattr(experience, name)[used]
-            for name in ("sampler_logprobs", "trainer_logprobs", "entropy", "correction")
+            for name in ("sampler_logprobs", "trainer_logprobs", "entropy", "importance_weights")
             if getattr(experience, name) is not None
         },
     )
@@ -202,16 +202,15 @@ def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(me
     old = -4 * torch.rand(100, generator=generator) - 0.1
     new = old + 0.3 * torch.randn(100, generator=generator)
     advantages = torch.tensor([1.0, 0.0, -2.0]).repeat_interleave(lengths)
-    columns = loss.prepare(UpdateTokens(old, advantages, lengths))
+    columns = loss.prepare(old, advantages)
     parts = [
-        loss.prepare(UpdateTokens(old[span], advantages[span], lengths[index : index + 1]))
-        for index, span in enumerate((slice(0, 30), slice(30, 50), slice(50, 100)))
+        loss.prepare(old[span], advantages[span]) for span in (slice(0, 30), slice(30, 50), slice(50, 100))
     ]
     separate = all(torch.equal(torch.cat([part[name] for part in parts]), columns[name]) for name in columns)
-    inputs = LossInputs(new, old, advantages, torch.full_like(new, 0.01), lengths, columns)
-    out = policy_objective(loss, inputs)
+    batch = LossBatch(lengths, advantages, old, columns)
+    out = policy_objective(loss, new, batch, torch.full_like(new, 0.01))
     idle = advantages == 0
-    without = not out.gradient[idle].any() and not loss.token_losses(inputs)[idle].any()
+    without = not out.gradient[idle].any() and not loss.token_losses(new, batch)[idle].any()
     assert (separate and without) != loss.needs_all_tokens
 
 

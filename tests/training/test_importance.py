@@ -14,9 +14,9 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.metrics import clip_map_columns, token_metrics
+from bandpo_cli.training.metrics import clip_map_columns, token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.update import UpdateMetrics, update_policy
+from bandpo_cli.training.update import AppliedUpdates, update_policy
 from bandpo_cli.types import Group
 from tests.training import small_updates
 from tests.training.small_updates import config_of, graded_groups, policy_of, shifted_groups, weights_of
@@ -32,7 +32,7 @@ def experience_of(policy: Policy, groups: list[Group], config: RunConfig, **chan
     return replace(found, **changes)
 
 
-def updated(policy: Policy, experience: Experience, config: RunConfig, times: int = 1) -> UpdateMetrics:
+def updated(policy: Policy, experience: Experience, config: RunConfig, times: int = 1) -> AppliedUpdates:
     """Return the metrics of the last of some updates on the same experience."""
     optimizer = Optimizer(policy.model, config.optim, total_updates=times)
     return [update_policy(policy, optimizer, [experience], config) for _ in range(times)][-1]
@@ -52,7 +52,7 @@ def test_an_update_without_any_kept_token_has_no_gradient(method: str, rule: str
     before = weights_of(policy)
     updates = updated(policy, experience, config)
     assert torch.equal(weights_of(policy), before)
-    metrics = updates.metrics()
+    metrics = update_metrics(updates)
     assert (metrics["optim/loss"], metrics["optim/grad_norm"]) == (0, 0)
     assert metrics["clip/active_fraction"] == 0
     assert not [name for name in metrics if name.startswith("gradient/")]
@@ -69,10 +69,10 @@ def test_a_completion_that_is_dropped_has_the_gradient_of_an_advantage_of_zero(m
     shifted = [*shifted_groups(groups[:1], by=-1.0), *groups[1:]]
     dropped = sum(len(rollout.completion.token_ids) for rollout in groups[0].rollouts_G)
     masked = experience_of(policy, shifted, config)
-    metrics = updated(policy, masked, config).metrics()
-    same = experience_of(other, groups, config, correction=None)
+    metrics = update_metrics(updated(policy, masked, config))
+    same = experience_of(other, groups, config, importance_weights=None)
     advantages = torch.where(torch.arange(len(same.advantages)) < dropped, 0.0, same.advantages)
-    expected = updated(other, replace(same, advantages=advantages), config).metrics()
+    expected = update_metrics(updated(other, replace(same, advantages=advantages), config))
     torch.testing.assert_close(gradient_of(policy), gradient_of(other), rtol=1e-4, atol=1e-6)
     assert gradient_of(policy).abs().max() > 1e-3
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
@@ -91,8 +91,8 @@ def test_masked_tokens_are_not_counted_as_clipped(method: str) -> None:
     policy = policy_of()
     experience = experience_of(policy, graded_groups(policy), config)
     kept = (torch.arange(len(experience.old_logprobs)) % 2).float()
-    updates = updated(policy, replace(experience, correction=kept), config, times=2)
-    metrics = updates.metrics()
+    updates = updated(policy, replace(experience, importance_weights=kept), config, times=2)
+    metrics = update_metrics(updates)
     weights, ratios = updates.forwards[-1].gradient_weights, updates.forwards[-1].ratios
     clipped = (weights == 0) & (kept == 1) & (experience.advantages != 0)
     assert clipped.any()

@@ -29,6 +29,7 @@ from bandpo_cli.training.checkpoint_files import save_checkpoint
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
+from bandpo_cli.training.metrics import update_metrics
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from bandpo_cli.training.update import BadUpdateHandler, check_finite_weights, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
@@ -115,7 +116,7 @@ def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path) -> Non
         optimizer = Optimizer(policy.model, config.optim, total_updates=3)
         handler = BadUpdateHandler(config, optimizer, tmp_path, step=1)
         updates = update_policy(policy, optimizer, [first, *broken, second], config, handler)
-        ended.append((weights_of(policy), updates.metrics(), optimizer))
+        ended.append((weights_of(policy), update_metrics(updates), optimizer))
     (weights, expected, _), (found, metrics_with_bad, optimizer) = ended
     assert torch.equal(found, weights)
     assert metrics_with_bad.pop("optim/skipped_updates") == 1.0

@@ -13,6 +13,7 @@ from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.metrics import update_metrics
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
 from bandpo_cli.types import Completion, Group
@@ -47,7 +48,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: st
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
         metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
         gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
-        gradients.append((metrics.metrics(), gradient))
+        gradients.append((update_metrics(metrics), gradient))
     (one_pass_metrics, one_pass), (split_metrics, split) = gradients
     assert one_pass.abs().max() > 1e-3
     torch.testing.assert_close(split, one_pass, atol=1e-5, rtol=1e-4)
@@ -58,8 +59,8 @@ def test_the_first_update_has_ratio_one_and_the_second_is_clipped() -> None:
     policy = policy_of()
     optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 1e-2}), total_updates=2)
     experience = experiences_of(policy, updates=1, bounds=ClipSettings(eps_low=0.05, eps_high=0.05))
-    first = update_policy(policy, optimizer, experience, CONFIG).metrics()
-    second = update_policy(policy, optimizer, experience, CONFIG).metrics()
+    first = update_metrics(update_policy(policy, optimizer, experience, CONFIG))
+    second = update_metrics(update_policy(policy, optimizer, experience, CONFIG))
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
     assert first["clip/active_fraction"] == 0.0
     assert second["clip/active_fraction"] > 0.1
@@ -74,7 +75,7 @@ def test_bounds_limit_the_change_of_the_policy() -> None:
         optimizer = Optimizer(policy.model, CONFIG.optim.model_copy(update={"lr": 2e-3}), total_updates=8)
         experience = experiences_of(policy, updates=1, bounds=bounds)
         for _ in range(8):
-            metrics = update_policy(policy, optimizer, experience, CONFIG).metrics()
+            metrics = update_metrics(update_policy(policy, optimizer, experience, CONFIG))
         moved.append(metrics["kl/old_new"])
     assert moved[0] < 0.5 * moved[1]
 
@@ -117,7 +118,9 @@ def test_a_batch_without_reward_spread_changes_nothing() -> None:
     flat = group_advantages(torch.ones(4, 4))
     experience = experience_of(policy, groups, flat, band_loss(), CONFIG)
     before = weights_of(policy)
-    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG).metrics()
+    metrics = update_metrics(
+        update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG)
+    )
     assert torch.equal(weights_of(policy), before)
     assert metrics["optim/grad_norm"] == 0.0
 
@@ -154,7 +157,7 @@ def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tupl
     config = config_of(objective={"aggregation": aggregation, "reference_kl": 0.1}, optim={"lr": 1e-3})
     before = experience_of(policy, groups, advantages, band_loss(), config, reference=policy)
     metrics = update_policy(policy, Optimizer(policy.model, config.optim, 2), [before, before], config)
-    assert all(math.isfinite(value) for value in metrics.metrics().values())
+    assert all(math.isfinite(value) for value in update_metrics(metrics).values())
     after = experience_of(policy, groups, advantages, band_loss(), config)
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
@@ -191,8 +194,10 @@ def test_the_ratio_can_use_the_samplers_log_probs() -> None:
     config = config_of(objective={"old_logprobs": "sampler"})
     experience = experience_of(policy, groups, torch.zeros(4, 4), band_loss(), config, exact=False)
     assert torch.equal(experience.old_logprobs, experience.sampler_logprobs)
-    assert experience.correction is None
-    metrics = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config).metrics()
+    assert experience.importance_weights is None
+    metrics = update_metrics(
+        update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config)
+    )
     assert metrics["ratio/mean"] == pytest.approx(math.exp(-0.25), rel=1e-4)
 
 
