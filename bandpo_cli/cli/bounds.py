@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.completion import one_of, several_of
-from bandpo_cli.cli.options import check_choice
+from bandpo_cli.cli.completion import several_of
+from bandpo_cli.cli.options import choice
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
-
-FORMATS = ("table", "json", "csv")
 
 
 def _is_comparable(method: MethodEntry) -> bool:
@@ -65,12 +63,7 @@ def bounds(
         float | None,
         typer.Option(help="Cap the Bands' upper bounds, > 1.", show_default="no cap; training uses 10"),
     ] = None,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="table, json or csv.", autocompletion=one_of(FORMATS)
-        ),
-    ] = "table",
+    format_: Annotated[str, choice("--format", "table", "json", "csv")] = "table",
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +101,6 @@ def bounds(
     from bandpo_cli.errors import UserError
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
-    style = check_choice("--format", format_, FORMATS)
     radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
@@ -121,7 +113,7 @@ def bounds(
             raise UserError(
                 "--match answers with a delta: give it --at PROB, --divergence and --format alone"
             )
-        view.print_matches(match, at, regions, style)
+        view.print_matches(match, at, regions, format_)
         return
     if plot is not None:
         view.check_plot_file(plot)
@@ -133,8 +125,8 @@ def bounds(
 
     rows = [row for name in regions for radius in radii for row in band_rows(wanted, name, radius, max_ratio)]
     rows += [row for name in peers for row in method_rows(wanted, name)]
-    if style != "table":
-        print({"json": as_json, "csv": as_csv}[style](rows))
+    if format_ != "table":
+        print({"json": as_json, "csv": as_csv}[format_](rows))
     elif wanted:
         view.print_intervals(rows, max_ratio)
     if plot is not None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import typer
 
-from bandpo_cli.cli.options import TableOrJson, check_choice
+from bandpo_cli.cli.options import TableOrJson
 
 
 def doctor(format_: TableOrJson = "table") -> None:
@@ -20,7 +20,6 @@ def doctor(format_: TableOrJson = "table") -> None:
 
     [bold]bandpo doctor --format json[/bold]  in scripts
     """
-    style = check_choice("--format", format_, ("table", "json"))
     from rich.table import Table
 
     from bandpo_cli.cli.console import Spinner, open_console, print_json, print_line
@@ -28,13 +27,13 @@ def doctor(format_: TableOrJson = "table") -> None:
 
     console = open_console()
     spinner = Spinner(console)
-    if style == "table":
+    if format_ == "table":
         spinner.show("importing the packages …")
     try:
         diagnosis = diagnose()
     finally:
         spinner.show(None)
-    if style == "json":
+    if format_ == "json":
         print_json(asdict(diagnosis))
     else:
         for heading, line in diagnosis.system.items():

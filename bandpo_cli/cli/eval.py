@@ -5,25 +5,24 @@ from __future__ import annotations
 import gc
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.completion import complete_task, folder_of
+from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import (
     RUNS,
+    TASK_VALUES,
     Assignments,
     ConfigFiles,
-    GraderName,
-    Mlflow,
+    EvalSettings,
     Nproc,
     RunsDir,
-    SamplerName,
     TableOrJson,
-    TrackingUri,
-    check_choice,
-    print_members,
+    Tracking,
+    given_options,
     refuse_with,
+    takes_settings,
 )
 from bandpo_cli.registries import tasks_text
 
@@ -40,12 +39,11 @@ eval_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-FORMATS = ("table", "json")
 _GC_THRESHOLDS = (50_000, 10, 10)
 """Thresholds of the garbage collector. The imports of an evaluation create 175,000 objects and hardly any garbage; with
 Python's thresholds (700, 10, 10) the collector visits them 470 times in all, which takes 0.35 s."""
 
-_SAMPLING_FLAGS = {
+_OF_SAMPLING = {
     "--model",
     "--task",
     "--n",
@@ -56,11 +54,15 @@ _SAMPLING_FLAGS = {
     "--seed",
     "--nproc",
 }
+"""The options without effect where stored completions are scored."""
+_OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc"}
 
 
 @eval_app.callback()
+@takes_settings("eval")
 def evaluate(
     context: typer.Context,
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -74,11 +76,9 @@ def evaluate(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|FILE",
-            callback=print_members,
             help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
             show_default="the run's own sets",
-            autocompletion=complete_task,
+            **TASK_VALUES,
         ),
     ] = None,
     samples: Annotated[
@@ -101,37 +101,7 @@ def evaluate(
             "--k", metavar="K,K", help="The k of pass@k and maj@k.", show_default="4, 16, ... up to n"
         ),
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="T",
-            help="Sampling temperature; 0 is greedy, with --n 1.",
-            show_default="the run's, else 1",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Maximum number of tokens of a completion.",
-            show_default="the run's, else 1024, 8 for countdown",
-        ),
-    ] = None,
-    sampler: SamplerName = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Maximum number of problems per set: a random sample, always the same one.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="SEED", help="Seed of the sampling.", show_default="the run's, else 0"),
-    ] = None,
-    grader: GraderName = None,
+    settings: EvalSettings,
     legacy_best_at_k: Annotated[
         bool,
         typer.Option(
@@ -159,8 +129,7 @@ def evaluate(
     config: ConfigFiles = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
-    mlflow: Mlflow = None,
+    tracking: Tracking,
     nproc: Nproc = None,
 ) -> int | None:
     """Score a model on problem sets, with intervals, and keep every completion.
@@ -188,51 +157,31 @@ def evaluate(
     from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import flag_layer, read_assignments
+    from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
     from bandpo_cli.experiments.preflight import choose_run_name
     from bandpo_cli.rank_process import launched_name
     from bandpo_cli.storage.eval_folder import EvalFolder
 
-    style = check_choice("--format", format_, FORMATS)
-    given: dict[str, Any] = {
-        "--model": model,
-        "--task": task,
-        "--samples": samples,
-        "--n": n,
-        "--k": k,
-        "--temperature": temperature,
-        "--max-tokens": max_tokens,
-        "--sampler": sampler,
-        "--limit": limit,
-        "--seed": seed,
-        "--grader": grader,
-        "--name": name,
-        "--config": config,
-        "--set": set_,
-        "--legacy-best-at-k": legacy_best_at_k or None,
-    }
-    console = open_console(stderr=style == "json", long_running=True)
-    tracking = flag_layer({("uri",): tracking_uri, ("mlflow",): mlflow})
+    console = open_console(stderr=format_ == "json", long_running=True)
+    given = given_options(context)
     if resume is not None:
-        refuse_with("--resume", "an evaluation is resumed with its own settings", given, set(given))
-        return _resume(console, style, resume, runs_dir, tracking, nproc)
-    files = [*map(read_config, config or []), {"tracking": tracking}]
+        extra = [option for option in given if option not in _OF_RESUME]
+        refuse_with("--resume", "an evaluation is resumed with its own settings", extra)
+        return _resume(console, format_, resume, runs_dir, nest(tracking).get("tracking", {}), nproc)
+    grader = settings.pop("task.grader", None)
+    files = [*map(read_config, config or []), nest(tracking | settings)]
     assignments = [read_assignments(set_ or [])]
     if samples is not None:
-        refuse_with("--samples", "nothing is sampled", {**given, "--nproc": nproc}, _SAMPLING_FLAGS)
+        extra = [option for option in given if option in _OF_SAMPLING]
+        refuse_with("--samples", "nothing is sampled", extra)
     request = plan_evaluation(
         "embedded" if model is None else model,
         task or [],
         samples=samples,
         n=n,
         k=None if k is None else read_k(k),
-        temperature=temperature,
-        max_tokens=max_tokens,
-        limit=limit,
-        seed=seed,
-        sampler=sampler,
         grader=grader,
         base=files,
         settings=assignments,
@@ -244,7 +193,7 @@ def evaluate(
     if (ranks := ranks_to_start(nproc)) is not None:
         return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
     print_request(console, request)
-    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
+    with exit_on_sigterm(), closing(EvalView(console, format_, runs_dir)) as view:
         # The name is chosen again: another process may have taken the default one since.
         result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     print_files(console, result)
@@ -321,5 +270,4 @@ def compare(
     from bandpo_cli.cli.eval_view import print_comparison
     from bandpo_cli.experiments import compare as compare_evaluations
 
-    style = check_choice("--format", format_, FORMATS)
-    print_comparison(open_console(), compare_evaluations(a, b, runs_dir), show, style)
+    print_comparison(open_console(), compare_evaluations(a, b, runs_dir), show, format_)

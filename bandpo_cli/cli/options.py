@@ -1,18 +1,264 @@
-"""Options that several commands share, and checks of option values."""
+"""Options of the commands: the table of flags that stand for a setting, and options that several commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from bandpo_cli.cli.completion import complete_config, folder_of, one_of
+from bandpo_cli.cli.completion import complete_config, complete_task, folder_of, one_of, several_of
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.registries import ENGINES, GRADERS, split_member
+from bandpo_cli.registries import (
+    DIVERGENCES,
+    ENGINES,
+    GRADERS,
+    METHODS,
+    load_attribute,
+    split_member,
+    tasks_text,
+)
 
 RUNS = Path("runs")
+
+_EXPECTED = {int: "an integer", float: "a number"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of `train`, `sweep` or `eval` that stands for one setting.
+
+    Attributes:
+        name: the flag, such as `--lr`.
+        setting: the dotted name of the setting.
+        kind: the type of the value, or a function from its text to the value that raises ValueError.
+        help: the help text.
+        default: the text of the default in the help.
+        metavar: the name of the value in the help.
+        names: the values that a shell completes.
+        sweep: `bandpo sweep` compares several values, separated by commas; or takes one value for all runs; or has no
+            such flag.
+        read: a function from the value to the setting, as `module:function`; None if it is the value itself.
+        more: further arguments of `typer.Option`.
+    """
+
+    name: str
+    setting: str
+    kind: Any
+    help: str
+    default: str | None = None
+    metavar: str | None = None
+    names: Iterable[str] = ()
+    sweep: Literal["several values", "one value", "no flag"] = "one value"
+    read: str | None = None
+    more: dict[str, Any] = dataclass_field(default_factory=dict)
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter: `max_tokens` of `--max-tokens`."""
+        return self.name.partition("/")[0].removeprefix("--").replace("-", "_")
+
+    def option(self, command: str) -> inspect.Parameter:
+        """Return the parameter of a command's function from which Typer makes the option."""
+        kind, metavar, default, more, complete = (
+            self.kind,
+            self.metavar,
+            self.default,
+            dict(self.more),
+            one_of,
+        )
+        if self.sweep == "several values" and command != "eval":
+            kind = str  # which the parser below, or the sweep, reads
+            if command == "train":
+                more["parser"] = _one_value(self.name, self.kind)
+            else:
+                initial = (metavar or "VALUE")[0]
+                metavar, default, complete = f"{initial},{initial}", None, several_of
+        if self.names:
+            more["autocompletion"] = complete(self.names)
+        more = {"metavar": metavar, "show_default": default or False, **more}
+        option = typer.Option(self.name, help=self.help, **more)
+        return inspect.Parameter(
+            self.parameter,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+
+
+def _one_value(flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the parser of one value for an option of `train`; a sweep compares several values."""
+
+    def parse(text: str) -> Any:
+        from bandpo_cli.config.layers import split_values
+
+        if len(split_values(text)) > 1:
+            raise UserError(
+                f"{flag} {text}: train takes one value; bandpo sweep {flag} {text} compares several"
+            )
+        try:
+            return kind(text)
+        except ValueError:
+            raise UserError(f"{flag} {text}: {_EXPECTED.get(kind, 'a value in JSON')} is expected") from None  # type: ignore[call-overload]
+
+    return parse
+
+
+def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
+    """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
+    if context.resilient_parsing:  # a shell completes a later word
+        return tasks
+    for task, member in filter(None, map(split_member, tasks or [])):
+        if member == "list":
+            from bandpo_cli.config.task import describe_members
+
+            members = describe_members(task)
+            width = max(map(len, members))
+            typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))
+            raise typer.Exit
+    return tasks
+
+
+TASK_VALUES = {"metavar": "NAME|FILE", "callback": print_members, "autocompletion": complete_task}
+"""Arguments of `typer.Option` for `--task`."""
+
+# fmt: off
+_SAMPLER = Flag("--sampler", "sampling.engine", str, f"auto, {ENGINES.names_text()}.", "auto", "ENGINE",
+                names=["auto", *ENGINES])
+_GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the one of the data", "NAME",
+               names=GRADERS, sweep="no flag")
+
+SETTINGS = (
+    Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
+         "METHOD", names=METHODS, sweep="several values"),
+    Flag("--divergence", "bounds.divergence", str,
+         f"Trust region of {METHODS.names_text(lambda method: method.trust_region)}: {DIVERGENCES.names_text()}.", "kl",
+         "DIVERGENCE", names=DIVERGENCES, sweep="several values"),
+    Flag("--delta", "bounds.delta", float, "Radius of the trust region.", "0.05", "RADIUS", sweep="several values"),
+    Flag("--model", "model.path", str, "Hugging Face folder or hub id.", "the embedded model", "MODEL",
+         sweep="several values"),
+    Flag("--task", "task", list[str],
+         f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
+         "countdown", read="bandpo_cli.config.task:task_from_arguments", more=TASK_VALUES),
+    _GRADER,
+    Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5; 1e-6 for language models", "RATE",
+         sweep="several values"),
+    Flag("--max-tokens", "sampling.max_tokens", int, "The most tokens of a completion.",
+         "8; 1024 for language models", "N", sweep="several values"),
+    _SAMPLER,
+    Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
+    Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
+)
+"""The flags of `train` and `sweep`. A flag for another setting is one more entry here."""
+
+EVAL_SETTINGS = (
+    Flag("--temperature", "evaluation.temperature", float, "Sampling temperature; 0 is greedy, with --n 1.",
+         "the run's, else 1", "T"),
+    Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens of a completion.",
+         "the run's, else 1024, 8 for countdown", "N", more={"min": 1}),
+    _SAMPLER,
+    Flag("--limit", "evaluation.problems", int,
+         "Maximum number of problems per set: a random sample, always the same one.", None, "N", more={"min": 1}),
+    Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "SEED"),
+    _GRADER,
+)
+"""The flags of `eval` that stand for a setting."""
+
+TRACKING_SETTINGS = (
+    Flag("--tracking-uri", "tracking.uri", str, "MLflow server or store.",
+         "$MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir", "URI"),
+    Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "on"),
+)
+"""The flags of the section `tracking`, of all three commands."""
+# fmt: on
+
+Given = dict[str, Any]
+"""The settings whose flags were given on the command line, by dotted name."""
+
+Settings = Annotated[Given, SETTINGS]
+EvalSettings = Annotated[Given, EVAL_SETTINGS]
+Tracking = Annotated[Given, TRACKING_SETTINGS]
+
+
+def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator of the function of a command, whose parameters may stand for several flags of settings.
+
+    A parameter that is annotated with flags, such as `Settings`, is replaced by their options, and the function gets
+    the settings that were given.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        groups: dict[str, list[Flag]] = {}
+        for name, parameter in signature.parameters.items():
+            flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
+            if isinstance(flags, tuple):
+                groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
+                parameters += [flag.option(command) for flag in groups[name]]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(function)
+        def run(**values: Any) -> Any:
+            for name, flags in groups.items():
+                texts = [(flag, values.pop(flag.parameter)) for flag in flags]
+                values[name] = {
+                    flag.setting: load_attribute(flag.read)(value) if flag.read else value
+                    for flag, value in texts
+                    if value is not None
+                }
+            return function(**values)
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """Return the options that were given on the command line, and the arguments by their name in the help."""
+    return [
+        next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or "").strip("[]")
+        for parameter in context.command.params
+        if getattr(context.get_parameter_source(parameter.name or ""), "name", None) == "COMMANDLINE"
+    ]
+
+
+def refuse_with(flag: str, why: str, extra: Sequence[str]) -> None:
+    """Raise UserError if there are options, `extra`, that `flag` makes meaningless."""
+    if extra:
+        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
+
+
+def check_choice(flag: str, value: str, allowed: Iterable[str]) -> str:
+    """Return `value` if it is one of `allowed`, else raise a UserError."""
+    names = list(allowed)
+    if value not in names:
+        raise UserError(f"{flag} {value}: unknown{nearest(value, names)}; allowed: {', '.join(names)}")
+    return value
+
+
+def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None = None) -> Any:
+    """Return an option whose value is one of `allowed`.
+
+    Args:
+        help: the help text; None for the allowed values.
+    """
+    return typer.Option(
+        flag,
+        metavar=metavar,
+        help=help or f"{', '.join(allowed[:-1])} or {allowed[-1]}.",
+        callback=lambda value: None if value is None else check_choice(flag, value.lower(), allowed),
+        autocompletion=one_of(allowed),
+    )
+
 
 ConfigFiles = Annotated[
     list[Path] | None,
@@ -28,54 +274,17 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
 ]
-SamplerName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ENGINE",
-        help=f"auto, {ENGINES.names_text()}.",
-        show_default="auto",
-        autocompletion=one_of(["auto", *ENGINES]),
-    ),
-]
-GraderName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"Grader: {GRADERS.names_text()}.",
-        show_default="the one of the data",
-        autocompletion=one_of(GRADERS),
-    ),
-]
 RunsDir = Annotated[
     Path,
     typer.Option(metavar="FOLDER", help="Where runs, evaluations, sweeps and the MLflow store are kept."),
 ]
-TrackingUri = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URI",
-        help="MLflow server or store.",
-        show_default="$MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir",
-    ),
-]
-Mlflow = Annotated[
-    bool | None,
-    typer.Option("--mlflow/--no-mlflow", help="Send metrics to MLflow.", show_default="on"),
-]
-TableOrJson = Annotated[
-    str,
-    typer.Option(
-        "--format", metavar="FORMAT", help="table or json.", autocompletion=one_of(("table", "json"))
-    ),
-]
+TableOrJson = Annotated[str, choice("--format", "table", "json")]
 RunName = Annotated[
     str,
     typer.Argument(
         metavar="RUN", help="Its name in --runs-dir, or its folder.", autocompletion=folder_of("run")
     ),
 ]
-
-
 Nproc = Annotated[
     int | None,
     typer.Option(
@@ -85,54 +294,3 @@ Nproc = Annotated[
         show_default="1",
     ),
 ]
-
-
-def single(flag: str, kind: type = str) -> Callable[[str], Any]:
-    """Return a parser of one value for an option of `train`; several values are a sweep's.
-
-    Args:
-        flag: the option.
-        kind: str, int or float.
-    """
-
-    def parse(text: str) -> Any:
-        if "," in text:
-            raise UserError(
-                f"{flag} {text}: train takes one value; bandpo sweep {flag} {text} compares several"
-            )
-        try:
-            return kind(text)
-        except ValueError:
-            what = "an integer" if kind is int else "a number"
-            raise UserError(f"{flag} {text}: {what} is expected") from None
-
-    return parse
-
-
-def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
-    """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
-    if context.resilient_parsing:  # a shell completes a later word
-        return tasks
-    for task, member in filter(None, map(split_member, tasks or [])):
-        if member == "list":
-            from bandpo_cli.config.task import describe_members
-
-            found = describe_members(task)
-            width = max(map(len, found))
-            typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in found.items()))
-            raise typer.Exit
-    return tasks
-
-
-def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `allowed`, else raise a UserError."""
-    if value not in allowed:
-        raise UserError(f"{flag} {value}: unknown{nearest(value, allowed)}; allowed: {', '.join(allowed)}")
-    return value
-
-
-def refuse_with(flag: str, why: str, given: dict[str, Any], others: set[str]) -> None:
-    """Raise UserError if any of the flags `others` is given, which `flag` makes meaningless."""
-    extra = [name for name, value in given.items() if name in others and value not in (None, [])]
-    if extra:
-        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")

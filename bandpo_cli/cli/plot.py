@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunName, RunsDir, check_choice
+from bandpo_cli.cli.options import RUNS, RunName, RunsDir, choice
 from bandpo_cli.errors import UserError
-
-FORMATS = ("png", "pdf", "svg")
 
 
 def plot(
     run: RunName,
-    format_: Annotated[str, typer.Option("--format", metavar="FORMAT", help="png, pdf or svg.")] = "png",
+    format_: Annotated[str, choice("--format", "png", "pdf", "svg")] = "png",
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the plots.", show_default="plots in the run folder"),
@@ -28,7 +26,6 @@ def plot(
 
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper
     """
-    suffix = check_choice("--format", format_, FORMATS)
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.reports.run_plots import plot_run
     from bandpo_cli.storage.run_folder import RunFolder
@@ -36,7 +33,7 @@ def plot(
     folder = RunFolder.open(runs_dir, run).path
     console = open_console()
     try:
-        written = plot_run(folder, out, f".{suffix}")
+        written = plot_run(folder, out, f".{format_}")
     except OSError as error:
         raise UserError(
             f"--out {out or folder / 'plots'}: cannot be written: {error.strerror or error}"

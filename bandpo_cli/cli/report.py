@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
-
-FORMATS = ("table", "json")
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson
 
 
 def report(
@@ -58,7 +56,6 @@ def report(
 
     [bold]bandpo report deltas --format json[/bold]  in scripts
     """
-    style = check_choice("--format", format_, FORMATS)
     from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.reports.sweep import read_tuning, select_runs, write_report
 
@@ -67,7 +64,7 @@ def report(
     folder = out or (chosen.sweep or Path()) / "report"
     tuning = None if chosen.sweep is None else read_tuning(chosen.sweep)
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
-    if style == "json":
+    if format_ == "json":
         print_json(written.as_json())
     else:
         from bandpo_cli.cli.sweep_view import print_report

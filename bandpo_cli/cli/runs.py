@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bandpo_cli.cli.completion import folder_of, one_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, check_choice
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, choice
 from bandpo_cli.registries import DATASETS, METHODS, generated_tasks
 
 if TYPE_CHECKING:
@@ -52,19 +52,11 @@ def runs(
     ] = None,
     status: Annotated[
         str | None,
-        typer.Option(
-            metavar="STATUS",
-            help=f"Only runs that are {', '.join(STATUSES)}.",
-            autocompletion=one_of(STATUSES),
-        ),
+        choice("--status", *STATUSES, metavar="STATUS", help=f"Only runs that are {', '.join(STATUSES)}."),
     ] = None,
     sort: Annotated[
         str,
-        typer.Option(
-            metavar="KEY",
-            help="time, name, heldout, accuracy, entropy or step.",
-            autocompletion=one_of(("time", "name", "heldout", "accuracy", "entropy", "step")),
-        ),
+        choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY"),
     ] = "time",
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
@@ -80,16 +72,12 @@ def runs(
 
     [bold]bandpo runs --status running --format json[/bold]  in scripts
     """
-    from bandpo_cli.experiments.overview import SORT_KEYS, list_runs
+    from bandpo_cli.experiments.overview import list_runs
 
-    style = check_choice("--format", format_, ("table", "json"))
-    check_choice("--sort", sort, SORT_KEYS)
-    if status is not None:
-        check_choice("--status", status.lower(), STATUSES)
     found = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     from bandpo_cli.cli.console import open_console, print_json
 
-    if style == "json":
+    if format_ == "json":
         print_json([asdict(run) | {"path": str(run.path)} for run in found])
     else:
         _print_table(open_console(), found)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.completion import folder_of, one_of
-from bandpo_cli.cli.options import RUNS, RunsDir, check_choice
+from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.options import RUNS, RunsDir, choice
 from bandpo_cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,12 +36,7 @@ def samples(
         str | None, typer.Option(metavar="ID", help="Only completions of this problem.")
     ] = None,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="The most to print; 0 for all.")] = 8,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="text or jsonl.", autocompletion=one_of(("text", "jsonl"))
-        ),
-    ] = "text",
+    format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Print completions: the text, the reference answer, the verdict; above the first of a group, the prompt.
@@ -54,14 +49,13 @@ def samples(
 
     [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
     """
-    style = check_choice("--format", format_, ("text", "jsonl"))
     from bandpo_cli.cli.console import open_console, to_json
     from bandpo_cli.experiments.overview import read_completions_of, select_completions
 
     path, completions = read_completions_of(run, runs_dir, step)
     chosen = select_completions(completions, problem, correct)
     shown = chosen[:limit] if limit else chosen
-    if style == "jsonl":
+    if format_ == "jsonl":
         for completion in shown:
             print(to_json(completion))
         return

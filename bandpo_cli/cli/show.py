@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunName, RunsDir, TableOrJson, check_choice
+from bandpo_cli.cli.options import RUNS, RunName, RunsDir, TableOrJson
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,12 +37,11 @@ def show(
 
     [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
     """
-    style = check_choice("--format", format_, ("table", "json"))
     from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.experiments.overview import describe_run
 
     found = describe_run(run, runs_dir)
-    if style == "json":
+    if format_ == "json":
         print_json(_as_json(found))
     else:
         _print_description(open_console(), found, runs_dir, all_)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bandpo_cli.cli.completion import complete_task, folder_of, one_of, several_of
+from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.options import (
     RUNS,
+    SETTINGS,
     Assignments,
     ConfigFiles,
-    Mlflow,
     RunsDir,
-    SamplerName,
-    TrackingUri,
-    print_members,
+    Settings,
+    Tracking,
+    given_options,
     refuse_with,
+    takes_settings,
 )
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.registries import DIVERGENCES, METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,46 +30,27 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.sweep_request import SweepRequest
 
 
+_EXECUTION = {
+    "--resume",
+    "--jobs",
+    "--gpus-per-run",
+    "--stop-behind",
+    "--executor",
+    "--ray-address",
+    "--runs-dir",
+}
+"""The options that say how runs are executed, and not which."""
+
+
+@takes_settings("sweep")
 def sweep(
+    context: typer.Context,
+    *,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="M,M",
-            help=f"Policy losses: {METHODS.names_text()}.",
-            autocompletion=several_of(METHODS),
-        ),
-    ] = None,
-    divergence: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D,D",
-            help=f"Trust regions of {METHODS.names_text(lambda each: each.trust_region)}: {DIVERGENCES.names_text()}.",
-            autocompletion=several_of(DIVERGENCES),
-        ),
-    ] = None,
-    delta: Annotated[str | None, typer.Option(metavar="R,R", help="Radii of the trust region.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="M,M", help="Hugging Face folders or hub ids.")] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            callback=print_members,
-            help="Training task, the same for all runs.",
-            autocompletion=complete_task,
-        ),
-    ] = None,
-    lr: Annotated[str | None, typer.Option(metavar="R,R", help="Peak learning rates.")] = None,
-    max_tokens: Annotated[
-        str | None, typer.Option(metavar="N,N", help="The most tokens of a completion.")
-    ] = None,
-    sampler: SamplerName = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Batches of rollouts per run.", show_default="100")
-    ] = None,
+    settings: Settings,
     seeds: Annotated[
         str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
     ] = None,
@@ -136,8 +117,7 @@ def sweep(
     config: ConfigFiles = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
-    tracking_uri: TrackingUri = None,
-    mlflow: Mlflow = None,
+    tracking: Tracking,
     dry_run: Annotated[
         bool, typer.Option(help="Print the runs and the estimate of the time, and stop.")
     ] = False,
@@ -174,46 +154,21 @@ def sweep(
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
     """
     from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import flag_layer, read_assignments
-    from bandpo_cli.config.task import task_from_arguments
+    from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     check_executor(chosen)
     if resume is not None:
-        given = {
-            "FILE": file, "--method": method, "--divergence": divergence, "--delta": delta, "--model": model,
-            "--task": task, "--lr": lr, "--max-tokens": max_tokens, "--sampler": sampler, "--steps": steps,
-            "--seeds": seeds, "--axis": axis, "--baseline": baseline, "--recorded": recorded, "--tuned-on": tuned_on,
-            "--name": name, "--config": config, "--set": set_, "--tracking-uri": tracking_uri, "--mlflow": mlflow,
-            "--dry-run": dry_run or None,
-        }  # fmt: skip
-        refuse_with("--resume", "a sweep is resumed with its own plan", given, set(given))
+        extra = [option for option in given_options(context) if option not in _EXECUTION]
+        refuse_with("--resume", "a sweep is resumed with its own plan", extra)
         return _run(resume, chosen, runs_dir, None)
-    fixed = flag_layer(
-        {
-            ("sampling", "engine"): sampler,
-            ("steps",): steps,
-            ("tracking", "uri"): tracking_uri,
-            ("tracking", "mlflow"): mlflow,
-        }
-    )
-    layers = [
-        *map(read_config, config or []),
-        {"task": task_from_arguments(task)} if task else {},
-        fixed,
-        read_assignments(set_ or []),
-    ]
-    axes = {
-        "bounds.method": method,
-        "bounds.divergence": divergence,
-        "bounds.delta": delta,
-        "model.path": model,
-        "optim.lr": lr,
-        "sampling.max_tokens": max_tokens,
-    }
-    if all(each is None for each in (file, seeds, tuned_on, axis or None, *axes.values())):
+    compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"}
+    axes = {key: text for key, text in settings.items() if key in compared}
+    shared = {key: value for key, value in settings.items() if key not in compared}
+    layers = [*map(read_config, config or []), nest(shared | tracking), read_assignments(set_ or [])]
+    if not (axes or axis or file is not None or seeds is not None or tuned_on is not None):
         raise UserError(
             "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a sweep file"
         )

@@ -62,6 +62,14 @@ def read_value(text: str, where: str) -> Any:
     return parse_yaml(text, where)
 
 
+def split_values(text: str) -> list[str]:
+    """Return the values of a comma-separated list, without the spaces around them: 0.01 and 0.05 of `0.01, 0.05`.
+
+    Commas within brackets belong to a value: `[0.9,0.95],[0.9,0.99]` has two.
+    """
+    return [value.strip() for value in re.split(r",(?![^\[\]]*\])", text)]
+
+
 def read_layer(path: Path, where: str = "--config") -> Layer:
     """Read a YAML config file that the package has written; `where` is the option or key that named the file.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from bandpo_cli.config.base import choice_of
-from bandpo_cli.config.layers import Layer, nest, read_value, resolve
+from bandpo_cli.config.layers import Layer, nest, read_value, resolve, split_values
 from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
@@ -142,7 +142,7 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     for key, text in flags.items():
         if text is None:
             continue
-        items = [item.strip() for item in text.split(",")]
+        items = split_values(text)
         if not all(items):
             raise ConfigError(
                 f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
