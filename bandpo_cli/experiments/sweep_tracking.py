@@ -92,7 +92,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
 
 
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
-    from bandpo_cli.reports.sweep.tables import leaderboard_markdown
+    from bandpo_cli.reports.sweep.tables import render
     from bandpo_cli.tracking.mirror import MetricRecord
 
     try:
@@ -101,7 +101,7 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Repor
             # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
             # several at the same step MLflow shows the latest.
             mirror.append(MetricRecord.of(0, leaderboard_metrics(report)))
-            mirror.describe(f"{NOTE_HEADING}\n\n{leaderboard_markdown(report)}", NOTE_HEADING)
+            mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
     except Exception as error:  # noqa: BLE001 - as above

@@ -219,7 +219,7 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
     if exists:
         write_report(runs, "earlier", "clip", sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
-    monkeypatch.setattr("bandpo_cli.reports.sweep.tables.markdown", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("bandpo_cli.reports.sweep.tables.render", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_report(runs, "t", "clip", sweep / "report")
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before

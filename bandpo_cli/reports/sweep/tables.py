@@ -1,16 +1,20 @@
-"""Tables of a report: leaderboard.csv, report.md, and the cell texts that all forms of a report share."""
+"""Texts of a report: leaderboard.csv, the templates of report.md and report.html, and the cells that they share."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
-from bandpo_cli.reports.sweep.arms import SPREAD, Arm, ArmDifference, Report
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from bandpo_cli.reports.sweep.arms import SPREAD, Arm, Report
 from bandpo_cli.reports.sweep.findings import p_text
 from bandpo_cli.reports.sweep.metrics import Metric
-from bandpo_cli.reports.sweep.statistics import Estimate
-from bandpo_cli.reports.sweep.tuning import TunedArm, Tuning
+from bandpo_cli.reports.sweep.statistics import Estimate, PairedTest
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
@@ -26,33 +30,6 @@ CAPTIONS = {
     "clip_by_probability": "Share of clipped tokens by probability",
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
-
-DIFFERENCE_HEADS = (
-    "metric",
-    "arm",
-    "difference",
-    "95% interval",
-    "seeds",
-    "higher / lower",
-    "p",
-    "p, Holm",
-    "",
-)
-
-
-TUNING_HEADS = ("method", "settings", "mean", "values by seed", "")
-
-
-def tuning_caption(tuning: Tuning) -> str:
-    """Return what the table of a report's tuning shows."""
-    seeds = ", ".join(map(str, tuning.seeds))
-    return f"{tuning.metric} in the sweep {tuning.sweep}, seeds {seeds}, which no run of this report has"
-
-
-def tuning_cells(arm: TunedArm) -> list[str]:
-    """Return the cells of a row under `TUNING_HEADS`."""
-    values = ", ".join(f"{value:.3f}" for value in arm.values)
-    return [arm.group, arm.settings_text, f"{arm.mean:.3f}", values, "chosen" if arm.chosen else ""]
 
 
 def value_text(metric: Metric, estimate: Estimate | None) -> str:
@@ -90,21 +67,16 @@ def short_range_text(metric: Metric, arm: Arm) -> str:
     return "–".join(f"{end:g}" if end in metric.limits else metric.text(end) for end in ends)
 
 
-def difference_cells(report: Report, difference: ArmDifference) -> list[str]:
-    """Return the cells of a row under `DIFFERENCE_HEADS`."""
-    metric, pair = report.metric(difference.figure), difference.paired
+def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | None) -> list[str]:
+    """Return difference, 95% interval, seeds, seeds higher and lower, p-value and adjusted p-value, as tables show them."""
     if pair is None:
-        return [metric.name, difference.arm, "–", "", "0", "", "", "", difference.verdict]
+        return ["–", "", "0", "", "", ""]
     return [
-        metric.name,
-        difference.arm,
         metric.text(pair.change.mean, sign=True),
         interval_text(metric, pair.change, sign=True),
         str(pair.change.n),
         f"{pair.higher} / {pair.lower}",
-        "" if pair.p is None else p_text(pair.p),
-        "" if difference.p_holm is None else p_text(difference.p_holm),
-        difference.verdict,
+        *("" if p is None else p_text(p) for p in (pair.p, p_holm)),
     ]
 
 
@@ -131,67 +103,31 @@ def leaderboard_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def markdown(report: Report) -> str:
-    """Return the text of `report.md`, which links to the plots in the same folder."""
-    parts = [
-        f"# {_escape(report.title)}",
-        f"{_escape(report.about)}.",
-        f"**{_escape(report.finding)}**",
-    ]
-    parts += [
-        "## Leaderboard",
-        leaderboard_markdown(report),
-        f"{LEADERBOARD_CAPTION}.",
-    ]
-    parts += ["\n".join(f"- {metric.name}: {metric.about}" for metric in report.figures)]
-    if report.differences:
-        parts += [
-            f"## Differences from {_escape(report.baseline or '')}",
-            "Arm minus baseline over common seeds; paired t-test.",
-        ]
-        parts.append(
-            _table(DIFFERENCE_HEADS, (difference_cells(report, each) for each in report.differences))
-        )
-    if report.tuning is not None:
-        parts += ["## Tuned settings", f"{_escape(tuning_caption(report.tuning))}."]
-        parts.append(_table(TUNING_HEADS, map(tuning_cells, report.tuning.arms)))
-    for name, caption in CAPTIONS.items():
-        if f"{name}.png" in report.files:
-            parts += [f"## {caption}", f"![{caption}]({name}.png)"]
-    if report.notes:
-        parts += ["## Notes", "\n".join(f"- {_escape(note)}" for note in report.notes)]
-    if report.left_out:
-        rows = ([each.run, each.arm, str(each.seed), each.reason] for each in report.left_out)
-        parts += ["## Excluded runs", _table(("run", "arm", "seed", "reason"), rows)]
-    settings = list(report.arms[0].settings)
-    if settings:
-        rows = ([arm.name, *(arm.settings[key] for key in settings)] for arm in report.arms)
-        parts += ["## Settings in which the arms differ", _table(("arm", *settings), rows)]
-    return "\n\n".join(parts) + "\n"
+def render(template: str, report: Report, plots: Mapping[str, Path] | None = None) -> str:
+    """Return the report as text of the file `template` in `reports/templates`.
+
+    Args:
+        template: report.html (one page with the plots embedded), report.md, or leaderboard.md (its first table).
+        plots: PNG files by the names of `CAPTIONS`.
+    """
+    environment = Environment(
+        loader=PackageLoader("bandpo_cli.reports"),
+        autoescape=template.endswith(".html"),  # names of arms and runs are user input
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "base64": lambda path: base64.b64encode(path.read_bytes()).decode(),
+        "cell": lambda text: escape_markdown(text).replace("|", "\\|"),
+        "markdown": escape_markdown,
+    }
+    return environment.get_template(template).render(
+        report=report, tables=sys.modules[__name__], plots=plots or {}
+    )
 
 
-def leaderboard_markdown(report: Report) -> str:
-    rows = []
-    for arm in report.arms:
-        cells = [f"{arm.name} (baseline)" if arm.name == report.baseline else arm.name, str(len(arm.seeds))]
-        for metric in report.figures:
-            value = arm.figures.get(metric.key)
-            cells.append("<br>".join(filter(None, (value_text(metric, value), range_text(metric, arm)))))
-        rows.append(cells)
-    return _table(("arm", "seeds", *(metric.name for metric in report.figures)), rows, breaks=True)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], breaks: bool = False) -> str:
-    """Return a Markdown table. With `breaks`, `<br>` in a cell is a line break instead of text."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell, breaks) for cell in line)} |" for line in lines)
-
-
-def _cell(text: str, breaks: bool) -> str:
-    return _escape(text.replace("<br>", "\0") if breaks else text).replace("|", "\\|").replace("\0", "<br>")
-
-
-def _escape(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return `text` with Markdown markup escaped, on one line."""
     for mark in "\\`*_<[":
         text = text.replace(mark, f"\\{mark}")

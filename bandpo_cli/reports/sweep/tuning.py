@@ -50,6 +50,11 @@ class TunedArm:
         texts = [f"{key} = {format_setting(value)}" for key, value in self.settings.items()]
         return ", ".join(texts) or "its only settings"
 
+    @property
+    def values_text(self) -> str:
+        """The values by tuning seed, such as `0.300, 0.320`."""
+        return ", ".join(f"{value:.3f}" for value in self.values)
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -66,6 +71,12 @@ class Tuning:
     metric: Literal["accuracy", "area"]
     seeds: Sequence[int]
     arms: Sequence[TunedArm]
+
+    @property
+    def caption(self) -> str:
+        """What the table of the tuning arms shows."""
+        seeds = ", ".join(map(str, self.seeds))
+        return f"{self.metric} in the sweep {self.sweep}, seeds {seeds}, which no run of this report has"
 
     @property
     def groups(self) -> dict[str, list[TunedArm]]:

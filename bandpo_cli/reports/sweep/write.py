@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.sweep import tables
@@ -106,36 +103,6 @@ def write_report(
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
 
 
-def html_page(report: Report, plots: Mapping[str, Path]) -> str:
-    """Return the HTML page with the plots embedded; `plots` are PNG files by the names of `tables.CAPTIONS`."""
-    environment = Environment(
-        loader=PackageLoader("bandpo_cli.reports"),
-        autoescape=True,  # names of arms and runs are user input
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    embedded = [
-        (caption, base64.b64encode(plots[name].read_bytes()).decode())
-        for name, caption in tables.CAPTIONS.items()
-        if name in plots
-    ]
-    differences = [
-        (
-            report.metric(key),
-            [
-                (each, tables.difference_cells(report, each))
-                for each in report.differences
-                if each.figure == key
-            ],
-        )
-        for key in dict.fromkeys(each.figure for each in report.differences)
-    ]
-    return environment.get_template("report.html").render(
-        report=report, tables=tables, plots=embedded, differences=differences
-    )
-
-
 def _check_baseline(runs: Sequence[ArmRun], baseline: str | None) -> None:
     arms = dict.fromkeys(run.arm for run in runs)
     if baseline is not None and baseline not in arms:
@@ -167,8 +134,8 @@ def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -
         names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
         report = replace(report, files={name: out / name for name in names})
         write_text(hidden / "leaderboard.csv", tables.leaderboard_csv(report))
-        write_text(hidden / "report.md", tables.markdown(report))
-        write_text(hidden / "report.html", html_page(report, plots))
+        write_text(hidden / "report.md", tables.render("report.md", report, plots))
+        write_text(hidden / "report.html", tables.render("report.html", report, plots))
         out.mkdir(exist_ok=True)
         for name in names:
             os.replace(hidden / name, out / name)
