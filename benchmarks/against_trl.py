@@ -14,7 +14,6 @@ The regime on GSM8K is left out where there is no data: --data, else the environ
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -25,42 +24,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared import command_line, train
 from trl_regimes import NEEDS_DATA, REGIMES
 
 PHASES = ("sample", "grade", "logprobs", "update")
 HERE = Path(__file__).resolve().parent
+PYTHONPATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+"""The grader of a regime is a function of trl_regimes.py."""
 Step = dict[str, float]
 """Seconds of a step by phase; `step` is all of it."""
 
 
 def run_bandpo(config: Path, steps: int) -> list[Step]:
     """Run `bandpo train` and return its seconds per step, without the first step."""
-    with tempfile.TemporaryDirectory() as runs:
-        command = [
-            sys.executable, "-m", "bandpo_cli", "train", "--config", str(config), "--steps", str(steps),
-            "--runs-dir", runs, "--name", "bench", "--no-mlflow", "--set", "evaluation.every=0",
-        ]  # fmt: skip
-        run(command)
-        lines = (Path(runs) / "bench" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines][1:]
+    records = train("--config", str(config), steps=steps, PYTHONPATH=PYTHONPATH)[1:]
     return [{name: record[f"time/{name}"] for name in (*PHASES, "step")} for record in records]
 
 
 def run_trl(python: str, config: Path, steps: int) -> list[Step]:
     """Run TRL in its own environment and return its seconds per step, without the first step."""
-    out = run([python, str(HERE / "trl_steps.py"), "--config", str(config), "--steps", str(steps)])
-    found: list[Step] = json.loads(out.strip().splitlines()[-1])
-    return found[1:]
-
-
-def run(command: Sequence[str]) -> str:
-    """Run a command and return its standard output; end the program with its errors if it fails."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}  # the grader of a regime is a function of trl_regimes.py
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [python, str(HERE / "trl_steps.py"), "--config", str(config), "--steps", str(steps)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH}
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return done.stdout
+    steps_of_trl: list[Step] = json.loads(done.stdout.strip().splitlines()[-1])
+    return steps_of_trl[1:]
 
 
 def median(steps: Sequence[Step]) -> float:
@@ -114,9 +104,7 @@ def data_folder(named: Path | None) -> Path | None:
 
 def main() -> None:
     """Run both alternately in each regime and print the times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--trl-python", required=True, help="path of the Python in the environment that has trl"
     )

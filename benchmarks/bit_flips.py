@@ -10,7 +10,6 @@ of different files, are resumed to the end and compared. Exit code 0 when all ar
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -19,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires the same number of threads
+
+from shared import command_line
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.experiments.resume import plan_resume, resume
@@ -58,9 +59,7 @@ def content(folder: RunFolder) -> dict[str, object]:
 
 def main() -> None:
     """Flip, plan and resume."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--resumes", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)

@@ -9,11 +9,11 @@ over the rounds. The rounds of both methods alternate, so that other load on the
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
+from shared import command_line
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.registries import DIVERGENCES
@@ -77,7 +77,7 @@ def milliseconds(work: Callable[[], object], device: str) -> float:
 
 def main() -> None:
     """Parse the arguments and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)

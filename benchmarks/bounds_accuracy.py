@@ -14,13 +14,13 @@ its largest number are excluded.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 
 import mpmath as mp
 import numpy as np
 import torch
+from shared import command_line
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import find_divergence
@@ -126,7 +126,7 @@ def measure(name: str, dtype: torch.dtype, count: int) -> str:
 
 def main() -> None:
     """Parse the arguments and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--points", type=int, default=60, help="random points per divergence and type")
     parser.add_argument("--only", nargs="*", choices=list(F), default=list(F))
     arguments = parser.parse_args()

@@ -10,7 +10,6 @@ same load of the machine. The time of the step after a checkpoint includes what 
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shutil
@@ -19,16 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from shared import command_line, save_random_model
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.models.load import load_policy, save_policy
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training import checkpoint_files, loop
@@ -63,24 +59,6 @@ def without_checksums(condition: bool) -> Iterator[None]:
             stack.enter_context(mock.patch.object(checkpoint_files, "xxh3_64", NoHash))
             stack.enter_context(mock.patch.object(checkpoint_files, "file_checksum", return_value="none"))
         yield
-
-
-def save_model(folder: Path) -> None:
-    """Write a Qwen2 with 27 million random weights and the tokenizer of the embedded model."""
-    embedded = load_policy(ModelConfig())
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=embedded.stop_ids[0],
-        pad_token_id=embedded.pad_id,
-    )
-    save_policy(replace(embedded, model=Qwen2ForCausalLM(shape)), folder)
 
 
 def measure(config: RunConfig, folder: RunFolder, checkpoints: int) -> tuple[Seconds, int]:
@@ -131,15 +109,13 @@ def writer_config(config: RunConfig, background: bool) -> RunConfig:
 
 def main() -> None:
     """Measure and print the times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--checkpoints", type=int, default=8, help="of each kind")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="checkpoint-time-", dir=options.folder))
-    save_model(place / "model")
+    save_random_model(place / "model", 8192, 512, 1408, 8, 8, 2)
     settings = {
         "steps": len(KINDS) * options.checkpoints + 3,
         "model": {"path": str(place / "model"), "dtype": "float32"},

@@ -10,7 +10,6 @@ every run counts as a regular one.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -18,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 from unittest import mock
+
+from shared import command_line
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.storage.checkpoints import model_checkpoints
@@ -29,9 +30,7 @@ from bandpo_cli.training.components import build_components
 
 def main() -> None:
     """Train and print the times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

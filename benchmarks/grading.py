@@ -9,7 +9,6 @@ are shuffled among the problems, and must be wrong if Python reads the two as di
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -17,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from hostile_answers import HOSTILE
+from shared import command_line
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.extract import final_answer
@@ -83,9 +83,7 @@ def hostile_answers(pool: GraderPool) -> str:
 
 def main() -> None:
     """Print a table for the files in the folder, then a summary for hostile answers."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, help="folder with .jsonl files of problems")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds per answer, for hostile answers")

@@ -9,8 +9,9 @@ equal answers are shared within a call, so that each round is a call of its own.
 
 from __future__ import annotations
 
-import argparse
 import time
+
+from shared import command_line
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import ReasoningGymTask
@@ -33,7 +34,7 @@ def make(names: list[str], size: int) -> dict[str, float]:
 
 def main() -> None:
     """Run the benchmark and print its results."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--size", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)

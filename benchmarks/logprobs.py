@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from shared import command_line
 
 from bandpo_cli.models.logprobs import linear_logprobs
 
@@ -106,9 +107,7 @@ def run_in_process(arguments: argparse.Namespace, tokens: int, job: str) -> obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=896)

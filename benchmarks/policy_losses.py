@@ -10,13 +10,13 @@ so that other load on the machine slows all alike; each value is the minimum ove
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
+from shared import command_line
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
@@ -100,7 +100,7 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 def main() -> None:
     """Parse the arguments and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)

@@ -13,7 +13,6 @@ Each attempt is a separate process, forked from one that has imported torch and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires the same number of threads
+
+from shared import command_line
 
 import bandpo_cli.reports.run_plots
 import bandpo_cli.training.components  # noqa: F401 - imported once, before the forks
@@ -176,9 +177,7 @@ def finish(arguments: Sequence[str], log: Path) -> None:
 
 def main() -> None:
     """Kill, resume and compare the runs, and print the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

@@ -10,12 +10,8 @@ The first line of the table is what the others are compared with. All processes 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +19,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 from safetensors.torch import load_file
+from shared import bandpo, command_line
 
 SETTINGS = [
     "sampling.prompts=16",
@@ -38,9 +35,7 @@ STOPPED_AFTER = 2
 
 def main() -> None:
     """Train, resume, and print a line per run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
         "--resume", nargs="*", default=["1:2", "2:1"], metavar="FROM:TO", help="numbers of ranks"
@@ -76,13 +71,7 @@ def main() -> None:
 
 def train(runs: Path, ranks: int, arguments: Sequence[str]) -> None:
     """Run `bandpo train` with this number of ranks."""
-    command = [sys.executable, "-m", "bandpo_cli", "train", "--runs-dir", str(runs), "--nproc", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    bandpo("train", "--runs-dir", str(runs), "--nproc", str(ranks), *arguments, OMP_NUM_THREADS="1")
 
 
 def print_differences(name: str, expected: Path, found: Path, steps: int) -> None:

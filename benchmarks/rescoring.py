@@ -11,18 +11,16 @@ time includes it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from grading import worked_answers
+from shared import bandpo, command_line
 
 FORMATS = (
     "%s\n\nAnswer: %s",
@@ -61,9 +59,7 @@ def completions(path: Path, count: int, candidates: int, rng: random.Random) -> 
 
 def main() -> None:
     """Write the file, score it, and print the rates."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--completions", type=int, default=10_000)
     parser.add_argument("--candidates", type=int, default=6)
@@ -78,25 +74,12 @@ def main() -> None:
         latex = sum("\\" in str(row["answer"]) for row in rows)
         print(f"{len(files)} files, {len(rows):,} problems, {latex:,} with LaTeX in the reference")
         start = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "bandpo_cli",
-            "eval",
-            "--samples",
-            str(stored),
-            "--no-mlflow",
-            "--k",
-            "1",
-        ]
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=True)
+        output = bandpo("eval", "--samples", str(stored), "--no-mlflow", "--k", "1")
         wall = time.perf_counter() - start
-    print(next(line for line in done.stdout.splitlines() if "per second" in line))
+    print(next(line for line in output.splitlines() if "per second" in line))
     total = share * len(files)
     print(f"{wall:.1f} s in total, including start, reading and intervals: {total / wall:,.0f} per second")
-    print(
-        "\n".join(line for line in done.stdout.splitlines() if line.startswith(("mean", "answer", "timeout")))
-    )
+    print("\n".join(line for line in output.splitlines() if line.startswith(("mean", "answer", "timeout"))))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ of that environment.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from shared import command_line, random_qwen2
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
@@ -25,16 +24,7 @@ from bandpo_cli.sampling.base import Sampler, SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
-QWEN2 = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
+QWEN2 = (8192, 512, 1536, 8, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,7 @@ def workloads(only: str | None) -> list[Workload]:
         params = SamplingParams(samples=16, temperature=1.0, max_tokens=8, stop_ids=policy.stop_ids)
         selected.append(Workload("embedded", policy, 64, 12, params))
     if only != "embedded":
-        torch.manual_seed(0)
-        model: Any = Qwen2ForCausalLM(Qwen2Config(**QWEN2)).eval()
+        model = random_qwen2(*QWEN2, max_position_embeddings=1024)
         tokenizer: Any = None
         params = SamplingParams(samples=8, temperature=1.0, max_tokens=128, stop_ids=())
         selected.append(Workload("qwen2", Policy(model, tokenizer, (), 0), 8, 64, params))
@@ -146,9 +135,7 @@ def measure(workload: Workload, rounds: int, eager: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="start vLLM without compilation")
     parser.add_argument("--only", choices=["embedded", "qwen2"])

@@ -13,7 +13,6 @@ the number of second attempts, and for the stand-in the gaps after syncs that le
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -21,8 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from shared import command_line, random_qwen2
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
@@ -34,16 +34,7 @@ from bandpo_cli.types import Completion
 
 NOISE = 0.01
 """Standard deviation of the noise on the weights, in standard deviations of the tensor."""
-DEEP = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
+DEEP = (4096, 256, 768, 24, 4, 2)
 
 
 class StandIn:
@@ -73,8 +64,7 @@ def build_policy(name: str, dtype: str) -> Policy:
     """Return the policy `embedded` or `deep`."""
     if name == "embedded":
         return load_policy(RunConfig.model_validate({"model": {"dtype": dtype}}).model)
-    torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**DEEP)).to(getattr(torch, dtype)).eval()
+    model = random_qwen2(*DEEP, max_position_embeddings=512).to(getattr(torch, dtype))
     with torch.no_grad():
         model.model.norm.weight.mul_(6.0)  # sharp distributions: an entropy of a few nats
     no_tokenizer: Any = None
@@ -110,9 +100,7 @@ def start_engine(name: str, policy: Policy, max_model_len: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--engine", choices=["stand-in", "vllm"], default="stand-in")
     parser.add_argument("--model", choices=["embedded", "deep"], default="embedded")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

@@ -11,19 +11,17 @@ hanging server costs seconds per run, independent of the number of steps: the la
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+
+from shared import bandpo, command_line, seconds_of
 
 DEFAULT_RUN_S = 130.0
 """Duration of the embedded default on 2 cores, seconds."""
@@ -45,14 +43,10 @@ class Times:
 def run(variant: str, flags: Sequence[str], steps: int, runs_dir: Path, number: int) -> Times:
     """Run `bandpo train` once and return its times."""
     name = f"{variant}-{number}"
-    command = [sys.executable, "-m", "bandpo_cli", "train", "--steps", str(steps), "--name", name]
-    command += ["--runs-dir", str(runs_dir), "--set", "evaluation.every=0", *flags]
-    environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
-    start, cpu = time.perf_counter(), children_cpu()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    wall, cpu = time.perf_counter() - start, children_cpu() - cpu
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed: {done.stderr}")
+    words = ["--steps", str(steps), "--name", name, "--runs-dir", str(runs_dir), *flags]
+    cpu = children_cpu()
+    wall = seconds_of(lambda: bandpo("train", *words, "--set", "evaluation.every=0"))
+    cpu = children_cpu() - cpu
     lines = (runs_dir / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return Times(wall, sum(json.loads(line)["time/step"] for line in lines), cpu)
 
@@ -97,13 +91,12 @@ def report(found: Mapping[str, list[Times]]) -> None:
 
 def main() -> None:
     """Parse the options, measure, and print the report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=15, help="steps per run")
     parser.add_argument("--rounds", type=int, default=3, help="runs per variant")
     parser.add_argument("--keep", type=Path, help="folder for the runs; a temporary one by default")
     options = parser.parse_args()
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
     with tempfile.TemporaryDirectory() as temporary:
         report(measure(options.steps, options.rounds, options.keep or Path(temporary)))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-VOCABULARY, HIDDEN, LAYERS, INTERMEDIATE = 8192, 512, 8, 1344
+SHAPE = VOCABULARY, *_ = (8192, 512, 1344, 8, 8, 4)
 END = "<|im_end|>"
 
 
@@ -56,13 +56,13 @@ NEEDS_DATA = {"gsm8k"}
 
 def save_model(folder: Path, questions: Path) -> None:
     """Write a random Qwen2 with a byte-level BPE tokenizer that is trained on the questions and answers."""
-    import torch
+    from shared import random_qwen2
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(BPE())
@@ -79,18 +79,7 @@ def save_model(folder: Path, questions: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=special[0]).save_pretrained(
         folder
     )
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 64,
-        num_key_value_heads=HIDDEN // 128,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
+    model = random_qwen2(
+        *SHAPE, max_position_embeddings=1024, bos_token_id=None, eos_token_id=1, pad_token_id=0
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
