@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,9 @@ MAX_DEFAULT_WORKERS = 8
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
 
+FirstStage = Callable[[Problem, str], Grade | GraderArguments]
+"""Returns a grade, or the arguments to call the function of the worker with."""
+
 log = logging.getLogger("bandpo_cli")
 
 
@@ -34,31 +37,26 @@ def default_workers() -> int:
     return min(max(1, usable_cores() // local_rank_count()), MAX_DEFAULT_WORKERS)
 
 
-FirstStage = Callable[[Problem, str], Grade | GraderArguments]
-"""Returns a grade, or the arguments to call the function of the worker with."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class GraderUse:
     """The answers that one grader has graded.
 
     Attributes:
-        graded: their number.
-        failed: the number of those among them that have the verdict `grader-error`.
-        error: the first error, as one line; None without one.
+        graded: The number of answers.
+        failed: The number of answers with the verdict `grader-error`.
+        error: The first error, as one line; None if there was none.
     """
 
-    graded: int
-    failed: int
-    error: str | None
+    graded: int = 0
+    failed: int = 0
+    error: str | None = None
 
 
 class GraderPool:
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
-    Workers are spawned for the first answer that needs one. Only one thread at a time may call the
-    pool, except for `cancel`. It closes
-    itself when it is garbage-collected and when the interpreter ends.
+    Workers are spawned for the first answer that needs one. Only one thread at a time may call the pool, except for
+    `cancel`. The pool closes itself when it is garbage-collected and when the interpreter ends.
     """
 
     def __init__(self, config: GradingConfig) -> None:
@@ -66,9 +64,10 @@ class GraderPool:
         self._config = config
         self._size = config.workers or default_workers()
         self._worker_pools: dict[str, WorkerPool] = {}
-        self._errors: dict[str, str] = {}
-        self._graded: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._uses: dict[str, GraderUse] = defaultdict(GraderUse)
+        self._progress: tuple[int, str, str | None] = (0, "", None)
+        """Number of graded answers, name of the grader, and the problem of the answer that has been in work for the
+        longest time, or None while a worker imports the grader. A thread reads it for delay warnings."""
         self._cancelled = threading.Event()
         self.close = weakref.finalize(self, _close, self._worker_pools)
         """Terminate the workers; the pool cannot be used afterwards."""
@@ -84,27 +83,19 @@ class GraderPool:
     @property
     def errors(self) -> Mapping[str, str]:
         """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
-        return self._errors | {name: pool.error for name, pool in self._worker_pools.items() if pool.error}
+        return {name: use.error for name, use in self._uses.items() if use.error is not None}
 
     def uses(self) -> dict[str, GraderUse]:
         """Return what each grader has graded, by name."""
-        errors = self.errors
-        return {
-            name: GraderUse(graded, self._failed[name], errors.get(name))
-            for name, graded in self._graded.items()
-        }
+        return dict(self._uses)
 
     def warnings(self) -> list[str]:
         """Return a line for each grader that failed; see `failure_warnings`."""
-        return failure_warnings([self.uses()])
+        return failure_warnings([self._uses])
 
     def cancel(self) -> None:
         """Make a running call of `grade` in another thread raise RunError within about a second, and all later ones."""
         self._cancelled.set()
-
-    def _check_not_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise RunError("grading was cancelled")
 
     def spawn(self, graders: Iterable[str]) -> None:
         """Spawn a worker for each grader of this package that may need one, without waiting for its import.
@@ -132,85 +123,74 @@ class GraderPool:
         """
         grades: dict[int, Grade] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
-        progress = _Progress(len(texts))
-        with delay_warnings(progress.describe):
+        with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-                self._check_not_cancelled()
-                progress.update(len(grades), problem.grader, problem.id)
+                self._report_progress(len(grades), problem.grader, problem.id)
                 first = self._first_stage(problem, text)
                 if isinstance(first, Grade):
                     grades[index] = first
                 else:
                     pending_answers[problem.grader][index] = first
             for name, answers in pending_answers.items():
-                progress.update(len(grades), name)
-                grades |= self._grade_in_workers(name, answers, problems, progress)
-        found = [grades[index] for index in range(len(texts))]
-        for problem, grade in zip(problems, found, strict=True):
-            self._graded[problem.grader] += 1
-            self._failed[problem.grader] += grade.verdict == GRADER_ERROR.verdict
-        return found
+                grades |= self._grade_in_workers(name, answers, problems, len(grades))
+        for index, problem in enumerate(problems):
+            use = self._uses[problem.grader]
+            use.graded += 1
+            use.failed += grades[index].verdict == GRADER_ERROR.verdict
+        return [grades[index] for index in range(len(texts))]
 
     def _grade_in_workers(
         self,
         name: str,
         answers: Mapping[int, GraderArguments],
         problems: Sequence[Problem],
-        progress: _Progress,
+        graded_before: int,
     ) -> dict[int, Grade]:
         """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
-        # A custom function may depend on the complete text, or on a clock.
-        keys = {index: tuple(answer) if name in GRADERS else index for index, answer in answers.items()}
-        first_index: dict[object, int] = {}
-        for index, key in keys.items():
-            first_index.setdefault(key, index)
-        distinct = [*first_index.values()]
-        graded_before = progress.graded
+        equal_answers: dict[object, list[int]] = defaultdict(list)
+        for index, answer in answers.items():
+            # A custom function may depend on the complete text, or on a clock.
+            equal_answers[tuple(answer) if name in GRADERS else index].append(index)
+        distinct = [indices[0] for indices in equal_answers.values()]
 
         def on_wait(graded: int, position: int | None) -> None:
-            self._check_not_cancelled()
             waiting_for = None if position is None else problems[distinct[position]].id
-            progress.update(graded_before + graded, name, waiting_for)
+            self._report_progress(graded_before + graded, name, waiting_for)
 
+        pool = self._worker_pool(name)
         batches = _batches([problems[index].id for index in distinct], self._config.batch)
-        found = self._worker_pool(name).run([answers[index] for index in distinct], on_wait, batches)
-        grades = dict(zip(first_index, found, strict=True))
-        return {index: grades[key] for index, key in keys.items()}
+        grades = pool.run([answers[index] for index in distinct], on_wait, batches)
+        self._uses[name].error = self._uses[name].error or pool.error
+        return {
+            index: grade
+            for grade, indices in zip(grades, equal_answers.values(), strict=True)
+            for index in indices
+        }
 
     def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
         try:
             return _find_first_stage(problem.grader)(problem, text)
         except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
-            self._errors.setdefault(problem.grader, one_line(f"problem {problem.id}: {error}"))
+            use = self._uses[problem.grader]
+            use.error = use.error or one_line(f"problem {problem.id}: {error}")
             return GRADER_ERROR
+
+    def _report_progress(self, graded: int, grader: str, problem_id: str | None) -> None:
+        """Store what a delay warning describes; raise RunError if grading was cancelled."""
+        if self._cancelled.is_set():
+            raise RunError("grading was cancelled")
+        self._progress = (graded, grader, problem_id)
+
+    def _describe_progress(self, answers: int) -> str:
+        graded, grader, problem_id = self._progress
+        target = "the import of " if problem_id is None else ""
+        place = "" if problem_id is None else f" on problem {problem_id:.80}"
+        return f"grading: {graded:,} of {answers:,} answers are graded, waiting for {target}grader '{grader}'{place}"
 
     def _worker_pool(self, name: str) -> WorkerPool:
         if name not in self._worker_pools:
             self._worker_pools[name] = WorkerPool(name, _function(name), self._config, self._size)
         return self._worker_pools[name]
-
-
-@dataclass
-class _Progress:
-    """Progress of a batch: what a delay warning describes. One thread updates it, another one reads it."""
-
-    answers: int
-    graded: int = 0
-    grader: str = ""
-    problem_id: str | None = None
-    """The problem of the answer that has been in work for the longest time; None while a worker imports the grader."""
-
-    def update(self, graded: int, grader: str, problem_id: str | None = None) -> None:
-        self.graded, self.grader, self.problem_id = graded, grader, problem_id
-
-    def describe(self) -> str:
-        problem_id = self.problem_id
-        target = "the import of " if problem_id is None else ""
-        place = "" if problem_id is None else f" on problem {problem_id:.80}"
-        return (
-            f"grading: {self.graded:,} of {self.answers:,} answers are graded, waiting for {target}grader "
-            f"'{self.grader}'{place}"
-        )
 
 
 @contextmanager
@@ -288,16 +268,19 @@ def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
     """Return a line for each grader that failed: the share of answers without a verdict, and the first error.
 
     Args:
-        uses: what each of several pools has graded, such as those of all ranks.
+        uses: What each of several pools has graded, such as the pools of all ranks.
     """
-    lines = []
-    for name in dict.fromkeys(name for each in uses for name in each):
-        found = [each[name] for each in uses if name in each]
-        graded, failed = sum(use.graded for use in found), sum(use.failed for use in found)
-        if failed:
-            error = next(use.error for use in found if use.failed)
-            lines.append(
-                f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which have "
-                f"no reward and count as not correct; the first error: {error}"
-            )
-    return lines
+    totals: dict[str, GraderUse] = defaultdict(GraderUse)
+    for use_by_name in uses:
+        for name, use in use_by_name.items():
+            total = totals[name]
+            total.graded += use.graded
+            total.failed += use.failed
+            total.error = total.error or use.error
+    return [
+        f"grader '{name}' failed on {total.failed:,} of {total.graded:,} answers "
+        f"({total.failed / total.graded:.1%}), which have no reward and count as not correct; the first error: "
+        f"{total.error}"
+        for name, total in totals.items()
+        if total.failed
+    ]
