@@ -1,31 +1,30 @@
 r"""Final answers: comparison as plain numbers and as text, and the canonical form for majority votes.
 
 `grade_number` is the complete grader `number`. `grade_math` is the first stage of the grader `math`: it decides what
-plain numbers and equal texts can decide, in bounded time, and leaves the rest to `grading.symbolic`.
+plain numbers and equal texts can decide, in bounded time, and leaves the rest to `grading.symbolic`. `grade_tagged` is
+the first stage of the grader `reasoning-gym`: it extracts the answer that `grading.reasoning_gym` scores.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from bandpo_cli.extract import final_answer, unwrap
-from bandpo_cli.grading.numbers import Number, equal, read_number, rounds_to
+from bandpo_cli.grading.numbers import FONT, MAX_ANSWER_CHARS, Number, equal, read_number, rounds_to
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
-MAX_ANSWER_CHARS = 1000
-"""Longer final answers are malformed. This bounds the work per answer before any deadline applies."""
+MAX_TAGGED_CHARS = 20_000
+"""Longer answers in <answer> tags are malformed. The longest reference of reasoning-gym with default options, of
+tower_of_hanoi, has about 4,000 characters."""
 
 _DISPLAY_COMMANDS = re.compile(
     r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits)(?![A-Za-z])|\$|\\[()\[\]]"
 )
 _SPACES = re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_FONTS = re.compile(
-    r"\\(?:text(?:bf|rm|it|normal|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
-)
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{ *\\\}")
 _CHOICE = re.compile(r"(?:(?i:option|choice) ?)?\(?([A-Za-z])\)|(?i:option|choice) ([A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
@@ -53,8 +52,7 @@ def grade_number(problem: Problem, text: str) -> Grade:
     gold = read_plain_number(_reference(problem))
     if gold is None:
         raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
-    answer = _final_answer(text)
-    number = None if answer is None else read_plain_number(right_hand_side(answer))
+    number = _stated_number(text)
     if number is None:
         return MALFORMED
     return CORRECT if equal(gold, number) else WRONG
@@ -79,7 +77,7 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
 
 def read_plain_number(answer: str) -> Number | None:
     r"""Read a number as `read_number` does, also one in math delimiters or fonts: `$18$ dollars`, `\mathbf{18}`."""
-    return read_number(answer) or read_number(_FONTS.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
+    return read_number(answer) or read_number(FONT.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
 
 
 def _stated_value(answer: str) -> str:
@@ -116,9 +114,7 @@ def canonical_text(answer: str) -> str:
 
     The choices `(C)`, `C)` and `Option C` become C. A space between two letters or digits stays: "5 5" is not 55.
     """
-    text = _FONTS.sub(
-        r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer)))
-    )
+    text = FONT.sub(r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer))))
     text = _EMPTY_SET.sub(r"\\emptyset", text.replace(r"\%", "%"))
     text = _FREE_SPACE.sub("", " ".join(text.split())).removesuffix(".")
     choice = _CHOICE.fullmatch(text)
@@ -158,21 +154,61 @@ def voted_answer(text: str, grader: str) -> str | None:
 
 def vote_expression(text: str) -> str | None:
     """Return the vote of a completion for the grader `math` and for custom graders."""
-    return _canonical_vote(_final_answer(text), _canonical_expression)
+    answer = _final_answer(text)
+    if answer is None:
+        return None
+    number = read_plain_number(answer)
+    if number is None or number.has_letter:  # "3 m" may be three masses
+        return canonical_text(answer) or None
+    return str(number)
 
 
 def vote_number(text: str) -> str | None:
     """Return the vote of a completion for the grader `number`."""
-    return _canonical_vote(_final_answer(text), _canonical_number)
+    number = _stated_number(text)
+    return None if number is None else str(number)
 
 
 def vote_countdown(text: str) -> str | None:
     """Return the vote of a completion for the grader `countdown`: the complete text without spaces."""
-    return _canonical_vote(text.strip(), lambda answer: _FREE_SPACES.sub("", answer))
+    answer = text.strip()
+    return _FREE_SPACES.sub("", answer) or None if len(answer) <= MAX_ANSWER_CHARS else None
 
 
-def _canonical_vote(answer: str | None, canonicalize: Callable[[str], str | None]) -> str | None:
-    return None if not answer or len(answer) > MAX_ANSWER_CHARS else canonicalize(answer) or None
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer> pair without surrounding space; None if there is no pair.
+
+    The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
+    closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
+    """
+    answer, position = None, 0
+    while (start := text.find(_OPEN, position)) >= 0:
+        start += len(_OPEN)
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            break
+        answer, position = text[start:end], end + len(_CLOSE)
+    return None if answer is None else answer.strip()
+
+
+def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:
+    """Return the arguments of `reasoning_gym.score` for a completion, or `malformed` if it has no answer to score.
+
+    Raises:
+        KeyError: The problem was not made by the task reasoning-gym.
+    """
+    extra = problem.extra
+    name, options, entry = (str(extra[field]) for field in ("generator", "options", "entry"))
+    answer = tagged_answer(text)
+    if answer is None or len(answer) > MAX_TAGGED_CHARS:
+        return MALFORMED
+    return (name, options, entry, answer)
+
+
+def vote_tagged(text: str) -> str | None:
+    """Return the vote of a completion: its answer in tags with single spaces; None if it has no such answer."""
+    answer = tagged_answer(text)
+    return None if answer is None or len(answer) > MAX_TAGGED_CHARS else " ".join(answer.split()) or None
 
 
 def _final_answer(text: str) -> str | None:
@@ -180,21 +216,10 @@ def _final_answer(text: str) -> str | None:
     return None if answer is None or len(answer) > MAX_ANSWER_CHARS else without_remark(answer)
 
 
+def _stated_number(text: str) -> Number | None:
+    answer = _final_answer(text)
+    return None if answer is None else read_plain_number(right_hand_side(answer))
+
+
 def _reference(problem: Problem) -> str:
     return without_remark(unwrap(problem.answer))
-
-
-def _canonical_number(answer: str) -> str | None:
-    number = read_plain_number(right_hand_side(answer))
-    return None if number is None else _number_text(number)
-
-
-def _canonical_expression(answer: str) -> str:
-    bare = canonical_text(answer)
-    number = read_plain_number(answer)
-    return bare if number is None or number.has_letter else _number_text(number)  # "3 m" may be three masses
-
-
-def _number_text(number: Number) -> str:
-    scale = "" if number.scale == 1 else f" × {number.scale}"
-    return f"{number.value}{scale}"

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_CHARS = 1000
-"""A longer text is not a plain number."""
+MAX_ANSWER_CHARS = 1000
+"""Longer final answers are malformed. This bounds the work per answer before any deadline applies."""
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -52,7 +52,10 @@ _SHORT_UNIT = re.compile(
 """Units of one or two letters, and words between units; any others are variables, as in 5ab."""
 _PREPOSITION = re.compile(r"at|by|on")
 """Accepted after a unit, as in "18 dollars at the market"; directly after a number they may be variables."""
-_FONT = re.compile(r"\\(?:text(?:bf|rm|it|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*\{([^{}]*)\}")
+FONT = re.compile(
+    r"\\(?:text(?:bf|rm|it|normal|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
+)
+"""A font command of LaTeX; its group is the content."""
 _DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
 # One letter per repetition: with "[A-Za-z]+" here, a text that does not match takes time exponential in its letters.
 _UNIT = re.compile(r"(?:[A-Za-z ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
@@ -77,30 +80,18 @@ class Number:
     is_fraction: bool
     has_letter: bool
 
-
-@dataclass(frozen=True)
-class Unit:
-    """The text after a number.
-
-    Attributes:
-        scale: 1/100 for percent, 10**6 for million, else 1.
-        is_letter: Whether it is a single letter, which may be a variable.
-    """
-
-    scale: Fraction
-    is_letter: bool
-
-
-NO_UNIT = Unit(Fraction(1), is_letter=False)
+    def __str__(self) -> str:
+        """Return the value, and the scale if it is not 1: `50 × 1/100`."""
+        return f"{self.value}" + ("" if self.scale == 1 else f" × {self.scale}")
 
 
 def read_number(text: str) -> Number | None:
     """Read a number with an optional currency sign before it and an optional unit after it.
 
     Returns:
-        The number, or None if `text` is anything else or longer than `MAX_CHARS` characters.
+        The number, or None if `text` is anything else or longer than `MAX_ANSWER_CHARS` characters.
     """
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_ANSWER_CHARS:
         return None
     text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
     text = _CURRENCY.sub(
@@ -118,7 +109,8 @@ def read_number(text: str) -> Number | None:
     is_plain = match["decimal"] and not (match["exponent"] or match["times"])
     places = len(match["decimal"].partition(".")[2]) if is_plain else None
     value = -value if match["sign"] == "-" else value
-    return Number(value, unit.scale, places, is_fraction, unit.is_letter)
+    scale, has_letter = unit
+    return Number(value, scale, places, is_fraction, has_letter)
 
 
 def equal(first: Number, second: Number) -> bool:
@@ -140,20 +132,25 @@ def rounds_to(exact: Number, decimal: Number) -> bool:
     return digits >= 10**5 and round(exact.value, decimal.places) == decimal.value
 
 
-def read_unit(text: str) -> Unit | None:
-    r"""Read the text after a number: words, `\text{...}`, degree signs; None if it is neither empty nor a unit."""
+def read_unit(text: str) -> tuple[Fraction, bool] | None:
+    r"""Read the text after a number: words, `\text{...}`, degree signs.
+
+    Returns:
+        The scale (1/100 for percent, 10**6 for million, else 1), and whether the text is a single letter, which may be
+        a variable. None if the text is neither empty nor a unit.
+    """
     if not text.strip():
-        return NO_UNIT
+        return Fraction(1), False
     is_letter = len(text.strip()) == 1 and text.strip().isalpha()
     is_attached = text[0].isascii() and text[0].isalpha()
     text = _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent ")
-    text = _FONT.sub(r" \1 ", text)
+    text = FONT.sub(r" \1 ", text)
     words = re.findall(r"[A-Za-z]+", text)
     if not words or not _UNIT.fullmatch(text) or not _are_units(words):
         return None
     if is_attached and not _SHORT_UNIT.fullmatch(words[0]):
         return None
-    return Unit(_SCALES.get(words[0].lower(), Fraction(1)), is_letter)
+    return _SCALES.get(words[0].lower(), Fraction(1)), is_letter
 
 
 def _are_units(words: list[str]) -> bool:

@@ -84,8 +84,8 @@ GRADERS = Registry("grader", [
                 first_stage="bandpo_cli.grading.verl_graders:grade_gsm8k_flexible",
                 vote="bandpo_cli.grading.verl_graders:vote_gsm8k_flexible"),
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
-                first_stage="bandpo_cli.grading.tagged:grade_tagged",
-                worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.tagged:vote_tagged"),
+                first_stage="bandpo_cli.grading.answers:grade_tagged",
+                worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.answers:vote_tagged"),
 ], custom=f"your own as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
    is_custom=is_custom_grader)
 # fmt: on

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from bandpo_cli.config.task import CountdownTask
-from bandpo_cli.grading.countdown import parse_expression
+from bandpo_cli.grading.countdown import evaluate_expression
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.tasks.countdown import Countdown
@@ -46,7 +46,8 @@ def solutions(numbers: Sequence[int]) -> dict[int, list[str]]:
     for order in set(itertools.permutations(map(str, numbers))):
         for signs in itertools.product("+-*", repeat=len(order) - 1):
             text = order[0] + "".join(sign + number for sign, number in zip(signs, order[1:], strict=True))
-            by_value[parse_expression(text).value].add(text)
+            value, _ = evaluate_expression(text) or (0, [])
+            by_value[value].add(text)
     return {value: sorted(texts) for value, texts in by_value.items()}
 
 

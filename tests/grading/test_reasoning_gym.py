@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading.answers import voted_answer
+from bandpo_cli.grading.answers import MAX_TAGGED_CHARS, tagged_answer, voted_answer
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.grading.tagged import MAX_ANSWER_CHARS, tagged_answer
 from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -163,7 +162,7 @@ def test_extraction_takes_linear_time() -> None:
 def test_long_answers_are_malformed_without_a_worker() -> None:
     entry = entry_of("gcd")
     with GraderPool(GradingConfig()) as pool:
-        assert pool.grade([problem("gcd", entry)], [tagged("1" * (MAX_ANSWER_CHARS + 1))]) == [MALFORMED]
+        assert pool.grade([problem("gcd", entry)], [tagged("1" * (MAX_TAGGED_CHARS + 1))]) == [MALFORMED]
         assert not pool._worker_pools
 
 

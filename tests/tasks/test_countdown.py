@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading.countdown import grade_countdown, problem_numbers
+from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.countdown import Countdown
 
@@ -103,7 +103,7 @@ def test_prompt_and_numbers_agree() -> None:
 def test_build_task_uses_the_settings() -> None:
     task = build_task(CountdownTask(numbers=3))
     assert task.name == "countdown"
-    assert {len(problem_numbers(problem)) for problem in task.train_problems()} == {3}
+    assert {len(problem.prompt.split()) for problem in task.train_problems()} == {3}
 
 
 def test_settings_without_a_heldout_problem_are_rejected() -> None:
