@@ -19,7 +19,6 @@ from bandpo_cli.experiments.memory import (
     describe_memory,
     memory_report,
     saving_advice,
-    with_all_weights,
 )
 from bandpo_cli.tasks.base import Task
 from bandpo_cli.tracking.link import ui_text
@@ -127,7 +126,10 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
     """
     try:
         estimate = memory_report(config, ranks)
-        full = None if config.model.lora is None else memory_report(with_all_weights(config), ranks)
+        full = None
+        if config.model.lora is not None:
+            all_weights = config.model.model_copy(update={"lora": None})
+            full = memory_report(config.model_copy(update={"model": all_weights}), ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Literal
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
@@ -31,27 +30,19 @@ def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def trainer_cards(card: int, ranks: int) -> list[int]:
-    """Return the number of the GPU of each rank on this machine.
-
-    Args:
-        card: the GPU of the policy, which a single rank may choose (`model.device`).
-        ranks: number of ranks on this machine.
-    """
-    return [card] if ranks == 1 else [*range(ranks)]
-
-
-def engine_cards(trainers: Sequence[int], cards: int) -> list[int]:
+def engine_cards(card: int, ranks: int, cards: int) -> list[int]:
     """Return the number of the GPU on which the engine process of each rank runs (`sampling.max_lag`).
 
     They are GPUs that train nothing if there is one for the engine of every rank, else the GPUs of the ranks.
 
     Args:
-        trainers: the GPU of each rank on this machine.
+        card: the GPU of the policy, which a single rank may choose (`model.device`); several ranks use the first ones.
+        ranks: number of ranks on this machine.
         cards: number of GPUs of this machine that the run sees.
     """
+    trainers = [card] if ranks == 1 else [*range(ranks)]
     free = [card for card in range(cards) if card not in trainers]
-    return free[: len(trainers)] if len(free) >= len(trainers) else [*trainers]
+    return free[:ranks] if len(free) >= ranks else trainers
 
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

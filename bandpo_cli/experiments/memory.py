@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from bandpo_cli.config.hardware import dtype_on, engine_cards, trainer_cards
+from bandpo_cli.config.hardware import dtype_on, engine_cards
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
@@ -28,7 +28,7 @@ from bandpo_cli.ranks import Ranks, ranks_from_environment
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
-    from bandpo_cli.models.memory import Device, MemoryEstimate
+    from bandpo_cli.models.memory import MemoryEstimate
 
 GIB = 2**30
 
@@ -48,44 +48,32 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     from bandpo_cli.models.device import is_on_cuda
     from bandpo_cli.models.memory import Device, estimate_memory
 
-    if is_on_cuda(config.model):
-        device, engine = _gpus(config, ranks if rank_count() == 1 else local_rank_count())
-        return estimate_memory(config, device, ranks, engine if training else None, training)
-    share = "" if ranks == 1 else f" / {ranks} ranks"
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    device = Device(f"this machine{share} (no GPU)", total, total, on_gpu=False)
-    return estimate_memory(config, device, ranks, training=training)
-
-
-def _gpus(config: RunConfig, local_ranks: int) -> tuple[Device, Device | None]:
-    """Return the GPU of this rank's trainer, and that of its engine process where it is another one.
-
-    Args:
-        local_ranks: number of ranks on this machine.
-    """
+    if not is_on_cuda(config.model):
+        share = "" if ranks == 1 else f" / {ranks} ranks"
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+        device = Device(f"this machine{share} (no GPU)", total, total, on_gpu=False)
+        return estimate_memory(config, device, ranks, training=training)
     import torch
 
-    from bandpo_cli.models.memory import Device
-
-    name = config.model.device
+    engine = None
+    name = f"model.device = {config.model.device!r}"
     try:
         card = _card(config)
         free, total = torch.cuda.mem_get_info(card)
         device = Device(torch.cuda.get_device_properties(card).name, total, free)
-        others = _engine_cards(config, card, local_ranks)
-        if not others:
-            return device, None
-        # Its free memory is not asked for: that would create a context of this process there.
-        engine = torch.cuda.get_device_properties(others[0])
-        names = ", ".join(f"cuda:{other}" for other in others)
-        return device, Device(f"{engine.name} ({names})", engine.total_memory, engine.total_memory)
+        if training and (cards := _engine_cards(config, ranks if rank_count() == 1 else local_rank_count())):
+            # Its free memory is not asked for: that would create a context of this process there.
+            gpu = torch.cuda.get_device_properties(cards[0])
+            names = ", ".join(f"cuda:{card}" for card in cards)
+            engine = Device(f"{gpu.name} ({names})", gpu.total_memory, gpu.total_memory)
     except (RuntimeError, AssertionError, ValueError) as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"model.device = {name!r}: the GPU has no memory left; end the other processes on it (nvidia-smi lists "
-                "them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+                f"{name}: the GPU has no memory left; end the other processes on it (nvidia-smi lists them), or choose "
+                "another GPU with CUDA_VISIBLE_DEVICES"
             ) from None
-        raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
+        raise UserError(f"{name}: not usable on this machine: {first_line(error)}") from None
+    return estimate_memory(config, device, ranks, engine, training)
 
 
 def _card(config: RunConfig) -> int:
@@ -96,15 +84,19 @@ def _card(config: RunConfig) -> int:
     return ranks_from_environment().local_rank if index is None else index
 
 
-def _engine_cards(config: RunConfig, card: int, local_ranks: int) -> list[int]:
-    """Return the GPUs of the engine processes if they are not those of the trainers; else none."""
+def _engine_cards(config: RunConfig, local_ranks: int) -> list[int]:
+    """Return the GPUs of the engine processes if they are not those of the trainers; else none.
+
+    Args:
+        local_ranks: number of ranks on this machine.
+    """
     if not config.sampling.max_lag:
         return []
     import torch
 
-    trainers = trainer_cards(card, local_ranks)
-    cards = engine_cards(trainers, torch.cuda.device_count())
-    return [] if cards == trainers else cards
+    card = _card(config)
+    cards = engine_cards(card, local_ranks, torch.cuda.device_count())
+    return [] if card in cards else cards
 
 
 def check_memory(
@@ -123,13 +115,13 @@ def check_memory(
     """
     from bandpo_cli.models.memory import NoEstimateError
 
-    def advice(estimate: MemoryEstimate) -> str:
-        return saving_advice(config, estimate, training, changeable)
+    def too_little(estimate: MemoryEstimate) -> str:
+        return f"{describe_memory(estimate)}; {saving_advice(config, estimate, training, changeable)}"
 
     def checked() -> MemoryEstimate:
         estimate = memory_report(config, ranks.size, training)
         if estimate.device.on_gpu and not estimate.can_start:
-            raise UserError(f"{describe_memory(estimate)}; {advice(estimate)}")
+            raise UserError(too_little(estimate))
         return estimate
 
     try:
@@ -139,10 +131,10 @@ def check_memory(
         return config
     estimate = estimates[ranks.rank]
     if ranks.is_main and not estimate.fits:
-        log.warning("%s; %s", describe_memory(estimate), advice(estimate))
+        log.warning("%s", too_little(estimate))
     elif ranks.is_main and estimate.device.on_gpu:
         log.info("%s", describe_memory(estimate))
-    fractions = [each.memory_fraction for each in estimates if each.memory_fraction is not None]
+    fractions = [rank.memory_fraction for rank in estimates if rank.memory_fraction is not None]
     return with_memory_fraction(config, min(fractions)) if fractions else config
 
 
@@ -197,31 +189,26 @@ def saving_advice(
         except UserError:  # such as a model without layers for adapters
             return False
 
-    on_gpu = estimate.device.on_gpu
-    can_spread = on_gpu and training and estimate.ranks == 1 and not config.sampling.max_lag
-    gpus = _gpu_count(config) if can_spread else 1
+    on_gpu, gpus = estimate.device.on_gpu, 1
+    if on_gpu and training and estimate.ranks == 1 and not config.sampling.max_lag:
+        import torch
+
+        gpus = 1 if ":" in config.model.device else torch.cuda.device_count()
     savings = memory_savings(config, on_gpu, training, estimate.engine_device is not None, gpus)
     if config.sampling.vllm.memory_fraction is not None:
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
     if changeable is not None:
-        savings = [each for each in savings if each[0] in ("--nproc", *changeable)]
-    found = settings_that_fit(savings, fits)
+        savings = [(key, value) for key, value in savings if key in ("--nproc", *changeable)]
+    flags = settings_that_fit(savings, fits)
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
-    if found is not None:
-        advice = f"it fits with {_flags_text(found)}"
+    if flags is not None:
+        advice = f"it fits with {_flags_text(flags)}"
     if estimate.device.is_idle:
         return advice
     return (
         "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES; "
         f"on this one {advice}"
     )
-
-
-def _gpu_count(config: RunConfig) -> int:
-    """Return the number of GPUs that a run could use: one if the settings name it."""
-    import torch
-
-    return 1 if ":" in config.model.device else torch.cuda.device_count()
 
 
 def settings_that_fit(
@@ -306,11 +293,6 @@ def memory_saving_settings(
     return f"for less memory, in this order: {_flags_text(first, ', ')}"
 
 
-def with_all_weights(config: RunConfig) -> RunConfig:
-    """Return the settings of a run without LoRA, which trains all weights."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
-
-
 @contextmanager
 def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[None]:
     """Raise RunError with the settings to change in place of an out-of-memory error of torch, vLLM or Python.
@@ -327,7 +309,7 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         from bandpo_cli.models.device import is_on_cuda
 
         on_gpu = is_on_cuda(config.model)
-        has_gpu = training and on_gpu and bool(_engine_cards(config, _card(config), local_rank_count()))
+        has_gpu = training and on_gpu and bool(_engine_cards(config, local_rank_count()))
         if has_gpu and isinstance(failed, EngineMemoryError):
             training = False  # the settings of updates do not help a GPU that only samples
         advice = memory_saving_settings(config, on_gpu, training, has_gpu)

@@ -81,7 +81,7 @@ def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]
         if chosen_PG is not None:
             completions = [*compress(completions, chosen_PG[index])]
         if completions:
-            rows += _split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
+            rows += split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
     return rows
 
 
@@ -93,7 +93,7 @@ def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     """
     batches: list[list[Row]] = []
     tokens = 0
-    for row in (part for long_row in rows for part in _split_row(long_row, max_tokens)):
+    for row in (part for long_row in rows for part in split_row(long_row, max_tokens)):
         tokens += len(row)
         if not batches or tokens > max_tokens:
             batches.append([])
@@ -145,7 +145,7 @@ def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None =
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _split_row(row: Row, max_tokens: int) -> list[Row]:
+def split_row(row: Row, max_tokens: int) -> list[Row]:
     """Split a row where it exceeds `max_tokens` or where attention would hold too many copies of its prompt."""
     prompt_length = len(row.prompt_ids)
     rows: list[Row] = []

@@ -9,10 +9,11 @@ All functions also accept a model that is not sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _RUN = "run_as_forward"
+_FLOAT32 = 4
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
@@ -43,8 +45,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
     dtype = model.dtype
     mesh = init_device_mesh(device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*reversed(layers), model):  # a layer within another one comes first
+    for module in (*reversed(_layers(model)), model):  # a layer within another one comes first
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
@@ -136,3 +137,80 @@ def sharded_like(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _groups(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+class Shard(NamedTuple):
+    """What a rank stores of a model, in parameters, and the bytes that FSDP adds to it; nothing with one rank.
+
+    Attributes:
+        total: parameters of the model; tied parameters count once.
+        trained: those of them that require a gradient.
+        stored: parameters that a rank stores: the first dimension of each is divided, rounded up.
+        trained_stored: those of them that require a gradient.
+        update: bytes during a backward pass while activations are held.
+        reduction: bytes at its end, when no activations are left and the parameters have been released.
+        gathered: bytes of all parameters, complete, and of the buffer that a group is gathered into.
+        sync: bytes of the largest weight while it is sent to an engine: gathered and copied.
+    """
+
+    total: int
+    trained: int
+    stored: int
+    trained_stored: int
+    update: dict[str, int]
+    reduction: dict[str, int]
+    gathered: dict[str, int]
+    sync: dict[str, int]
+
+
+def shard_of(model: PreTrainedModel, ranks: int) -> Shard:
+    """Return what the first rank, which stores the most, has of a model, which may be on the meta device.
+
+    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
+    copies it into the parameters, and copies gradients into a buffer of the reduction.
+    """
+    itemsize, parameters = model.dtype.itemsize, list(model.parameters())
+    counts = [_count(parameters, share, trained) for share in (1, ranks) for trained in (False, True)]
+    total, trained, stored, trained_stored = counts
+    if ranks == 1:
+        return Shard(total, trained, stored, trained_stored, {}, {}, {}, {})
+    layers = [list(layer.parameters()) for layer in _layers(model)]
+    sizes, trained_sizes = ([_count(layer, trained=only) for layer in layers] for only in (False, True))
+    layer, trained_layer = max(sizes, default=0), max(trained_sizes, default=0)
+    outside, trained_outside = total - sum(sizes), trained - sum(trained_sizes)
+    largest = max(parameter.numel() for parameter in parameters)
+    # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
+    # the layer before, and its result.
+    backward = itemsize * (2 * layer + trained_layer)
+    backward += _FLOAT32 * (trained_layer + math.ceil(trained_layer / ranks))
+    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
+    # outside of the layers are gathered into.
+    buffer = itemsize * (outside - (largest if trained_outside else 0))
+    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
+    reduced = itemsize * trained_outside + _FLOAT32 * (trained_outside + math.ceil(trained_outside / ranks))
+    return Shard(
+        total,
+        trained,
+        stored,
+        trained_stored,
+        update={
+            "complete parameters outside of the layers": itemsize * outside,
+            "two complete layers and a gradient to reduce": max(backward, buffer),
+        },
+        reduction={"gradient outside of the layers to reduce": reduced},
+        gathered={"complete parameters": itemsize * max(total + layer, 2 * outside)},
+        sync={"a complete weight, to send it to the engine": 2 * itemsize * largest},
+    )
+
+
+def _count(parameters: Iterable[nn.Parameter], ranks: int = 1, trained: bool = False) -> int:
+    """Return the number of elements of parameters, or of trained ones, that the first of some ranks stores."""
+    return sum(
+        math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
+        for parameter in parameters
+        if parameter.requires_grad or not trained
+    )

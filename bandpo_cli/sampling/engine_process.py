@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.hardware import engine_cards, trainer_cards
+from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
@@ -308,7 +308,7 @@ def _visible_cards(policy: Policy, sees_trainer: bool) -> list[int]:
     if policy.device.type != "cuda":
         return []
     own = policy.device.index or 0
-    cards = engine_cards(trainer_cards(own, local_rank_count()), torch.cuda.device_count())
+    cards = engine_cards(own, local_rank_count(), torch.cuda.device_count())
     card = cards[policy.ranks.local_rank]
     return [card, own] if sees_trainer and card != own else [card]
 

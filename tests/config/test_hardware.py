@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.hardware import engine_cards, trainer_cards
+from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.memory import GIB, Device, MemoryEstimate, estimate_memory
@@ -47,28 +47,24 @@ _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
 
 
 @pytest.mark.parametrize(
-    ("trainers", "cards", "expected"),
+    ("card", "ranks", "cards", "expected"),
     [
-        ([0], 1, [0]),
-        ([0], 2, [1]),
-        ([0], 8, [1]),
-        ([1], 2, [0]),  # model.device: cuda:1
-        ([2], 4, [0]),
-        ([0, 1], 2, [0, 1]),
-        ([0, 1], 3, [0, 1]),  # one free GPU for two engines: each shares the GPU of its rank
-        ([0, 1], 4, [2, 3]),
-        ([0, 1, 2, 3], 8, [4, 5, 6, 7]),
-        ([0, 1, 2, 3], 7, [0, 1, 2, 3]),
+        (0, 1, 1, [0]),
+        (0, 1, 2, [1]),
+        (0, 1, 8, [1]),
+        (1, 1, 2, [0]),  # model.device: cuda:1
+        (2, 1, 4, [0]),
+        (0, 2, 2, [0, 1]),
+        (1, 2, 3, [0, 1]),  # one free GPU for two engines: each shares the GPU of its rank
+        (1, 2, 4, [2, 3]),
+        (0, 4, 8, [4, 5, 6, 7]),
+        (0, 4, 7, [0, 1, 2, 3]),
     ],
 )
 def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(
-    trainers: list[int], cards: int, expected: list[int]
+    card: int, ranks: int, cards: int, expected: list[int]
 ) -> None:
-    assert engine_cards(trainers, cards) == expected
-
-
-def test_a_single_rank_chooses_its_gpu_and_several_are_numbered() -> None:
-    assert (trainer_cards(3, 1), trainer_cards(0, 4)) == ([3], [0, 1, 2, 3])
+    assert engine_cards(card, ranks, cards) == expected
 
 
 def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryEstimate:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.memory import Device, MemoryEstimate, Shard, estimate_memory, shard_of
+from bandpo_cli.models.memory import Device, MemoryEstimate, estimate_memory
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.sharding import local_tensor, shard, unsharded
+from bandpo_cli.models.sharding import Shard, local_tensor, shard, shard_of, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from tests.conftest import random_model
