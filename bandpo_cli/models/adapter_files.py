@@ -7,10 +7,7 @@ and variants of LoRA are refused.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +18,17 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.models.checks import read_json_object
 from bandpo_cli.models.lora import ADAPTER_PREFIX, ADAPTER_WEIGHTS, merged_weight
 from bandpo_cli.paths import (
     ADAPTER_CONFIG,
     check_regular_file,
     is_adapter_folder,
     path_exists,
-    read_text,
     user_path,
 )
 
+_ENDS = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
 """The end of the path of the shipped model, which another installation has elsewhere."""
 _USED = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path", "revision"}
@@ -43,27 +41,6 @@ _WITHOUT_EFFECT = {
 """Settings that matter to training only, that the tensors show, or that `_check_plain` looks at."""
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which training leaves the weights of the base as they are."""
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    """The settings of adapter_config.json that are read.
-
-    Attributes:
-        base: folder or hub id of the base model.
-        revision: its commit on the hub.
-        alpha: numerator of the factor of B·A.
-        by_root: the denominator of the factor is the square root of the rank, not the rank.
-    """
-
-    base: str
-    revision: str | None
-    alpha: float
-    by_root: bool
-
-    def scaling(self, rank: int) -> float:
-        """Return the factor of B·A."""
-        return self.alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
 def adapter_folder(config: ModelConfig) -> Path | None:
@@ -82,8 +59,8 @@ def base_config(config: ModelConfig, adapter: Path) -> ModelConfig:
     Raises:
         UserError: the adapter cannot be used, or there is no such base model.
     """
-    stated = read_adapter_config(adapter)
-    path = stated.base
+    stated = _read_config(adapter)
+    path = stated["base_model_name_or_path"]
     folder = user_path(path)
     if not path_exists(folder):
         if folder.parts[-3:] == _EMBEDDED_PARTS:
@@ -93,33 +70,22 @@ def base_config(config: ModelConfig, adapter: Path) -> ModelConfig:
                 f"{adapter}: its base model {path} does not exist here; set base_model_name_or_path in "
                 f"{ADAPTER_CONFIG} to the folder or hub id of that model"
             )
-    return config.model_copy(update={"path": path, "revision": stated.revision})
+    return config.model_copy(update={"path": path, "revision": stated.get("revision")})
 
 
-def read_adapter_config(adapter: Path) -> AdapterConfig:
+def _read_config(adapter: Path) -> dict[str, Any]:
     """Return the contents of adapter_config.json.
 
     Raises:
-        UserError: it cannot be read, or the adapter is not LoRA on linear layers.
+        UserError: it cannot be read, or the adapter is not the product of two matrices on linear layers.
     """
     where = f"{adapter}: {ADAPTER_CONFIG}"
-    try:
-        stated = json.loads(read_text(adapter / ADAPTER_CONFIG, where))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not readable as JSON: {error}") from None
-    if not isinstance(stated, dict):
-        raise UserError(f"{where}: expected a JSON object")
+    stated = read_json_object(adapter / ADAPTER_CONFIG, where)
     base, revision, alpha = (stated.get(key) for key in ("base_model_name_or_path", "revision", "lora_alpha"))
     if not isinstance(base, str) or not base or not isinstance(revision, str | None):
         raise UserError(f"{where}: base_model_name_or_path names no model")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise UserError(f"{where}: lora_alpha = {alpha!r}: a number is expected")
-    _check_plain(stated, where)
-    return AdapterConfig(base, revision, float(alpha), bool(stated.get("use_rslora")))
-
-
-def _check_plain(stated: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for an adapter that is not the product of two matrices on linear layers."""
     differs = {
         "peft_type": stated.get("peft_type") != "LORA",
         "bias": stated.get("bias", "none") != "none",
@@ -133,55 +99,46 @@ def _check_plain(stated: Mapping[str, Any], where: str) -> None:
             f"{where}: {key} = {stated.get(key)!s:.50}: not supported; merge the adapter with peft (merge_and_unload), "
             "and name the folder of the merged model"
         )
+    return stated
 
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     """Add the products of an adapter's matrices to the weights of the model, in place.
 
+    peft would round the sums to the nearest number of 16 bits, which drops small changes. The weights are those that
+    the sampler of a run gets (`models.lora.merged_weight`).
+
     Raises:
         UserError: the file is damaged or belongs to another model.
     """
-    config = read_adapter_config(adapter)
+    config = _read_config(adapter)
     where = f"{adapter}: {ADAPTER_WEIGHTS}"
-    tensors = read_adapter_weights(adapter)
-    weights = {
-        name.removesuffix(".weight"): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2
-    }
-    pairs = {
-        name.removesuffix(end)
-        for name in tensors
-        for end in (".lora_A.weight", ".lora_B.weight")
-        if name.endswith(end)
-    }
+    tensors = _read_weights(adapter)
+    weights = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
+    pairs = {name.rpartition(".lora_")[0] for name in tensors if name.endswith(_ENDS)}
     for name in sorted(pairs):
-        try:
-            a, b = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
-        except KeyError:
-            raise UserError(f"{where}: {name} has no pair of lora_A.weight and lora_B.weight") from None
+        a, b = (tensors.pop(f"{name}{end}", None) for end in _ENDS)
+        if a is None or b is None:
+            raise UserError(f"{where}: {name} has no pair of lora_A.weight and lora_B.weight")
         layer = name.removeprefix(ADAPTER_PREFIX)
-        weight = weights.get(layer)
+        weight = weights.get(f"{layer}.weight")
         if weight is None:
             raise UserError(f"{where}: its base model has no layer {layer}")
-        if (
-            (b.shape[0], a.shape[-1]) != weight.shape
-            or a.shape[0] != b.shape[-1]
-            or a.ndim != 2
-            or b.ndim != 2
-        ):
+        rank = a.shape[0] if a.ndim else 0
+        if not rank or a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
             raise UserError(
                 f"{where}: {name}: matrices of {[*b.shape]} and {[*a.shape]} for weights of {[*weight.shape]}"
             )
-        weight.copy_(merged_weight(f"{layer}.weight", weight, a, b, config.scaling(len(a))))
+        scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        weight.copy_(merged_weight(f"{layer}.weight", weight, a, b, scaling))
     if tensors or not pairs:
         raise UserError(
             f"{where}: {min(tensors, default='no tensor')}: only LoRA on linear layers is supported"
         )
 
 
-def read_adapter_weights(adapter: Path) -> dict[str, torch.Tensor]:
+def _read_weights(adapter: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter by name.
 
     Raises:

@@ -48,8 +48,6 @@ _COUNT_WORDS = ("layer", "expert", "block")
 """Parts of the names of settings that give a number of modules."""
 _MAX_COUNT = 10_000
 """Maximum value of such a setting."""
-_MAX_LAYERS_WITHOUT_WEIGHTS = 1000
-"""Maximum number of layers of a folder without weights, whose size no weights confirm."""
 
 
 @contextmanager
@@ -90,19 +88,20 @@ def check_model_files(location: str, path: str) -> None:
     if not path_exists(folder):
         return
     where = f"model.path = {path!r}"
-    names: list[Any] = []
-    for name in (*_JSON_FILES, *_OTHER_FILES):
-        if not path_exists(folder / name):
-            continue
-        check_regular_file(folder / name, f"{where}: {name}")
-        content = _read_json_object(folder / name, f"{where}: {name}") if name in _JSON_FILES else {}
-        if name == "config.json":
-            _check_counts(content, f"{where}: {name}")
-        if "transformers_weights" in content:
-            names.append(content["transformers_weights"])
-        if name == INDEX:
-            shards = content.get("weight_map")
-            names += shards.values() if isinstance(shards, dict) else [shards]
+    for name in _OTHER_FILES:
+        if path_exists(folder / name):
+            check_regular_file(folder / name, f"{where}: {name}")
+    contents = {
+        name: read_json_object(folder / name, f"{where}: {name}")
+        for name in _JSON_FILES
+        if path_exists(folder / name)
+    }
+    _check_counts(contents.get("config.json", {}), f"{where}: config.json")
+    key = "transformers_weights"
+    names = [content[key] for content in contents.values() if key in content]
+    if INDEX in contents:
+        shards = contents[INDEX].get("weight_map")
+        names += shards.values() if isinstance(shards, dict) else [shards]
     for name in dict.fromkeys(map(str, names)):
         if not name.endswith(".safetensors") or Path(name).name != name:
             raise UserError(
@@ -162,19 +161,16 @@ def check_declared_size(location: str, model_config: PreTrainedConfig, config: M
     custom_code = config.trust_remote_code and getattr(model_config, "auto_map", None)
     if not folder.is_dir() or custom_code:  # custom code may fail on the meta device
         return
-    files = sorted(folder.glob("*.safetensors"))
-    shapes = [shape for file in files for shape in _shapes(file)]
-    where = f"model.path = {config.path!r}: config.json"
-    layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-    if files and layers > len(shapes):
-        raise UserError(f"{where}: num_hidden_layers = {layers}, but the weights are {len(shapes):,} tensors")
-    if not files and layers > _MAX_LAYERS_WITHOUT_WEIGHTS:
-        raise UserError(f"{where}: num_hidden_layers = {layers}: more than {_MAX_LAYERS_WITHOUT_WEIGHTS:,}")
+    shapes = [_shapes(file) for file in sorted(folder.glob("*.safetensors"))]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    declared, stored = sum(each.numel() for each in model.parameters()), sum(map(math.prod, shapes))
-    if files and declared > 2 * stored:  # a tied output embedding is stored once
-        raise UserError(f"{where}: describes {declared:,} parameters, but the weights hold {stored:,}")
+    declared = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(math.prod(shape) for file in shapes for shape in file)
+    if shapes and declared > 2 * stored:  # a tied output embedding is stored once
+        raise UserError(
+            f"model.path = {config.path!r}: config.json: describes {declared:,} parameters, but the weights hold "
+            f"{stored:,}"
+        )
 
 
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
@@ -262,7 +258,8 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {name} = {value!s:.20}: more than {_MAX_COUNT:,}")
 
 
-def _read_json_object(path: Path, where: str) -> dict[str, Any]:
+def read_json_object(path: Path, where: str) -> dict[str, Any]:
+    """Return the contents of a JSON file. Raise UserError if it is no JSON object, or larger than 64 MiB."""
     try:
         content = json.loads(read_text(path, where, _MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:

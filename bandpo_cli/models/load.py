@@ -104,12 +104,6 @@ def model_location(config: ModelConfig) -> str:
     return str(folder) if path_exists(folder) else config.path
 
 
-def _absolute_location(config: ModelConfig) -> str:
-    """Return the absolute path of the model's folder, or its hub id."""
-    location = model_location(config)
-    return location if _is_on_hub(config) else str(Path(location).absolute())
-
-
 def _is_on_hub(config: ModelConfig) -> bool:
     """Return whether the model is loaded from the hub, not from a folder."""
     return not path_exists(Path(model_location(config)))
@@ -118,11 +112,6 @@ def _is_on_hub(config: ModelConfig) -> bool:
 def _revision(config: ModelConfig) -> dict[str, str]:
     """Return the argument `revision` of the loaders; none for a folder."""
     return {} if config.revision is None or not _is_on_hub(config) else {"revision": config.revision}
-
-
-def _commit(config: ModelConfig) -> str | None:
-    """Return the commit of a model on the hub whose config has been read; None for a folder."""
-    return cached_commit(config.path, "model", config.revision) if _is_on_hub(config) else None
 
 
 def load_policy(
@@ -151,13 +140,18 @@ def load_policy(
     if adapter is not None:
         config = base_config(config, adapter)
     model_config = read_config(config)
-    commit = _commit(config)
+    location, commit = model_location(config), None
+    if not _is_on_hub(config):
+        location = str(Path(location).absolute())
+    else:
+        commit = cached_commit(config.path, "model", config.revision)
     if commit is not None:  # a repository that changes in between gives no mixture of two commits
         config = config.model_copy(update={"revision": commit})
     model, tokenizer = _load(config, model_config, attention)
     if adapter is not None:
         merge_adapter(model, adapter)
-        tokenizer = adapter_tokenizer(config, adapter) or tokenizer
+        if path_exists(adapter / "tokenizer_config.json"):
+            tokenizer = load_tokenizer(config.model_copy(update={"path": str(adapter)}))
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
@@ -165,7 +159,7 @@ def load_policy(
         if uses_gradient_checkpointing(model, with_checkpointing(config, device.type == "cuda")):
             _enable_gradient_checkpointing(model)
         if config.lora is not None:
-            add_adapters(model, config.lora, seed, _absolute_location(config), commit)
+            add_adapters(model, config.lora, seed, location, commit)
     _place(model, device, ranks if for_training else SINGLE)
     if for_training:
         check_packed_forward(model)
@@ -205,17 +199,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(
             model_location(config), trust_remote_code=config.trust_remote_code, **_revision(config)
         )
-
-
-def adapter_tokenizer(config: ModelConfig, adapter: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in the folder of an adapter; None if it has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if not path_exists(adapter / "tokenizer_config.json"):
-        return None
-    return load_tokenizer(config.model_copy(update={"path": str(adapter)}))
 
 
 def _load(

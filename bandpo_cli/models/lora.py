@@ -212,36 +212,16 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-class MergedWeights:
-    """The weights of adapted layers with their adapters: `merged_weight` of each."""
+def merge_adapter_of(layer: LoraLayer, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the complete weight of an adapted layer with its adapter; all ranks must call this together.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Find the adapted layers of `model`."""
-        self._dtype = forward_dtype(model)
-        self._layers = {f"{name}.base_layer.weight": layer for name, layer in lora_layers(model).items()}
-        self._adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
-
-    def is_adapter(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter belongs to an adapter, so that it has no place in a complete model."""
-        return id(parameter) in self._adapters
-
-    def original_name(self, name: str) -> str:
-        """Return the name that a parameter has in the model without adapters."""
-        layer, _, parameter = name.rpartition(".base_layer.")
-        return f"{layer}.{parameter}" if layer and f"{layer}.base_layer.weight" in self._layers else name
-
-    def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the complete weight of a parameter with the adapter of its layer; unchanged if it has none.
-
-        The adapters are rounded to the dtype of forward passes first, in which they are computed with.
-        """
-        if name not in self._layers:
-            return weight
-        layer = self._layers[name]
-        a, b = (
-            full_tensor(each[_NAME].weight.detach().to(self._dtype)) for each in (layer.lora_A, layer.lora_B)
-        )
-        return merged_weight(self.original_name(name), weight, a, b, layer.scaling[_NAME])
+    Args:
+        name: the name of the weight in the model without adapters.
+        weight: the complete weight of the layer itself.
+        dtype: dtype of forward passes, to which A and B are rounded first, since passes compute with them.
+    """
+    a, b = (full_tensor(each[_NAME].weight.detach().to(dtype)) for each in (layer.lora_A, layer.lora_B))
+    return merged_weight(name, weight, a, b, layer.scaling[_NAME])
 
 
 @torch.no_grad()

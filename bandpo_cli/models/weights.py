@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.models.lora import (
     ADAPTER_WEIGHTS,
-    MergedWeights,
+    adapter_parameters,
     adapter_weights,
     has_adapters,
     load_adapter,
+    lora_layers,
+    merge_adapter_of,
 )
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, sharded_like
 from bandpo_cli.models.shards import read_shards, saved_shapes
@@ -31,13 +33,19 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
-    merged = MergedWeights(model)
+    layers = lora_layers(model)
+    adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
     for name, parameter in model.named_parameters():
-        if merged.is_adapter(parameter):
+        if id(parameter) in adapters:
             continue
         # Rounded before it is gathered: half as many bytes to send.
         weight = full_tensor(parameter.detach().to(dtype))
-        yield merged.original_name(name), merged.merge(name, weight)
+        layer, _, kind = name.rpartition(".base_layer.")
+        if layer in layers:
+            name = f"{layer}.{kind}"  # without adapters
+            if kind == "weight":
+                weight = merge_adapter_of(layers[layer], name, weight, dtype)
+        yield name, weight
 
 
 def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, torch.Tensor]:

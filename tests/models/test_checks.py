@@ -93,7 +93,7 @@ NORM = "model.layers.0.input_layernorm.weight"
         ),
         (lambda weights: weights[NORM].fill_(float("nan")), f"NaN or infinity in its weights: {NORM}"),
         (lambda weights: weights["model.norm.weight"][3:4].fill_(float("-inf")), "NaN or infinity"),
-        (lambda weights: weights.clear(), "the weights are 0 tensors"),
+        (lambda weights: weights.clear(), "the weights hold 0"),
     ],
     ids=["missing", "mismatched", "unexpected", "nan", "inf", "none"],
 )
@@ -137,9 +137,6 @@ def test_memory_estimate_does_not_build_a_million_layers(folder: Path) -> None:
     edit_json(folder / "config.json", num_hidden_layers=10**6, layer_types=None)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="num_hidden_layers = 1000000: more than 10,000"):
-        build_on_meta_device(ModelConfig(path=str(folder)))
-    edit_json(folder / "config.json", num_hidden_layers=2000)
-    with pytest.raises(UserError, match=r"num_hidden_layers = 2000: more than 1,000$"):
         build_on_meta_device(ModelConfig(path=str(folder)))
 
 
