@@ -367,7 +367,7 @@ def _send_to_mlflow(
     request: EvalRequest, folder: EvalFolder, record: Mapping[str, Any], runs_dir: Path
 ) -> str | None:
     """Send the metrics to MLflow and return where they are; on any error log a warning and return None."""
-    from bandpo_cli.tracking.parents import send_evaluation
+    from bandpo_cli.tracking.sync import send_evaluation
 
     model = None if isinstance(request.source, SamplesFile) else request.source[0]
     run = None if model is None else model.run

@@ -214,7 +214,7 @@ def _listed_keys(keys: tuple[str, ...]) -> list[str]:
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
     """Return the overview of a run."""
-    lines = [record.line for record in run.records]
+    lines = run.records
     return RunOverview(
         name=name,
         path=run.path,
@@ -278,7 +278,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
         plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
-        seconds=sum(float(record.line.get("time/step") or 0) for record in stored.records),
+        seconds=sum(float(line.get("time/step") or 0) for line in stored.records),
     )
 
 

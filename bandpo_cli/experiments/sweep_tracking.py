@@ -75,9 +75,8 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         "baseline": folder.baseline,
     }
     try:
-        mirror = MlflowMirror.connect(
-            store, folder.path, folder.name, flat_params(params), run_tags(describe_environment())
-        )
+        mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
+        mirror.send_params(flat_params(params))
         mirror.reopen()
         if is_server(store.uri):
             log.info("MLflow: %s", run_url(folder.path, store))
@@ -93,14 +92,13 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
 
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
     from bandpo_cli.reports.sweep.tables import render
-    from bandpo_cli.tracking.mirror import MetricRecord
 
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever
         if report is not None:
             # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
             # several at the same step MLflow shows the latest.
-            mirror.append(MetricRecord.of(0, leaderboard_metrics(report)))
+            mirror.send([{"step": 0, **leaderboard_metrics(report)}], {}, again=True)
             mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)

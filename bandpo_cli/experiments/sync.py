@@ -14,8 +14,7 @@ from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE
 from bandpo_cli.tracking.store import Store, check_reachable, short_error
-from bandpo_cli.tracking.sync import SyncResult, store_for_run, sync_run
-from bandpo_cli.tracking.tracker import CONNECT_TIMEOUT_S
+from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
 from bandpo_cli.types import Callback
 
 log = logging.getLogger("bandpo_cli")
@@ -155,8 +154,8 @@ def _send(
 def _sync_one(path: Path, store: Store) -> SyncResult:
     """Send one run. Raises RunError when the store does not answer or does not accept it."""
     try:
-        check_reachable(store.uri, CONNECT_TIMEOUT_S)
-        return sync_run(store, path)
+        check_reachable(store.uri)
+        return RunSender(store, path).send()
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line

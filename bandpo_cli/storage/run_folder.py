@@ -12,6 +12,7 @@ import shlex
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -287,6 +288,23 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
                     yield _parsed(line, f"{path}, line {number}")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def read_metrics_after(path: Path, offset: int, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """Return the records after the first `offset` bytes of a `metrics.jsonl`, and the offset after them.
+
+    Args:
+        limit: largest number of records; None for all.
+    """
+    records: list[dict[str, Any]] = []
+    if path_exists(path):
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in islice(file, limit):
+                if line.endswith(b"\n"):  # the last line may still be written
+                    records.append(_parsed(line, path))
+                    offset += len(line)
+    return records, offset
 
 
 def run_artifacts(folder: Path) -> list[Path]:

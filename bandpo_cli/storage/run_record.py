@@ -12,7 +12,7 @@ from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import is_locked, read_json_object, step_of
-from bandpo_cli.storage.run_folder import iterate_metrics, read_metrics
+from bandpo_cli.storage.run_folder import iterate_metrics
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
@@ -36,21 +36,6 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class TimedRecord:
-    """A line of `metrics.jsonl` with the time at which its step was done.
-
-    Attributes:
-        step: the step of the line.
-        line: all keys of the line.
-        clock_ms: milliseconds since 1970.
-    """
-
-    step: int
-    line: Mapping[str, Any]
-    clock_ms: int
-
-
-@dataclass(frozen=True)
 class StoredRun:
     """The content of a run folder.
 
@@ -58,7 +43,8 @@ class StoredRun:
         path: the folder.
         config: `config.yaml`.
         env: `env.json`; empty when the run ended before it was written.
-        records: the metrics, one record per step.
+        records: the metrics, one line of `metrics.jsonl` per step.
+        clocks: the time at which each step was done, milliseconds since 1970.
         status: how the run ended; None while a process is writing it.
         start_ms, end_ms: start of the run and time of its last write, milliseconds since 1970.
     """
@@ -66,7 +52,8 @@ class StoredRun:
     path: Path
     config: Mapping[str, Any]
     env: Mapping[str, Any]
-    records: Sequence[TimedRecord]
+    records: Sequence[Record]
+    clocks: Mapping[int, int]
     status: RunStatus | None
     start_ms: int
     end_ms: int
@@ -130,16 +117,16 @@ def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> Stor
     writing = is_locked(path)
     summary = read_summary(path)
     lines = [keep(line) for line in iterate_metrics(path / "metrics.jsonl")]
-    records = _with_timestamps(path, lines)
+    clocks = _step_times(path, lines)
     written = _written_ms(path / "config.yaml") or 0
-    first = records[0].clock_ms - round(1000 * _seconds(lines[0], "time/step")) if records else written
+    first = clocks[lines[0]["step"]] - round(1000 * _seconds(lines[0], "time/step")) if lines else written
     end = max(_written_ms(path / name) or 0 for name in ("config.yaml", "metrics.jsonl", SUMMARY_FILE))
     status = None if writing else final_status(summary, lines[-1]["step"] if lines else 0)
-    return StoredRun(path, config, env, records, status, min(first, written), end)
+    return StoredRun(path, config, env, lines, clocks, status, min(first, written), end)
 
 
-def read_records(path: Path) -> list[TimedRecord]:
-    """Return the metrics of the run in the folder `path` with the time of each step.
+def _step_times(path: Path, lines: Sequence[Record]) -> dict[int, int]:
+    """Return the time at which each step of `lines` was done, milliseconds since 1970.
 
     `metrics.jsonl` has no times. The last line was written when the file was; every other line at the latest when
     the next step began, which is `time/step` seconds before the next line. A pause between two steps (a resume) shows
@@ -147,16 +134,11 @@ def read_records(path: Path) -> list[TimedRecord]:
     folder with new file times the distances between steps are unchanged and the end is the time of the copy.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: a step is not a number.
     """
-    return _with_timestamps(path, read_metrics(path / "metrics.jsonl"))
-
-
-def _with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[TimedRecord]:
-    """Return `lines` with their times; see `read_records`."""
     later = _written_ms(path / "metrics.jsonl") or 0
     samples, evals = _written_by_step(path / "samples"), _written_by_step(path / "evals")
-    records = []
+    times: dict[int, int] = {}
     for line in reversed(lines):
         step = line["step"]
         if type(step) is not int or step < 0:
@@ -164,9 +146,9 @@ def _with_timestamps(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Tim
         written = max(samples.get(step, 0), evals.get(step, 0))
         if written:
             later = min(later, written + round(1000 * _seconds(line, "time/checkpoint")))
-        records.append(TimedRecord(step, line, later))
+        times[step] = later
         later -= round(1000 * _seconds(line, "time/step"))
-    return records[::-1]
+    return times
 
 
 def _seconds(line: Mapping[str, Any], key: str) -> float:

@@ -1,4 +1,4 @@
-"""The MLflow run of a run folder: calls that the tracker's thread and `bandpo sync` send.
+"""The MLflow run of a run folder: the calls that send its params, tags, metrics, files and status.
 
 Every call either completes or raises the error of MLflow or the network. Calls can be repeated: an existing run is
 continued, and a step that it has is not sent again.
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
@@ -45,23 +45,6 @@ EXPERIMENT_KIND_TAG = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
 """The kind of experiment that MLflow's pages call "Machine learning"; they infer one for experiments without it."""
 
-RECORDS_PER_CALL = 50
-"""Steps that are converted and sent at a time: some thousand values."""
-
-
-@dataclass(frozen=True)
-class MetricRecord:
-    """The metrics of one step by legal MLflow name, with the time of the step (milliseconds since 1970)."""
-
-    step: int
-    metrics: Mapping[str, float]
-    clock_ms: int
-
-    @classmethod
-    def of(cls, step: int, record: Mapping[str, object], clock_ms: int | None = None) -> MetricRecord:
-        """Return the finite numbers of `record` with the time `clock_ms`, the current time by default."""
-        return cls(step, finite_metrics(record), int(time.time() * 1000) if clock_ms is None else clock_ms)
-
 
 class Sent(NamedTuple):
     """Numbers of metric values.
@@ -91,7 +74,7 @@ class MlflowMirror:
 
         Args:
             client: an `MlflowClient`.
-            existing: the run as MLflow returned it; without it every value that is sent counts as new.
+            existing: the run as MLflow returned it; None for one that was just created.
         """
         self._client = client
         self.run_id = run_id
@@ -103,65 +86,76 @@ class MlflowMirror:
 
     @classmethod
     def connect(
-        cls,
-        store: Store,
-        folder: Path,
-        run_name: str,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        start_ms: int | None = None,
+        cls, store: Store, folder: Path, tags: Mapping[str, str], start_ms: int | None = None
     ) -> MlflowMirror:
-        """Return the MLflow run that `folder` is linked to, created if there is none, after sending `params`.
-
-        Params that an existing run has are not changed (MLflow does not allow it); its tags are not sent.
+        """Return the MLflow run that `folder` is linked to; if there is none, create one with these tags.
 
         Args:
+            tags: those of a new run; an existing one keeps its own.
             start_ms: start of a new run, milliseconds since 1970; now by default.
         """
+        mirror = cls.find(store, folder)
+        if mirror is not None:
+            return mirror
         client = mlflow_client(store.uri)
-        mirror = _linked(client, store, folder)
-        if mirror is None:
-            mirror = _create(client, store, folder, run_name, tags, start_ms)
-        mirror.send_params(params)
-        return mirror
+        experiment_id = _experiment_id(client, store)
+        # The link is written before the run is created: if the answer is lost, the key finds the run.
+        link = new_link(folder, store)
+        created = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, folder.name)
+        run_id = str(created.info.run_id)
+        write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
+        return cls(client, run_id)
 
     @classmethod
     def find(cls, store: Store, folder: Path) -> MlflowMirror | None:
-        """Return the MLflow run that `folder` is linked to, None where there is none; changes nothing.
+        """Return the run of `store` that `folder` is linked to; None when there is none or it was deleted there.
 
-        Values sent through it are added, even where the run has a value at that step: a later evaluation does not
-        replace an earlier one.
+        A run that is found by its key is written into the link.
         """
         client = mlflow_client(store.uri)
-        found = _linked(client, store, folder)
-        return None if found is None else cls(client, found.run_id)
+        for link in sorted(read_links(folder), key=lambda link: not link.is_for(store)):
+            linked_id = link.run_id if link.is_for(store) else None
+            run_id = linked_id or _run_id_by_key(client, store, link.key)
+            existing = None if run_id is None else _active_run(client, run_id)
+            if run_id is not None and existing is not None:
+                experiment_id = str(existing.info.experiment_id)
+                if (run_id, experiment_id) != (linked_id, link.experiment_id):
+                    link = replace(link, uri=redact_credentials(store.uri), experiment=store.experiment)
+                    write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
+                return cls(client, run_id, existing)
+        return None
 
     def exists(self) -> bool:
         """Return whether MLflow still has the run: it may have been deleted, or its database replaced."""
         return _active_run(self._client, self.run_id) is not None
 
-    def send(self, records: Iterable[MetricRecord]) -> Sent:
-        """Send the values of `records` that the run lacks, in as few calls as MLflow allows."""
+    def send(
+        self, records: Iterable[Mapping[str, Any]], clocks: Mapping[int, int], again: bool = False
+    ) -> Sent:
+        """Send the values of `records` that the run lacks, in as few calls as MLflow allows.
+
+        Args:
+            records: lines of metrics.jsonl: metrics by name, and `step`.
+            clocks: the time of each step, milliseconds since 1970; now for a step that is not in it.
+            again: send all values, also where the run has one at that step: MLflow shows the latest one.
+        """
+        from mlflow.entities import Metric
+
         metrics: dict[tuple[str, int], Any] = {}
         there = differing = 0
+        now = int(time.time() * 1000)
         for record in records:
-            for name, value in record.metrics.items():
-                known = self._history(name)
-                if record.step in known:
+            step = record["step"]
+            for name, value in finite_metrics(record).items():
+                known = {} if again else self._history(name)
+                if step in known:
                     there += 1
-                    differing += known[record.step] != value
+                    differing += known[step] != value
                 else:
-                    metrics.setdefault((name, record.step), _entity(record, name))
+                    metrics.setdefault((name, step), Metric(name, value, clocks.get(step, now), step))
         for batch in _batches(metrics.values(), MAX_METRICS_PER_BATCH):
             self._send_batch(batch)
         return Sent(len(metrics), there, differing)
-
-    def append(self, record: MetricRecord) -> None:
-        """Send all values of `record`, also where the run has a value at that step: MLflow shows the latest one."""
-        self._unconfirmed |= record.metrics.keys()
-        for batch in _batches(record.metrics, MAX_METRICS_PER_BATCH):
-            metrics = [_entity(record, name) for name in batch]
-            self._client.log_batch(self.run_id, metrics=metrics, synchronous=True)
 
     def describe(self, text: str, heading: str) -> None:
         """Set the run's description to `text`, which begins with `heading`; one with another beginning is kept."""
@@ -227,7 +221,10 @@ class MlflowMirror:
                 self._known_values.pop(name, None)
             raise
         for metric in batch:
-            self._history(metric.key)[metric.step] = metric.value
+            if metric.key in self._known_values:
+                self._known_values[metric.key][metric.step] = metric.value
+            else:
+                self._unconfirmed.add(metric.key)
 
     def _history(self, name: str) -> dict[int, float]:
         """Return the run's values of `name` by step; requested from MLflow only where it may have unknown ones."""
@@ -235,13 +232,6 @@ class MlflowMirror:
             metrics = self._client.get_metric_history(self.run_id, name) if name in self._unconfirmed else []
             self._known_values[name] = {metric.step: metric.value for metric in metrics}
         return self._known_values[name]
-
-
-def _entity(record: MetricRecord, name: str) -> Any:
-    """Return the metric `name` of `record` as MLflow's class."""
-    from mlflow.entities import Metric
-
-    return Metric(name, record.metrics[name], record.clock_ms, record.step)
 
 
 def mlflow_client(uri: str) -> Any:
@@ -256,45 +246,6 @@ def mlflow_client(uri: str) -> Any:
     mlflow.store.db.utils.MAX_RETRY_COUNT = 0
     create_sqlite_store(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def _linked(client: Any, store: Store, folder: Path) -> MlflowMirror | None:
-    """Return the run of `store` that `folder` is linked to; None when there is none or it was deleted there.
-
-    A run that is found by its key is written into the link.
-    """
-    for link in sorted(read_links(folder), key=lambda each: not each.is_for(store)):
-        linked_id = link.run_id if link.is_for(store) else None
-        run_id = linked_id or _run_id_by_key(client, store, link.key)
-        existing = None if run_id is None else _active_run(client, run_id)
-        if run_id is not None and existing is not None:
-            experiment_id = str(existing.info.experiment_id)
-            if (run_id, experiment_id) != (linked_id, link.experiment_id):
-                uri, experiment = redact_credentials(store.uri), store.experiment
-                found = replace(
-                    link, uri=uri, experiment=experiment, run_id=run_id, experiment_id=experiment_id
-                )
-                write_link(folder, found)
-            return MlflowMirror(client, run_id, existing)
-    return None
-
-
-def _create(
-    client: Any,
-    store: Store,
-    folder: Path,
-    run_name: str,
-    tags: Mapping[str, str],
-    start_ms: int | None,
-) -> MlflowMirror:
-    """Create a run at MLflow and link `folder` to it."""
-    experiment_id = _experiment_id(client, store)
-    # The link is written before the run is created: if the answer is lost, the key finds the run.
-    link = new_link(folder, store)
-    created = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, run_name)
-    run_id = str(created.info.run_id)
-    write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
-    return MlflowMirror(client, run_id, created)
 
 
 def _run_id_by_key(client: Any, store: Store, key: str) -> str | None:

@@ -21,6 +21,9 @@ from bandpo_cli.storage.files import file_lock
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
+CONNECT_TIMEOUT_S = 10.0
+"""Timeout of `check_reachable`, in seconds."""
+
 UI_ADDRESS = "http://127.0.0.1:5000"
 """The address at which `mlflow ui` answers by default."""
 
@@ -92,15 +95,19 @@ def run_page(uri: str, experiment_id: str, run_id: str) -> str | None:
     )
 
 
-def check_reachable(uri: str, timeout_s: float) -> None:
+def check_reachable(uri: str, timeout_s: float | None = None) -> None:
     """Return when the store `uri` answers, or is of a kind that only MLflow can check (a file, databricks).
 
     A web server answers with any status below 500, a database server by accepting a connection. This check does not
     import MLflow, which takes seconds of processor time.
 
+    Args:
+        timeout_s: limit in seconds, `CONNECT_TIMEOUT_S` by default.
+
     Raises:
         OSError: no answer within `timeout_s` seconds, or a web server answers with an error of its own (5xx).
     """
+    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         parts = urlsplit(uri)
         scheme, host, port = parts.scheme.partition("+")[0], parts.hostname, parts.port

@@ -1,32 +1,41 @@
-"""Sending to MLflow what a run folder has and its MLflow run lacks. Only the folder is read."""
+"""Sending run folders and evaluations to MLflow: what a store lacks of them, once.
+
+The tracker of a run that is being trained and `bandpo sync` send with the same class. `metrics.jsonl` is the queue.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import run_artifacts
+from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
-from bandpo_cli.tracking.link import find_link, read_links, record_sent_files, send_lock
-from bandpo_cli.tracking.mirror import RECORDS_PER_CALL, MetricRecord, MlflowMirror, Sent
+from bandpo_cli.tracking.link import LINK, find_link, link_version, read_links, record_sent_files, send_lock
+from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_redacted, sqlite_path, tracking_store
+from bandpo_cli.types import RunStatus
+
+RECORDS_PER_CALL = 50
+"""Steps that are converted and sent at a time: some thousand values."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """Counts of what a sync sent of a run, and of what MLflow already had.
+    """Counts of what a call sent of a run, and of what MLflow already had.
 
     Attributes:
         metrics: values sent, already there, and conflicting.
         params, tags, files: numbers sent.
         files_there: number of files that MLflow already had unchanged.
-        status: status of the MLflow run after the sync.
-        ended: whether the sync set that status.
+        status: status of the MLflow run after the call.
+        ended: whether the call set that status.
         writing: whether a process is still writing the run; that process then sends the files and the final status.
     """
 
@@ -43,6 +52,131 @@ class SyncResult:
     def is_empty(self) -> bool:
         """Return whether nothing was sent."""
         return not (self.metrics.new or self.params or self.tags or self.files or self.ended)
+
+
+class RunSender:
+    """Sends a run folder to a store. Every call of `send` continues where the last successful one ended.
+
+    A line of `metrics.jsonl` counts as sent once MLflow has accepted its values. A call that fails can be repeated:
+    what MLflow has is not sent again.
+
+    Attributes:
+        clocks: the time at which each step was done, milliseconds since 1970. A process that trains adds its own steps;
+            the times of the others are computed from the folder.
+    """
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.clocks: dict[int, int] = {}
+        self._store, self._folder = store, folder
+        self._connection: tuple[MlflowMirror, StoredRun] | None = None
+        self._link: tuple[int, int] | None = None
+        self._offset = 0  # of the first line of metrics.jsonl that is not sent
+        self._failed = False
+
+    def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
+        """Send what MLflow lacks: params, tags, metrics and, of a run that has ended, its status and files.
+
+        Args:
+            status: status of the run in the process that trains it; None to take it from the folder.
+
+        Raises:
+            UserError: the folder is damaged.
+            Exception: any error of MLflow and the network.
+        """
+        with send_lock(self._folder):
+            try:
+                mirror, run, tags, params = self._connected()
+                if status is not None:
+                    mirror.reopen()
+                metrics = self._send_metrics(mirror)
+                if status is None and metrics.new:
+                    (self._folder / LINK).touch()  # the tracker of a process that trains notices it
+                final = run.status if status is None else None if status == "RUNNING" else status
+                ended, files, files_there = False, 0, 0
+                if final is not None:
+                    ended = mirror.status != final
+                    # The status first: a file that cannot be stored must not leave a run as RUNNING forever.
+                    if ended:
+                        mirror.close(final, run.end_ms if status is None else None)
+                    files, files_there = self._send_files(mirror)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._link = link_version(self._folder)
+        self._failed = False
+        return SyncResult(
+            metrics, params, tags, files, files_there, mirror.status, ended, writing=final is None
+        )
+
+    def unsent_steps(self) -> list[int]:
+        """Return the steps that MLflow has not accepted yet."""
+        records, _ = read_metrics_after(self._folder / "metrics.jsonl", self._offset)
+        return [record["step"] for record in records]
+
+    def unsent_files(self, sizes: Mapping[str, int] | None = None) -> dict[str, str]:
+        """Return the SHA-256 of the files that MLflow does not have with their present content, by path in the folder.
+
+        Args:
+            sizes: sizes of the files at MLflow, in bytes; None where they are not known.
+        """
+        link = find_link(self._folder, self._store)
+        sent = {} if link is None else link.files
+        unsent = {}
+        for path in run_artifacts(self._folder):
+            name, digest = path.relative_to(self._folder).as_posix(), file_digest(path)
+            if sent.get(name) != digest or (sizes is not None and sizes.get(name) != path.stat().st_size):
+                unsent[name] = digest
+        return unsent
+
+    def _connected(self) -> tuple[MlflowMirror, StoredRun, int, int]:
+        """Return the MLflow run, the folder when it was read, and the numbers of tags and params that were sent.
+
+        Both are read again where MLflow lost the run, or where another process has sent parts of it.
+        """
+        if self._connection is not None and link_version(self._folder) == self._link:
+            mirror, run = self._connection
+            if not self._failed or mirror.exists():
+                return mirror, run, 0, 0
+        self._connection = None
+        run = read_stored_run(self._folder, _durations)
+        parent = run.tracking.get("parent")
+        tags = run_tags(run.env, None if parent is None else str(parent))
+        mirror = MlflowMirror.connect(self._store, self._folder, tags, run.start_ms)
+        sent_tags, sent_params = mirror.send_tags(tags), mirror.send_params(flat_params(run.config))
+        self.clocks = {**run.clocks, **self.clocks}
+        self._offset = 0
+        self._connection = mirror, run
+        return mirror, run, sent_tags, sent_params
+
+    def _send_metrics(self, mirror: MlflowMirror) -> Sent:
+        total = Sent(0, 0, 0)
+        while True:
+            path = self._folder / "metrics.jsonl"
+            records, end = read_metrics_after(path, self._offset, RECORDS_PER_CALL)
+            if not records:
+                return total
+            sent = mirror.send(records, self.clocks)
+            total = Sent(total.new + sent.new, total.there + sent.there, total.differing + sent.differing)
+            self._offset = end
+
+    def _send_files(self, mirror: MlflowMirror) -> tuple[int, int]:
+        """Send the new and changed files; return the numbers of files sent and of files that MLflow already had."""
+        files = run_artifacts(self._folder)
+        parents = {path.parent.relative_to(self._folder).as_posix().removeprefix(".") for path in files}
+        sent: dict[str, str] = {}
+        try:
+            for name, digest in self.unsent_files(mirror.files(sorted(parents))).items():
+                mirror.send_file(self._folder, self._folder / name)
+                sent[name] = digest
+        finally:
+            record_sent_files(self._folder, self._store, sent)
+        return len(sent), len(files) - len(sent)
+
+
+def _durations(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a line of metrics.jsonl from which the times of the steps are computed."""
+    return {key: line[key] for key in ("step", "time/step", "time/checkpoint") if key in line}
 
 
 def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = os.environ) -> Store:
@@ -69,55 +203,45 @@ def _is_usable_uri(uri: str) -> bool:
     return not is_redacted(uri) and (database is None or database.exists())
 
 
-def sync_run(store: Store, path: Path) -> SyncResult:
-    """Send what `store` lacks of the run in the folder `path`: params, tags, metrics, files, final status.
+def send_evaluation(
+    store: Store,
+    folder: Path,
+    run_folder: Path | None,
+    step: int | None,
+    metrics: Mapping[str, float],
+    params: Mapping[str, object],
+    tags: Mapping[str, str],
+    files: Sequence[Path],
+) -> Path:
+    """Send metrics and files of an evaluation, and return the folder that is linked to the MLflow run that has them.
+
+    They are added to the run that made the model where MLflow has that run; else the evaluation gets a run of its own.
+    MLflow keeps the values that were sent before: scoring an evaluation again adds new ones.
+
+    Args:
+        store: where to send.
+        folder: folder of the evaluation.
+        run_folder: folder of the run that made the model, None without one.
+        step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
+        metrics: values by name; those that are not finite are left out.
+        params, tags: of the MLflow run, where the evaluation has one of its own.
+        files: files in `folder`; in the run of `run_folder` they are stored under `evals/<evaluation>/`.
 
     Raises:
-        UserError: the folder is damaged.
         Exception: any error of MLflow and the network.
     """
-    with send_lock(path):
-        run = read_stored_run(path)
-        mirror = MlflowMirror.connect(store, path, path.name, {}, {}, run.start_ms)
-        parent = run.tracking.get("parent")
-        tags = mirror.send_tags(run_tags(run.env, None if parent is None else str(parent)))
-        params = mirror.send_params(flat_params(run.config))
-        records = [MetricRecord.of(each.step, each.line, each.clock_ms) for each in run.records]
-        metrics = _send_metrics(mirror, records)
-        files, there, ended = 0, 0, False
-        if run.status is not None:
-            files, there = _send_files(mirror, store, path)
-            ended = mirror.status != run.status
-            if ended:
-                mirror.close(run.status, run.end_ms)
-        return SyncResult(metrics, params, tags, files, there, mirror.status, ended, run.status is None)
-
-
-def _send_metrics(mirror: MlflowMirror, records: Sequence[MetricRecord]) -> Sent:
-    parts = [
-        mirror.send(records[start : start + RECORDS_PER_CALL])
-        for start in range(0, len(records), RECORDS_PER_CALL)
-    ]
-    return Sent(
-        sum(part.new for part in parts),
-        sum(part.there for part in parts),
-        sum(part.differing for part in parts),
-    )
-
-
-def _send_files(mirror: MlflowMirror, store: Store, folder: Path) -> tuple[int, int]:
-    """Send the new and changed files; return the numbers of files sent and of files that MLflow already had."""
-    files = {path.relative_to(folder).as_posix(): path for path in run_artifacts(folder)}
-    link = find_link(folder, store)
-    known = {} if link is None else link.files
-    sizes = mirror.files(sorted({name.rpartition("/")[0] for name in files}))
-    sent: dict[str, str] = {}
-    try:
-        for name, path in files.items():
-            digest = file_digest(path)
-            if known.get(name) != digest or sizes.get(name) != path.stat().st_size:
-                mirror.send_file(folder, path)
-                sent[name] = digest
-    finally:
-        record_sent_files(folder, store, sent)
-    return len(sent), len(files) - len(sent)
+    with ExitStack() as stack:
+        # Links are written under the lock of the sender. The folder of someone else's run is only read.
+        for path in filter(None, (folder, run_folder)):
+            if os.access(path, os.W_OK):
+                stack.enter_context(send_lock(path))
+        found = None if run_folder is None else MlflowMirror.find(store, run_folder)
+        mirror = found or MlflowMirror.connect(store, folder, tags)
+        if found is None:
+            mirror.send_params(flat_params(params))
+        mirror.send([{"step": step or 0, **metrics}], {}, again=True)
+        for file in files:
+            mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")
+        if found is None:
+            mirror.close("FINISHED")
+        return folder if found is None or run_folder is None else run_folder

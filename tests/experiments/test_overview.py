@@ -58,14 +58,14 @@ def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
         run.append_metrics({"step": step, **values, "time/step": 2.0})
     parsed: Counter[str] = Counter()
     held: list[int] = []
-    parse, with_timestamps = run_folder._parsed, run_record._with_timestamps
+    parse, step_times = run_folder._parsed, run_record._step_times
     monkeypatch.setattr(run_folder, "_parsed", lambda *line: parsed.update(["line"]) or parse(*line))
 
-    def note(path: Path, lines: list[dict[str, object]]) -> list[run_record.TimedRecord]:
+    def note(path: Path, lines: list[dict[str, object]]) -> dict[int, int]:
         held.extend(map(len, lines))
-        return with_timestamps(path, lines)
+        return step_times(path, lines)
 
-    monkeypatch.setattr(run_record, "_with_timestamps", note)
+    monkeypatch.setattr(run_record, "_step_times", note)
     shown = describe_run("a", tmp_path)
     assert (parsed["line"], max(held)) == (50, 4)
     assert MetricRange("x/0", (1, 1.0), (48, 48.0)) in shown.metrics

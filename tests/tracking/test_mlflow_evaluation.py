@@ -15,8 +15,8 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.link import read_links, write_link
-from bandpo_cli.tracking.parents import send_evaluation
 from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.sync import send_evaluation
 from bandpo_cli.tracking.tracker import MlflowTracker
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
@@ -35,11 +35,14 @@ def store_of(run: RunFolder) -> Store:
 
 def mirror(run: RunFolder, status: Any) -> None:
     """Track the three steps of `run`, each with an evaluation, and end it with `status`."""
-    tracker = MlflowTracker(store_of(run), run.path, pytest.fail)
-    tracker.start(run.name, {"seed": 3}, {})
-    for record in run.read_metrics():
-        tracker.log_metrics(record["step"], {**record, "eval/a/mean_at_4": record["step"] / 10})
-    tracker.finish(status, [])
+    records = run.read_metrics()
+    run.metrics_path.unlink()
+    tracker = MlflowTracker(store_of(run), run.path)
+    tracker.start()
+    for record in records:
+        run.append_metrics({**record, "eval/a/mean_at_4": record["step"] / 10})
+        tracker.step_done(record["step"])
+    tracker.finish(status)
 
 
 def send(

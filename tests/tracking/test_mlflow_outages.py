@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.storage import run_folder
-from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
-from bandpo_cli.tracking import tracker
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking import store as stores
 from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.store import Store
-from bandpo_cli.tracking.sync import sync_run
+from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.tracking.tracker import MlflowTracker
 from tests.tracking.mlflow_server import MlflowServer, Triple, silent_port
 
@@ -61,27 +61,19 @@ def log(tracker: MlflowTracker, folder: RunFolder, step: int) -> None:
     metrics = {f"train/metric_{i}": step + i / 7 for i in range(KEYS)}
     record = {"step": step, **metrics, "time/step": STEP_S}
     folder.append_metrics(record)
-    tracker.log_metrics(step, record)
+    tracker.step_done(step)
 
 
-def track_steps(
-    folder: RunFolder,
-    uri: str,
-    events: dict[int, Callable[[], object]],
-    first: int = 1,
-    lines: list[str] | None = None,
-) -> list[str]:
-    """Log `STEPS` steps as a run does, call the `events` before their steps, finish, and return the printed lines."""
-    lines = [] if lines is None else lines
-    tracker = MlflowTracker(Store(uri, "bandpo", None), folder.path, lines.append)
-    tracker.start(folder.name, {"seed": 3}, {})
+def track_steps(folder: RunFolder, uri: str, events: dict[int, Callable[[], object]], first: int = 1) -> None:
+    """Log `STEPS` steps as a run does, call the `events` before their steps, and finish."""
+    tracker = MlflowTracker(Store(uri, "bandpo", None), folder.path)
+    tracker.start()
     for step in range(first, STEPS + 1):
         events.get(step, lambda: None)()
         log(tracker, folder, step)
         time.sleep(STEP_S)
     folder.write_summary({"status": "FINISHED", "steps": STEPS})
-    tracker.finish("FINISHED", run_artifacts(folder.path))
-    return lines
+    tracker.finish("FINISHED")
 
 
 def table(
@@ -100,7 +92,7 @@ def table(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_that_is_killed_and_restarted_during_the_run(
-    server: MlflowServer, folder: RunFolder, number: int
+    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     before: list[Counter[Triple]] = []
 
@@ -112,21 +104,21 @@ def test_a_server_that_is_killed_and_restarted_during_the_run(
         before.append(server.metrics(folder.name))
         server.start()
 
-    lines = track_steps(folder, server.uri, {12: end, 20: restart})
+    track_steps(folder, server.uri, {12: end, 20: restart})
     live = server.metrics(folder.name)
     assert table(f"{signal.Signals(number).name}, back before the end", folder, before[0], live, live) == 0
     assert live == expected(folder)  # equal as multisets: no duplicates
     assert 0 < len(before[0]) < len(live)
     assert server.statuses(folder.name) == ["FINISHED"]
-    assert len(lines) == 1
-    assert "cannot be reached" in lines[0]
+    assert len(caplog.messages) == 1
+    assert "cannot be reached" in caplog.messages[0]
 
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set timeouts of seconds, so that a stopped server is detected quickly."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    monkeypatch.setattr(tracker, "CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(stores, "CONNECT_TIMEOUT_S", 2.0)
 
 
 def stop_server(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
@@ -139,25 +131,24 @@ def stop_server(server: MlflowServer, folder: RunFolder) -> Callable[[], None]:
 
 @pytest.mark.usefixtures("short_timeouts")
 def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(
-    server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server handles the request in its socket after it continues, long after the tracker's timeout."""
     before: list[Counter[Triple]] = []
-    lines: list[str] = []
 
     def continue_server() -> None:
-        wait_for(lambda: bool(lines))
+        wait_for(lambda: bool(caplog.messages))
         before.append(server.metrics(folder.name))
         server.send(signal.SIGCONT)
 
-    track_steps(folder, server.uri, {12: stop_server(server, folder), 36: continue_server}, lines=lines)
+    track_steps(folder, server.uri, {12: stop_server(server, folder), 36: continue_server})
     live = server.metrics(folder.name)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     end = sync(server, folder)
     assert table("SIGSTOP, SIGCONT before the end", folder, before[0], live, end) == 0
     assert end == expected(folder)
     assert server.statuses(folder.name) == ["FINISHED"]
-    assert 1 <= len(lines) <= 2
+    assert 1 <= len(caplog.messages) <= 2
 
 
 def sync(server: MlflowServer, folder: RunFolder) -> Counter[Triple]:
@@ -166,21 +157,20 @@ def sync(server: MlflowServer, folder: RunFolder) -> Counter[Triple]:
     A server that was stopped handles the requests left in its sockets at any time after it continues, also during
     the sync: how many records the sync finds there is not determined, but that it sends none of those again is.
     """
-    sent = sync_run(Store(server.uri, "bandpo", None), folder.path).metrics
+    sent = RunSender(Store(server.uri, "bandpo", None), folder.path).send().metrics
     assert (sent.new + sent.there, sent.differing) == (sum(expected(folder).values()), 0)
-    assert sync_run(Store(server.uri, "bandpo", None), folder.path).is_empty
+    assert RunSender(Store(server.uri, "bandpo", None), folder.path).send().is_empty
     return server.metrics(folder.name)
 
 
 @pytest.mark.usefixtures("short_timeouts")
 def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
-    server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    events = {15: stop_server(server, folder), STEPS: lambda: wait_for(lambda: bool(lines))}
-    track_steps(folder, server.uri, events, lines=lines)
-    assert len(lines) == 2
-    assert f"bandpo sync {folder.name}" in lines[1]
+    events = {15: stop_server(server, folder), STEPS: lambda: wait_for(lambda: bool(caplog.messages))}
+    track_steps(folder, server.uri, events)
+    assert len(caplog.messages) == 2
+    assert f"bandpo sync {folder.name}" in caplog.messages[1]
     before = server.metrics(folder.name)
     server.send(signal.SIGCONT)
     wait_for(lambda: server.answers())
@@ -191,11 +181,13 @@ def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
     assert server.statuses(folder.name) == ["FINISHED"]
 
 
-def test_a_server_that_does_not_run_during_the_whole_run(server: MlflowServer, folder: RunFolder) -> None:
+def test_a_server_that_does_not_run_during_the_whole_run(
+    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     server.stop()
-    lines = track_steps(folder, server.uri, {})
-    assert len(lines) == 2
-    assert f"the metrics of {STEPS} steps (from step 1)" in lines[1]
+    track_steps(folder, server.uri, {})
+    assert len(caplog.messages) == 2
+    assert f"the metrics of {STEPS} steps (from step 1)" in caplog.messages[1]
     server.start()
     end = sync(server, folder)
     assert table("not running", folder, Counter(), Counter(), end) == 0
@@ -204,11 +196,11 @@ def test_a_server_that_does_not_run_during_the_whole_run(server: MlflowServer, f
 
 
 def test_a_run_that_is_killed_and_resumed_has_one_record_per_step(
-    server: MlflowServer, folder: RunFolder
+    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first process dies while the server is down; the second resumes after step 20 and repeats five steps."""
-    first = MlflowTracker(Store(server.uri, "bandpo", None), folder.path, lambda line: None)
-    first.start(folder.name, {"seed": 3}, {})
+    first = MlflowTracker(Store(server.uri, "bandpo", None), folder.path)
+    first.start()
     for step in range(1, 26):
         if step == 22:
             wait_for(lambda: max((step for _, step, _ in server.metrics(folder.name)), default=0) == 21)
@@ -217,7 +209,7 @@ def test_a_run_that_is_killed_and_resumed_has_one_record_per_step(
     first._tries_left = 0  # its thread ends without sending anything, like that of a killed process
     server.start()
     assert server.statuses(folder.name) == ["RUNNING"]
-    sync_run(Store(server.uri, "bandpo", None), folder.path)
+    RunSender(Store(server.uri, "bandpo", None), folder.path).send()
     assert server.statuses(folder.name) == ["KILLED"]
     folder.roll_back(20)
     seen: list[list[str]] = []
@@ -226,8 +218,8 @@ def test_a_run_that_is_killed_and_resumed_has_one_record_per_step(
         wait_for(lambda: server.statuses(folder.name) != ["KILLED"])
         seen.append(server.statuses(folder.name))
 
-    lines = track_steps(folder, server.uri, {30: check_running}, first=21)
-    assert lines == []
+    track_steps(folder, server.uri, {30: check_running}, first=21)
+    assert len(caplog.messages) <= 1  # of the first process
     assert seen == [["RUNNING"]]
     assert server.statuses(folder.name) == ["FINISHED"]
     assert server.metrics(folder.name) == expected(folder)
@@ -267,7 +259,7 @@ def test_bandpo_train_loses_nothing_when_the_server_is_killed_and_restarted(
         assert run.wait(300) == 0, (tmp_path / "train.log").read_text()
     folder = RunFolder(tmp_path / "runs" / "killed")
     live = server.metrics("killed")
-    synced = sync_run(Store(server.uri, "bandpo", None), folder.path)
+    synced = RunSender(Store(server.uri, "bandpo", None), folder.path).send()
     end = server.metrics("killed")
     assert table("bandpo train, SIGKILL and back", folder, before, live, end) == 0
     assert len(folder.read_metrics()) == 31

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.storage.run_folder import RunFolder, run_artifacts
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.link import run_url
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import MlflowCallback, MlflowTracker
@@ -20,6 +22,7 @@ from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
 from tests.tracking.mlflow_server import MlflowServer, silent_port
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
+ENV = {"git": {"commit": "abc", "dirty": False}}
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 
 
@@ -40,15 +43,29 @@ def _history(client, run_id: str, key: str) -> list[tuple[int, float]]:
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, key))
 
 
-def _mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED", **options) -> list[str]:
-    """Track the three steps of `run` and return the printed lines."""
-    lines: list[str] = []
-    tracker = MlflowTracker(store, run.path, lines.append, **options)
-    tracker.start(run.name, PARAMS, {"mlflow.source.git.commit": "abc"})
-    for record in run.read_metrics():
-        tracker.log_metrics(record["step"], record)
-    tracker.finish(status, run_artifacts(run.path))
-    return lines
+@pytest.fixture
+def run(run: RunFolder, caplog: pytest.LogCaptureFixture) -> RunFolder:
+    """Return the run of the storage tests with the settings `PARAMS`; messages are recorded."""
+    caplog.set_level(logging.INFO, "bandpo_cli")
+    run.write_config(json.dumps(PARAMS))
+    run.write_env(ENV)
+    return run
+
+
+@pytest.fixture
+def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Return a function that tracks the three steps of a run and returns the messages."""
+
+    def track(run: RunFolder, store: Store, status: RunStatus = "FINISHED") -> list[str]:
+        caplog.clear()
+        tracker = MlflowTracker(store, run.path)
+        tracker.start()
+        for record in run.read_metrics():
+            tracker.step_done(record["step"])
+        tracker.finish(status)
+        return [record.getMessage() for record in caplog.records if record.name == "bandpo_cli"]
+
+    return track
 
 
 def _check_complete(uri: str, run: RunFolder, status: str) -> None:
@@ -70,9 +87,9 @@ def _check_complete(uri: str, run: RunFolder, status: str) -> None:
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, status):
+def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror, status):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    assert _mirror(run, store, status) == []
+    assert mirror(run, store, status) == []
     _check_complete(store.uri, run, status)
     _, found = _only_run(store.uri)
     assert run_url(run.path, store) == (
@@ -88,83 +105,75 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, status):
     ]
 
 
-def test_a_runs_folder_with_blanks_and_special_characters_works(run):
+def test_a_runs_folder_with_blanks_and_special_characters_works(run, mirror):
     odd = run.path.parent.parent / "my runs %20 #1 é"
     run.path.parent.rename(odd)
     moved = RunFolder(odd / "first")
     store = tracking_store(TrackingConfig(), odd, {})
-    assert _mirror(moved, store) == []
+    assert mirror(moved, store) == []
     assert (odd / "mlflow.db").is_file()
     _check_complete(store.uri, moved, "FINISHED")
 
 
-def test_a_resumed_run_continues_its_mlflow_run_and_sends_no_step_twice(run):
+def test_a_resumed_run_continues_its_mlflow_run_and_sends_no_step_twice(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    _mirror(run, store, "KILLED")
+    mirror(run, store, "KILLED")
     run.append_metrics({"step": 4, "train/reward": 1.0})
-    assert _mirror(run, store) == []
+    assert mirror(run, store) == []
     client, there = _only_run(store.uri)
     assert there.info.status == "FINISHED"
     assert [step for step, _ in _history(client, there.info.run_id, "train/reward")] == [1, 2, 3, 4]
 
 
-def test_a_run_that_was_deleted_at_mlflow_is_created_again(run):
+def test_a_run_that_was_deleted_at_mlflow_is_created_again(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    _mirror(run, store)
+    mirror(run, store)
     client, there = _only_run(store.uri)
     client.delete_run(there.info.run_id)
-    assert _mirror(run, store) == []
+    assert mirror(run, store) == []
     _check_complete(store.uri, run, "FINISHED")
 
 
-def test_a_refused_connection_gives_one_warning_and_a_line_at_the_end(run):
-    uri = NOWHERE.replace("//", "//me:secret@")
-    warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
-    assert len(warnings) == 1
-    assert "cannot be reached" in warnings[0]
-    assert len(closing) == 1
-    assert "3 steps" in closing[0]
-    assert "5 files" in closing[0]
-    assert closing[0].endswith(f"bandpo sync first --runs-dir {run.path.parent}")
-    assert "secret" not in warnings[0] + closing[0]
-    assert not any("\n" in line for line in warnings + closing)
+def test_a_refused_connection_gives_a_warning_and_a_line_at_the_end(run, mirror):
+    warning, closing = mirror(run, Store(NOWHERE.replace("//", "//me:secret@"), "bandpo", None))
+    assert "cannot be reached" in warning
+    assert "the metrics of 3 steps (from step 1) and 5 files" in closing
+    assert closing.endswith(f"bandpo sync first --runs-dir {run.path.parent}")
+    assert "secret" not in warning + closing
+    assert "\n" not in warning + closing
 
 
-@pytest.mark.parametrize("uri", ["nonsense://x", "sqlite:////proc/no/such/folder/x.db", "databricks://none"])
-def test_an_invalid_uri_gives_one_warning(run, uri):
-    warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
-    assert (len(warnings), len(closing)) == (1, 1)
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "nonsense://x",
+        "sqlite:////proc/no/such/folder/x.db",
+        "sqlite:///{run}/config.yaml/x.db",
+        "databricks://none",
+    ],
+)
+def test_an_invalid_uri_gives_a_warning_and_no_output_of_mlflow(run, mirror, uri, capfd):
+    """MLflow itself would retry a database for 25 minutes, and hold its own lock meanwhile."""
+    assert len(mirror(run, Store(uri.format(run=run.path), "bandpo", None))) == 2
+    assert uri.startswith("databricks") or capfd.readouterr().err == ""
 
 
-@contextmanager
-def _server_with(handler: type[BaseHTTPRequestHandler]):
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_a_server_that_answers_500_gives_one_warning(run):
+def test_a_server_that_answers_500_gives_one_warning(run, mirror):
     class Broken(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_error(500)
 
-        do_POST = do_GET
-
         def log_message(self, *_):
             pass
 
-    with _server_with(Broken) as uri:
-        warnings = _mirror(run, Store(uri, "bandpo", None), report=(closing := []).append)
-    assert (len(warnings), len(closing)) == (1, 1)
-    assert "500" in warnings[0]
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        warning, _ = mirror(run, Store(f"http://127.0.0.1:{server.server_port}", "bandpo", None))
+        server.shutdown()
+    assert "500" in warning
 
 
-def test_a_store_that_recovers_gets_every_step_once(run, monkeypatch):
+def test_a_store_that_recovers_gets_every_step_once(run, mirror, monkeypatch):
     """Two calls fail, the second one after MLflow has stored the metrics."""
     from bandpo_cli.tracking import tracker
     from bandpo_cli.tracking.mirror import MlflowMirror
@@ -172,113 +181,82 @@ def test_a_store_that_recovers_gets_every_step_once(run, monkeypatch):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     send, calls = MlflowMirror.send, []
 
-    def flaky(self, records):
+    def flaky(self, records, clocks):
         calls.append(len(records))
         if len(calls) == 1:
             raise ConnectionError("gone")
-        send(self, records)
+        sent = send(self, records, clocks)
         if len(calls) == 2:
             raise TimeoutError("stored, but the answer was lost")
+        return sent
 
     monkeypatch.setattr(MlflowMirror, "send", flaky)
     monkeypatch.setattr(tracker, "MIN_RETRY_DELAY_S", 0.05)
     monkeypatch.setattr(tracker, "FINAL_RETRIES", 3)
-    warnings = _mirror(run, store)
-    assert len(warnings) == 1
+    assert len(mirror(run, store)) == 1
     _check_complete(store.uri, run, "FINISHED")
 
 
-HANGING_RUN = """
-import sys, time
+TRACKED_RUN = """
+import sys, threading, time
 from pathlib import Path
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.tracking.store import Store
 
-tracker = MlflowTracker(Store(sys.argv[1], "bandpo", None), Path(sys.argv[2]), print)
-tracker.start("first", {"seed": 1}, {})
-for step in range(200):
-    tracker.log_metrics(step, {"step": step, "train/reward": 1.0})
-    time.sleep(0.01)
-tracker.finish("FINISHED", [])
-print("mlflow" in sys.modules, tracker._thread.is_alive())
+folder, uri = RunFolder(Path(sys.argv[1])), sys.argv[2] or None
+tracker = MlflowTracker(tracking_store(TrackingConfig(uri=uri), folder.path.parent, {}), folder.path)
+tracker.start()
+for step in range(100, 300):
+    folder.append_metrics({"step": step, "a": 1.0})
+    tracker.step_done(step)
+    time.sleep(0.01 if uri else 0)
+tracker.finish("FINISHED")
+print("mlflow" in sys.modules, [thread.name for thread in threading.enumerate()])
 """
+
+
+def _track_in_a_process(folder: RunFolder, uri: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", TRACKED_RUN, str(folder.path), uri]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_process(run):
     with silent_port() as silent:
-        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-c", HANGING_RUN, uri, str(run.path)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    line, state = done.stdout.splitlines()
-    assert "200 steps" in line
+        process = _track_in_a_process(run, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "203 steps" in err
+    assert err.count("\n") == 1
     # MLflow was not imported, and neither finish nor the process waited for the check's timeout of 10 s.
-    assert state == "False True"
+    assert out == "False ['MainThread', 'mlflow-mirror']\n"
 
 
 @pytest.mark.slow
-def test_tracking_in_a_new_process_prints_nothing_and_sends_no_telemetry(run):
-    """MLflow's migrations, telemetry threads and log lines are suppressed."""
-    code = (
-        "import sys, threading; from pathlib import Path\n"
-        "from bandpo_cli.config.run import TrackingConfig\n"
-        "from bandpo_cli.tracking.store import tracking_store\n"
-        "from bandpo_cli.tracking.tracker import MlflowTracker\n"
-        "run = Path(sys.argv[1])\n"
-        "tracker = MlflowTracker(tracking_store(TrackingConfig(), run.parent), run, print)\n"
-        "tracker.start('first', {}, {}); tracker.log_metrics(1, {'a': 1.0}); tracker.finish('FINISHED', [])\n"
-        "assert [t.name for t in threading.enumerate()] == ['MainThread'], threading.enumerate()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.slow
-def test_runs_that_start_together_share_a_new_database(run):
-    """The first runs of a sweep create the SQLite file and the experiment at the same time."""
-    folders = [RunFolder.create(run.path.parent, f"job-{i}") for i in range(4)]
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from bandpo_cli.config.run import TrackingConfig\n"
-        "from bandpo_cli.tracking.store import tracking_store\n"
-        "from bandpo_cli.tracking.tracker import MlflowTracker\n"
-        "run = Path(sys.argv[1])\n"
-        "tracker = MlflowTracker(tracking_store(TrackingConfig(), run.parent), run, print)\n"
-        "tracker.start('x', {}, {}); [tracker.log_metrics(i, {'a': 1.0}) for i in range(100)]\n"
-        "tracker.finish('FINISHED', [])\n"
-    )
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(folder.path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for folder in folders
-    ]
-    assert [job.communicate()[0] for job in jobs] == [""] * 4
+def test_runs_that_start_together_share_a_new_database_and_print_nothing_of_mlflow(run):
+    """The first runs of a sweep create the SQLite file and the experiment at the same time. MLflow's migrations,
+    telemetry threads and log lines are suppressed."""
+    folders = [RunFolder.create(run.path.parent, f"job-{number}") for number in range(4)]
+    for folder in folders:
+        folder.write_config("seed: 3\n")
+    jobs = [_track_in_a_process(folder) for folder in folders]
+    assert [job.communicate() for job in jobs] == [("True ['MainThread']\n", "")] * 4
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     client = _client(store.uri)
     runs = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
     assert [there.info.status for there in runs] == ["FINISHED"] * 4
-    assert all(len(_history(client, there.info.run_id, "a")) == 100 for there in runs)
+    assert all(len(_history(client, there.info.run_id, "a")) == 200 for there in runs)
 
 
 @pytest.mark.slow
-def test_a_real_server_gets_the_complete_record_through_http(run, tmp_path):
+def test_a_real_server_gets_the_complete_record_through_http(run, mirror, tmp_path):
     server = MlflowServer(tmp_path / "server")
     try:
         server.start()
         store = tracking_store(TrackingConfig(uri=server.uri), run.path.parent, {})
-        assert _mirror(run, store, announce=(announced := []).append) == []
+        announced = mirror(run, store)
         _check_complete(server.uri, run, "FINISHED")
         _, found = _only_run(server.uri)
         address = (
@@ -291,33 +269,22 @@ def test_a_real_server_gets_the_complete_record_through_http(run, tmp_path):
 
 def test_the_callback_sends_steps_and_status(run):
     callback = MlflowCallback(TrackingConfig())
-    callback.start(RunInfo(run.path, PARAMS, {}, 2, 0, (), None))
+    callback.start(RunInfo(run.path, PARAMS, ENV, 2, 0, (), None))
     for record in run.read_metrics():
         callback.step(StepReport(record["step"], record, None))
     callback.end(RunResult(run.path, "FINISHED", run.read_metrics()))
-    assert (run.path.parent / "mlflow.db").exists()
-    assert (run.path / "mlflow.json").exists()
+    _check_complete(tracking_store(TrackingConfig(), run.path.parent, {}).uri, run, "FINISHED")
 
 
-def test_finishing_a_run_that_never_started_prints_nothing(run):
-    printed: list[str] = []
-    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path, printed.append).finish("FAILED", [])
-    assert printed == []
+def test_finishing_a_run_that_never_started_prints_nothing(run, caplog):
+    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path).finish("FAILED")
+    assert caplog.messages == []
 
 
-def test_a_missing_database_gives_one_warning_and_no_output_of_mlflow(run, capfd):
-    """MLflow itself would retry for 25 minutes, and hold its own lock meanwhile."""
-    store = Store(f"sqlite:///{run.path}/no/such/folder/x.db", "bandpo", None)
-    (run.path / "no").write_text("a file where the folder should be")
-    warnings = _mirror(run, store, report=(closing := []).append)
-    assert (len(warnings), len(closing)) == (1, 1)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_run_that_was_killed_while_it_created_the_database_does_not_affect_later_runs(run):
+def test_a_run_that_was_killed_while_it_created_the_database_does_not_affect_later_runs(run, mirror):
     half = run.path.parent / ".mlflow.db.new"
     half.write_bytes(b"SQLite format 3\0 truncated")
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    assert _mirror(run, store) == []
+    assert mirror(run, store) == []
     _check_complete(store.uri, run, "FINISHED")
     assert not half.exists()

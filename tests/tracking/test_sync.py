@@ -16,14 +16,14 @@ import pytest
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import LOCK, is_locked
+from bandpo_cli.storage.files import LOCK, is_locked, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import read_records, read_stored_run
-from bandpo_cli.tracking.link import find_link, link_version, read_links, write_link
-from bandpo_cli.tracking.mirror import MetricRecord, MlflowMirror
+from bandpo_cli.storage.run_record import read_stored_run
+from bandpo_cli.tracking.link import find_link, read_links, write_link
+from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, tracking_store
-from bandpo_cli.tracking.sync import store_for_run, sync_run
+from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
 from bandpo_cli.tracking.tracker import MlflowTracker
 
 NO_VARIABLES: dict[str, str] = {}
@@ -78,14 +78,17 @@ def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
     )
 
 
-def track(store: Store, folder: RunFolder, config: RunConfig, parent: str | None = None) -> None:
+def sync_run(store: Store, path: Path) -> SyncResult:
+    return RunSender(store, path).send()
+
+
+def track(store: Store, folder: RunFolder) -> None:
     """Track the run as `bandpo train` does."""
-    tracker = MlflowTracker(store, folder.path, pytest.fail)
-    env = json.loads((folder.path / "env.json").read_text())
-    tracker.start(folder.name, config.model_dump(mode="json"), run_tags(env, parent))
+    tracker = MlflowTracker(store, folder.path)
+    tracker.start()
     for record in folder.read_metrics():
-        tracker.log_metrics(record["step"], record)
-    tracker.finish("FINISHED", [])
+        tracker.step_done(record["step"])
+    tracker.finish("FINISHED")
 
 
 def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, folder: RunFolder) -> None:
@@ -105,27 +108,22 @@ def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, 
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_sync_sends_what_the_tracker_sends(store: Store, folder: RunFolder, tmp_path: Path) -> None:
-    """Sync takes the params from config.yaml, the tracker from the settings in memory: they must be equal."""
+def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(
+    store: Store, folder: RunFolder
+) -> None:
     config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
     folder.write_config(to_yaml(config))
-    other = RunFolder.create(tmp_path / "runs", "second")
-    for name in ("config.yaml", "env.json", "metrics.jsonl"):
-        (other.path / name).write_bytes((folder.path / name).read_bytes())
-    track(store, folder, config, parent="a-sweep")
-    sync_run(store, other.path)
-    tracked, synced = run_at(store, folder).data, run_at(store, other).data
-    assert synced.params == tracked.params
-    own = {"mlflow.runName", "bandpo.run"}
-    assert {k: v for k, v in synced.tags.items() if k not in own} == {
-        k: v for k, v in tracked.tags.items() if k not in own
-    }
-    assert synced.tags["mlflow.parentRunId"] == "a-sweep"
-    assert history(store, other) == history(store, folder)
+    sync_run(store, folder.path)
+    synced = run_at(store, folder)
+    assert synced.data.params == flat_params(config.model_dump(mode="json"))
+    tags = run_tags(json.loads((folder.path / "env.json").read_text()), "a-sweep")
+    assert tags.items() <= synced.data.tags.items()
+    assert synced.data.tags["mlflow.parentRunId"] == "a-sweep"
+    assert synced.info.user_id == tags["mlflow.user"]
 
 
 def test_only_missing_steps_are_sent(store: Store, folder: RunFolder) -> None:
-    track(store, folder, RunConfig(seed=3))
+    track(store, folder)
     for step in (3, 4):
         folder.append_metrics({"step": step, "train/reward": 1.0, "time/step": 2.0})
     sent = sync_run(store, folder.path)
@@ -140,8 +138,9 @@ def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_ea
     earlier, present = "clip/token_share/p_0_0.001", "vs_probability/token_share_p_0.000_0.001"
     folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0, earlier: 0.25})
     sent_then = {"train/reward": 1.0, "time/step": 2.0, earlier: 0.25}
-    connected = MlflowMirror.connect(store, folder.path, folder.name, {}, {})
-    connected.send([MetricRecord(3, sent_then, 1_700_000_000_000)])
+    for name, value in sent_then.items():
+        mirror = MlflowMirror.connect(store, folder.path, {})
+        client_of(store).log_metric(mirror.run_id, name, value, step=3)
     sent = sync_run(store, folder.path)
     assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
     assert sync_run(store, folder.path).is_empty
@@ -150,7 +149,7 @@ def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_ea
     assert {key for key, step, _ in points if step == 3} == {*sent_then, present, "Main/reward"}
     assert points[present, 3, 0.25] == points[earlier, 3, 0.25] == 1
     folder.append_metrics({"step": 4, "train/reward": 0.0, "time/step": 2.0, earlier: 0.5})
-    track(store, folder, RunConfig(seed=3))
+    track(store, folder)
     assert {key for key, step, _ in history(store, folder) if step == 4} == {
         "train/reward", "Main/reward", "time/step", present,
     }  # fmt: skip
@@ -233,10 +232,10 @@ def test_times_come_from_the_step_durations_and_the_modification_times(folder: R
     """By hand: the last line at 1000 s, so the one before at 998; then its completions were written at 900 s."""
     set_modified(folder.path / "metrics.jsonl", 1000)
     set_modified(folder.path / "evals" / "step-000000.json", 5000)  # a later modification time has no effect
-    assert [record.clock_ms for record in read_records(folder.path)] == [996_000, 998_000, 1_000_000]
+    assert [*read_stored_run(folder.path).clocks.values()] == [1_000_000, 998_000, 996_000]
     samples = folder.write_samples(1, [])
     set_modified(samples, 900)
-    assert [record.clock_ms for record in read_records(folder.path)] == [898_000, 900_000, 1_000_000]
+    assert [*read_stored_run(folder.path).clocks.values()] == [1_000_000, 900_000, 898_000]
     set_modified(folder.path / "config.yaml", 897)
     run = read_stored_run(folder.path)
     assert (run.start_ms, run.end_ms) == (896_000, 1_000_000)
@@ -283,33 +282,52 @@ def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
     assert [each.info.run_id for each in found] == [link.run_id]
 
 
-def test_a_tracker_detects_that_a_sync_has_sent_metrics(store: Store, folder: RunFolder) -> None:
-    tracker = MlflowTracker(store, folder.path, pytest.fail)
-    mirror = MlflowMirror.connect(store, folder.path, folder.name, flat_params({}), {})
-    tracker._mirror, tracker._link = mirror, link_version(folder.path)  # connected, with nothing sent yet
-    sync_run(store, folder.path)  # what the tracker knows of MLflow is now out of date
-    for record in folder.read_metrics():
-        tracker.log_metrics(record["step"], record)
-    tracker._reached = True
-    tracker._send_all()
-    assert history(store, folder) == metrics_of(folder)
-
-
-def test_the_tracker_of_a_resumed_run_sends_the_earlier_steps_that_mlflow_lacks(
+def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(
     store: Store, folder: RunFolder
 ) -> None:
-    """The first process never reached MLflow; the second gives the tracker its own steps only."""
-    tracker = MlflowTracker(store, folder.path, pytest.fail)
-    tracker.start(folder.name, {"seed": 3}, {})
-    record = {"step": 3, "train/reward": 1.0, "time/step": 2.0}
-    folder.append_metrics(record)
-    tracker.log_metrics(3, record)
-    tracker.finish("FINISHED", [])
+    """Each sends lines that the other has sent; the run goes on, so that no file or status is sent."""
+    tracker = RunSender(store, folder.path)
+    with run_lock(folder.path):
+        assert tracker.send("RUNNING").metrics == Sent(9, 0, 0)
+        folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0})
+        assert sync_run(store, folder.path).metrics == Sent(3, 9, 0)
+        folder.append_metrics({"step": 4, "train/reward": 1.0, "time/step": 2.0})
+        assert tracker.send("RUNNING").metrics == Sent(3, 12, 0)
+        folder.append_metrics({"step": 5, "train/reward": 1.0, "time/step": 2.0})
+        assert tracker.send("RUNNING").metrics == Sent(3, 0, 0)
     assert history(store, folder) == metrics_of(folder)
+
+
+def test_a_tracked_step_has_the_time_at_which_it_was_done(store: Store, folder: RunFolder) -> None:
+    sender = RunSender(store, folder.path)
+    sender.clocks[1] = 1_700_000_000_123
+    sender.send("RUNNING")
+    found = client_of(store).get_metric_history(run_at(store, folder).info.run_id, "train/reward")
+    assert {metric.step: metric.timestamp for metric in found}[1] == 1_700_000_000_123
+
+
+def test_a_run_with_more_steps_than_a_call_has_is_sent_in_order_and_counted(
+    store: Store, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[int]] = []
+
+    def send(self: MlflowMirror, records: list[dict[str, Any]], clocks: dict[int, int]) -> Sent:
+        steps = [record["step"] for record in records]
+        calls.append(steps)
+        there = [step for step in steps if step % 3 == 0]
+        return Sent(len(steps) - len(there), len(there), sum(step % 5 == 0 for step in there))
+
+    monkeypatch.setattr(MlflowMirror, "send", send)
+    for step in range(3, 2 * RECORDS_PER_CALL + 20):
+        folder.append_metrics({"step": step, "train/reward": 0.5, "time/step": 1.0})
+    synced = sync_run(store, folder.path)
+    assert [step for call in calls for step in call] == list(range(120))
+    assert max(map(len, calls)) == RECORDS_PER_CALL
+    assert synced.metrics == Sent(80, 40, 8)  # of 0 … 119, 40 are multiples of 3 and 8 of 15
 
 
 def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store: Store, folder: RunFolder) -> None:
-    track(store, folder, RunConfig(seed=3))
+    track(store, folder)
     elsewhere = Store(store.uri, "another experiment", store.artifact_location)
     sync_run(elsewhere, folder.path)
     assert [link.experiment for link in read_links(folder.path)] == ["bandpo", "another experiment"]

@@ -1,4 +1,4 @@
-"""The kind of the MLflow experiment: model training, unless a user has chosen another one."""
+"""The calls to MLflow: metrics in its units, batches within its limits, and the kind of the experiment."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.mirror import MlflowMirror
-from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.mirror import MlflowMirror, Sent
+from bandpo_cli.tracking.store import Store, create_sqlite_store, tracking_store
 
 KIND = "mlflow.experimentKind"
 
@@ -24,14 +24,12 @@ def store(tmp_path: Path) -> Store:
 def client(store: Store) -> Any:
     from mlflow.tracking import MlflowClient
 
-    from bandpo_cli.tracking.store import create_sqlite_store
-
     create_sqlite_store(store.uri)
     return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
 
 
 def connect(store: Store, run: RunFolder) -> None:
-    MlflowMirror.connect(store, run.path, run.name, {}, {})
+    MlflowMirror.connect(store, run.path, {})
 
 
 def tags(client: Any) -> dict[str, str]:
@@ -74,3 +72,41 @@ def test_a_server_that_refuses_the_kind_gets_the_run(
     assert KIND not in tags(client)
     (found,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
     assert found.info.run_name == "first"
+
+
+class Client:
+    """Stand-in for MLflow's client that records the calls of `log_batch`."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[str, float, int, int]]] = []
+
+    def log_batch(self, run_id: str, metrics: list[Any], synchronous: bool) -> None:
+        assert (run_id, synchronous) == ("run", True)
+        self.batches.append([(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics])
+
+
+def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds() -> None:
+    from mlflow.utils.time import get_current_time_millis
+
+    client = Client()
+    records = [
+        {"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None},
+        {"step": 4, "eval/a/mean@16": 0.75},
+    ]
+    before = get_current_time_millis()
+    sent = MlflowMirror(client, "run").send(records, {3: 1_700_000_000_123})
+    assert sent == Sent(new=2, there=0, differing=0)
+    ((first, second),) = client.batches
+    assert first == ("eval/a/mean_at_16", 0.5, 1_700_000_000_123, 3)
+    assert before <= second[2] <= get_current_time_millis()
+
+
+def test_no_call_has_more_metrics_than_mlflow_allows() -> None:
+    """MLflow refuses a batch of more than 1000 metrics."""
+    client = Client()
+    names = [f"m{index}" for index in range(30)]
+    records = [{"step": step, **dict.fromkeys(names, 0.5)} for step in range(70)]
+    assert MlflowMirror(client, "run").send(records, {}).new == 2100
+    assert list(map(len, client.batches)) == [1000, 1000, 100]
+    sent = [(key, step) for batch in client.batches for key, _, _, step in batch]
+    assert sent == [(name, step) for step in range(70) for name in names]
