@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bandpo_cli.errors import LostRankError, is_received
@@ -99,36 +100,23 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    seconds = time.time_ns()
+    record = RankError(
+        str(error), code, traceback, isinstance(error, LostRankError), time.time_ns(), is_received(error)
+    )
     # The form that torchrun reads: it prints `py_callstack`.
-    extra = {"py_callstack": traceback or str(error), "timestamp": str(seconds // 10**9)}
-    content = {
-        "message": {"message": str(error), "errorCode": code, "extraInfo": extra},
-        "traceback": traceback,
-        "lost_rank": isinstance(error, LostRankError),
-        "time_ns": seconds,
-        "received": is_received(error),
-    }
+    extra = {"py_callstack": traceback or record.message, "timestamp": str(record.time_ns // 10**9)}
+    message = {"message": record.message, "errorCode": code, "extraInfo": extra}
     temporary = Path(f"{path}.tmp")
-    try:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
+    with suppress(
+        OSError
+    ):  # the error itself is more important, and the exit code reports that there was one
+        temporary.write_text(json.dumps({"message": message, "rank": asdict(record)}), encoding="utf-8")
         temporary.replace(path)  # the launcher finds it complete or not at all
-    except OSError:  # the error itself is more important, and the exit code reports that there was one
-        return
 
 
 def read_error(path: Path) -> RankError | None:
     """Return the error that `record_error` has written to `path`; None where there is no such file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        message = content["message"]
-        return RankError(
-            str(message["message"]),
-            int(message["errorCode"]),
-            str(content["traceback"]),
-            bool(content["lost_rank"]),
-            int(content["time_ns"]),
-            bool(content["received"]),
-        )
+        return RankError(**json.loads(path.read_text(encoding="utf-8"))["rank"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,30 +1,30 @@
-"""`--nproc`: start the ranks on this machine with torch's launcher, forward signals, and report the first error.
+"""`--nproc`: start the ranks on this machine, forward signals to them, and report the first error.
 
-The processes are those of `torchrun --nproc-per-node N`, with the same environment. torchrun's agent around them is not
-used: it ends a process 30 s after a signal, when a long step may not have finished, and it leaves a process that waits
-for a dead one as long.
+The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent around them is not used: it has one
+timeout (torch 2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that
+wait for a dead one, which are to end in seconds; and it does not tell a second signal from the first.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.cli.signals import FORWARDED, STOPPED, stop_signals, write_line
+from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
 from bandpo_cli.experiments.rank_group import check_gpu_count
 from bandpo_cli.rank_process import (
+    ERROR_FILE_VARIABLE,
     LAUNCHER_VARIABLE,
     RUN_NAME_VARIABLE,
     RankError,
@@ -34,9 +34,6 @@ from bandpo_cli.rank_process import (
 )
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two polls of the ranks."""
@@ -49,7 +46,7 @@ OTHERS_S = 5.0
 """Seconds after the end of rank 0 in which the others can end: they have nothing left to write."""
 
 _KILLED_S = 5
-"""Seconds to wait for processes after SIGKILL."""
+"""Seconds to wait for a process after SIGKILL."""
 
 
 @dataclass
@@ -67,6 +64,40 @@ class RankExit:
     code: int
     error: RankError | None
     by_launcher: bool = False
+
+
+class RankProcess:
+    """The process of a rank, in a group of its own, with the file for its error."""
+
+    def __init__(
+        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
+    ) -> None:
+        """Start the process; rank 0 alone prints."""
+        self.rank = rank
+        self.killed = False
+        self._error_file = folder / f"error-{rank}.json"
+        output = None if rank == 0 else subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **variables, ERROR_FILE_VARIABLE: str(self._error_file)},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank has ended with an error or is about to."""
+        return bool(self.process.returncode) or self._error_file.exists()
+
+    def exit(self) -> RankExit:
+        """Return how the rank has ended."""
+        return RankExit(self.rank, self.process.returncode or 0, read_error(self._error_file), self.killed)
+
+    def kill(self) -> None:
+        """Kill the processes of the group, also those that the rank has started and left."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
@@ -93,6 +124,11 @@ def launch(
 ) -> int:
     """Run this command in `count` processes, and return the exit code of the run.
 
+    SIGINT, SIGTERM and SIGHUP are forwarded. Rank 0 receives the first one, since the ranks ask each other at every
+    step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the others, which have
+    nothing to write, are killed, because rank 0 may be waiting for them. The ranks receive other signals than this
+    process: a cluster sends SIGTERM to all processes of a job, which asks for one thing.
+
     Args:
         model: the settings of the model; its device decides whether each rank needs a GPU.
         how_to_continue: returns what a message says about continuing, after a rank was killed.
@@ -104,54 +140,49 @@ def launch(
         RunError: the error of the rank that failed first.
     """
     check_gpu_count(model, count, f"--nproc {count}")
-    with (
-        TemporaryDirectory(prefix="bandpo-ranks-", ignore_cleanup_errors=True) as logs,
-        _started_ranks(count, name, arguments or _this_command(), logs) as (context, forwarder),
-    ):
-        exits = _watch(context, forwarder)
-    return _exit_code(exits, forwarder.received, how_to_continue)
-
-
-def _this_command() -> list[str]:
-    return ["-m", "bandpo_cli", *sys.argv[1:]]
-
-
-@contextmanager
-def _started_ranks(
-    count: int, name: str | None, arguments: Sequence[str], logs: str
-) -> Iterator[tuple[SubprocessContext, SignalForwarder]]:
-    """Start the ranks; kill those that are left at the end of the block."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        Std,
-        SubprocessContext,
-        start_processes,
-    )
 
-    # It logs the signals that it sends as warnings.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The ranks find each other by this store; its port cannot be taken by another process before they start.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = [rank_variables(rank, count, store.port, name, os.environ) for rank in range(count)]
-    with SignalForwarder() as forwarder:
-        with _preserved_handlers():
-            context = start_processes(
-                "rank",
-                sys.executable,
-                dict.fromkeys(range(count), tuple(arguments)),
-                dict(enumerate(variables)),
-                DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, count), Std.ALL)),
-            )
-        assert isinstance(context, SubprocessContext)
-        forwarder.forward_to(context)
+    ranks: list[RankProcess] = []
+    received: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        if len(ranks) < count:
+            raise SignalExit(number)
+        if number == signal.SIGHUP:  # a closed terminal sends several
+            if received:
+                return
+            number = signal.SIGTERM
+        repeated = number in received
+        received.append(number)
+        for rank in ranks:
+            if rank.process.returncode is None and rank.rank == 0:
+                forwarded = next(own for own, asked in FORWARDED.items() if asked == number)
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, forwarded)
+            elif rank.process.returncode is None and repeated:
+                rank.killed = True
+                rank.kill()
+
+    with (
+        TemporaryDirectory(prefix="bandpo-ranks-", ignore_cleanup_errors=True) as folder,
+        signal_handlers(dict.fromkeys(stop_signals(), forward)),
+    ):
         try:
-            yield context, forwarder
+            for number in range(count):
+                variables = rank_variables(number, count, store.port, name, os.environ)
+                command = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
+                ranks.append(RankProcess(number, command, variables, Path(folder)))
+            _watch(ranks)
         finally:
-            context.close(signal.SIGKILL, _KILLED_S)
-            for handler in context.subprocess_handlers.values():
-                if handler.proc.returncode != 0:  # processes that a killed rank has started are in its group
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(handler.proc.pid, signal.SIGKILL)
+            for rank in ranks:
+                if rank.process.poll() != 0:
+                    rank.kill()
+                    with suppress(subprocess.TimeoutExpired):
+                        rank.process.wait(_KILLED_S)
+        exits = [rank.exit() for rank in ranks]
+    return _exit_code(exits, received, how_to_continue)
 
 
 def rank_variables(
@@ -186,96 +217,20 @@ def rank_variables(
     }
 
 
-@contextmanager
-def _preserved_handlers() -> Iterator[None]:
-    """Keep torch's launcher from replacing the handlers of signals: its own ones end the ranks after 30 s."""
-    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    before, handler = os.environ.get(variable), signal.getsignal(signal.SIGQUIT)
-    os.environ[variable] = "SIGQUIT"  # it needs one
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGQUIT, handler)
-        os.environ.pop(variable)
-        if before is not None:
-            os.environ[variable] = before
-
-
-class SignalForwarder:
-    """Handlers of SIGINT, SIGTERM and SIGHUP that forward them to the ranks. The earlier handlers are restored at the
-    end.
-
-    Rank 0 receives the first signal, since the ranks ask each other at every step whether to stop. The second one of
-    its kind drops the step: rank 0 receives it too, and the others, which have nothing to write, are killed, because
-    rank 0 may be waiting for them.
-
-    The ranks receive other signals than this process: a cluster sends SIGTERM to all processes of a job, which asks
-    for one thing.
-    """
-
-    def __init__(self) -> None:
-        self._context: SubprocessContext | None = None
-        self._before: dict[int, Any] = {}
-        self.received: list[int] = []
-        self.killed: set[int] = set()
-        """The ranks that a second signal has killed."""
-
-    def __enter__(self) -> SignalForwarder:
-        for number in stop_signals():
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def forward_to(self, context: SubprocessContext) -> None:
-        """Forward signals from now on; before, they end this process, and the ranks with it."""
-        self._context = context
-
-    def _handle(self, number: int, _: object) -> None:
-        if self._context is None:
-            raise SignalExit(number)
-        if number == signal.SIGHUP:  # a closed terminal sends several
-            if self.received:
-                return
-            number = signal.SIGTERM
-        repeated = number in self.received
-        self.received.append(number)
-        forwarded = next(own for own, asked in FORWARDED.items() if asked == number)
-        for rank, handler in self._context.subprocess_handlers.items():
-            if handler.proc.returncode is not None:
-                continue
-            with suppress(ProcessLookupError):
-                if rank == 0:
-                    os.kill(handler.proc.pid, forwarded)
-                elif repeated:
-                    self.killed.add(rank)
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
-
-
-def _watch(context: SubprocessContext, forwarder: SignalForwarder) -> list[RankExit]:
+def _watch(ranks: Sequence[RankProcess]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-    files = {rank: Path(path) for rank, path in context.error_files.items()}
-    killed: set[int] = set()
     failed_at = main_ended_at = math.inf
-    while running := [rank for rank, process in processes.items() if process.poll() is None]:
+    while running := [rank for rank in ranks if rank.process.poll() is None]:
         now = time.monotonic()
-        if any(process.returncode for process in processes.values()) or any(map(Path.exists, files.values())):
+        if any(rank.has_failed for rank in ranks):
             failed_at = min(failed_at, now)
-        if 0 not in running:
+        if running[0].rank != 0:
             main_ended_at = min(main_ended_at, now)
         if now > min(failed_at + ENDING_S, main_ended_at + OTHERS_S):
-            killed = {*running}
-            context.close(signal.SIGKILL, _KILLED_S)
-            break
+            for rank in running:
+                rank.killed = True
+            return
         time.sleep(POLL_INTERVAL_S)
-    killed |= forwarder.killed
-    return [
-        RankExit(rank, process.returncode or 0, read_error(files[rank]), rank in killed)
-        for rank, process in processes.items()
-    ]
 
 
 def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continue: Callable[[], str]) -> int:
@@ -291,7 +246,7 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continu
         return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:
-        raise RunError(f"{describe_death(cause)}; {how_to_continue()}")
+        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {how_to_continue()}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
     on_main = main.error is not None and main.error.message == error.message
     named = cause.rank == 0 or on_main or error.received
@@ -313,19 +268,20 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
         signals: those that asked for the end of the run; ranks that they ended have not failed.
     """
     asked = {*signals, *FORWARDED} if signals else set()
-    ended = [each for each in exits if each.code < 0 and -each.code not in asked and not each.by_launcher]
-    killed = [each for each in ended if each.code != -signal.SIGABRT]
-    aborted = [each for each in ended if each.code == -signal.SIGABRT]
-    recorded = [(each.error, each) for each in exits if each.error is not None and not each.error.lost_rank]
-    errors = [each for _, each in sorted(recorded, key=lambda pair: (pair[0].received, pair[0].time_ns))]
-    others = [each for each in exits if each.error is None and each.code > 0 and each.code - 128 not in asked]
-    lost = [each for each in exits if each.error is not None and each.error.lost_rank]
-    return next(iter([*killed, *errors, *others, *aborted, *lost]), None)
 
+    def place(end: RankExit) -> tuple[int, bool, int] | None:
+        """Return the place of a failure in this order; None for a rank that has not failed."""
+        was_killed = end.code < 0 and -end.code not in asked and not end.by_launcher
+        if was_killed and end.code != -signal.SIGABRT:
+            return 0, False, 0
+        if end.error is not None:
+            return (4, False, 0) if end.error.lost_rank else (1, end.error.received, end.error.time_ns)
+        if end.code > 0 and end.code - 128 not in asked:
+            return 2, False, 0
+        return (3, False, 0) if was_killed else None
 
-def describe_death(end: RankExit) -> str:
-    """Return how a rank without an error of its own ended."""
-    return f"rank {end.rank} {describe_exit(end.code)}"
+    failures = [(found, end.rank, end) for end in exits if (found := place(end)) is not None]
+    return min(failures)[2] if failures else None
 
 
 def continue_with(resume: str, count: int) -> str:

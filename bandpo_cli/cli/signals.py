@@ -7,8 +7,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from bandpo_cli.errors import SignalExit, signal_name
@@ -30,6 +30,17 @@ def stop_signals() -> list[int]:
     """Return SIGINT, SIGTERM, and SIGHUP, which a closed terminal sends, unless `nohup` lets the program ignore it."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+@contextmanager
+def signal_handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Install handlers by number of the signal; the earlier ones are restored at the end."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopSignals(CallbackBase):
@@ -57,7 +68,7 @@ class StopSignals(CallbackBase):
         self._closing = False
         self._received: list[int] = []
         self._deferring = False
-        self._before: dict[int, Any] = {}
+        self._stack = ExitStack()
         self._arrivals: _Arrivals | None = None
 
     @property
@@ -80,19 +91,13 @@ class StopSignals(CallbackBase):
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
                 handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
-                self._arrivals = _Arrivals()
-            for number, handler in handlers.items():
-                self._before[number] = signal.signal(number, handler)
+                self._arrivals = self._stack.enter_context(_Arrivals())
+            self._stack.enter_context(signal_handlers(handlers))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._arrivals is not None:
-            self._arrivals.close()
-            self._arrivals = None
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._arrivals = None
 
     def start(self, info: Any) -> None:
         """Let the first signal only set `requested`."""
@@ -136,24 +141,24 @@ class _Arrivals:
     to the file descriptor of `signal.set_wakeup_fd`.
     """
 
-    def __init__(self) -> None:
+    def __enter__(self) -> _Arrivals:
         self._read, self._write = os.pipe()
         for descriptor in (self._read, self._write):
             os.set_blocking(descriptor, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._counts: Counter[int] = Counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._read)
+        os.close(self._write)
 
     def take(self, number: int) -> int:
         """Return how many signals `number` have arrived since the last call."""
         with suppress(BlockingIOError):
             self._counts.update(os.read(self._read, 1 << 16))
         return self._counts.pop(number, 0)
-
-    def close(self) -> None:
-        """Restore the earlier file descriptor."""
-        signal.set_wakeup_fd(self._before)
-        os.close(self._read)
-        os.close(self._write)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -199,10 +204,5 @@ def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
         return
     ending = [number for number in stop_signals() if number != signal.SIGINT]
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    numbers = [*ending, *([] if ignored else [signal.SIGINT])]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with signal_handlers(dict.fromkeys([*ending, *([] if ignored else [signal.SIGINT])], handle)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

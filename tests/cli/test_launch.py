@@ -14,7 +14,6 @@ import torch
 from bandpo_cli.cli import launch as launcher
 from bandpo_cli.cli.launch import (
     RankExit,
-    describe_death,
     first_failure,
     launch,
     rank_variables,
@@ -22,7 +21,7 @@ from bandpo_cli.cli.launch import (
 )
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import ConfigError, RunError, UserError
+from bandpo_cli.errors import ConfigError, RunError, UserError, describe_exit
 from bandpo_cli.experiments.rank_group import check_gpu_count, check_ranks
 from bandpo_cli.rank_process import RankError
 from bandpo_cli.storage.environment import usable_cores
@@ -333,14 +332,14 @@ def test_the_message_names_the_rank_that_failed_once(exits: list[RankExit], mess
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (-6, "rank 2 was killed by SIGABRT"),
-        (-9, "rank 2 was killed by SIGKILL (as the system does when memory runs out)"),
-        (-200, "rank 2 was killed by signal 200"),
-        (9, "rank 2 ended with exit code 9"),
+        (-6, "was killed by SIGABRT"),
+        (-9, "was killed by SIGKILL (as the system does when memory runs out)"),
+        (-200, "was killed by signal 200"),
+        (9, "ended with exit code 9"),
     ],
 )
-def test_how_a_rank_ended(code: int, text: str) -> None:
-    assert describe_death(RankExit(2, code, None)) == text
+def test_how_a_process_ended(code: int, text: str) -> None:
+    assert describe_exit(code) == text
 
 
 def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says() -> None:
