@@ -61,8 +61,8 @@ def report(
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)
-    folder = out or (chosen.sweep or Path()) / "report"
-    tuning = None if chosen.sweep is None else read_tuning(chosen.sweep)
+    folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
+    tuning = read_tuning(chosen.sweep)
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
     if format_ == "json":
         print_json(written.as_json())

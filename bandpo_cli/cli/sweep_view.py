@@ -26,7 +26,7 @@ from bandpo_cli.reports.sweep.arms import Report
 from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
-from bandpo_cli.sweeps.folder import SweepRun
+from bandpo_cli.sweeps.folder import SweepRun, by_arm
 from bandpo_cli.types import CallbackBase
 
 LINES_EVERY_S = 60.0
@@ -155,14 +155,6 @@ def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
         counts = sorted({steps[run.name] for run in members})
         table.add_row(Text(arm), seeds, " ".join(map(str, counts)), str(len(members)))
     return table
-
-
-def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
-    """Return the runs by arm, in the order of the first run of each arm."""
-    arms: dict[str, list[SweepRun]] = {}
-    for run in runs:
-        arms.setdefault(run.arm, []).append(run)
-    return arms
 
 
 def arms_table(runs: Sequence[SweepRun], states: States) -> Table:

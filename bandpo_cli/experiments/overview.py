@@ -23,6 +23,7 @@ from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_o
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import StoredRun, Summary, read_stored_run, read_summary
 from bandpo_cli.storage.tables import GradedCompletion, read_graded_completions
+from bandpo_cli.sweeps.folder import find_runs
 from bandpo_cli.types import RunStatus
 
 Status = RunStatus | Literal["RUNNING"]
@@ -148,7 +149,7 @@ def list_runs(
     method = None if method is None else method_name(method)
     found = [
         each
-        for each in (describe_line(path, root) for path in _run_paths(root))
+        for each in (describe_line(path, root) for path in find_runs(root))
         if _matches(each.name, patterns)
         and (method is None or each.method == method or each.method.startswith(f"{method}-"))
         and (task is None or each.task == task)
@@ -372,13 +373,6 @@ def select_completions(
         for each in found
         if problem in (None, each["problem_id"]) and correct in (None, each["accuracy"] == 1)
     ]
-
-
-def _run_paths(folder: Path) -> Iterator[Path]:
-    """Yield the run folders in a runs folder, and those of its sweeps."""
-    yield from (path.parent for path in sorted(folder.glob("*/config.yaml")))
-    for plan in sorted(folder.glob("*/sweep.yaml")):
-        yield from _run_paths(plan.parent)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

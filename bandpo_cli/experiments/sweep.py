@@ -303,10 +303,10 @@ def _report(
     """Write the report over the finished runs; return it, or why there is none."""
     from bandpo_cli.reports.sweep import read_sweep, read_tuning, write_report
 
-    title, baseline, runs = read_sweep(folder.path)
     events.phase("report")
+    chosen, out = read_sweep(folder.path), folder.path / "report"
     try:
-        report = write_report(runs, title, baseline, folder.path / "report", tuning=read_tuning(folder.path))
+        report = write_report(chosen.runs, chosen.title, chosen.baseline, out, tuning=read_tuning(folder))
     except UserError as error:
         return None, str(error)
     return report, None

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from bandpo_cli.config.files import read_config
-from bandpo_cli.config.layers import Layer, resolve, validation_message
+from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.preflight import check_config, choose_run_name
-from bandpo_cli.experiments.tuning import tuned_layers
-from bandpo_cli.storage.run_folder import RunFolder, timestamped
+from bandpo_cli.storage.run_folder import RunFolder, resume_command, timestamped
+from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
-from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.folder import SweepFolder, by_arm
 from bandpo_cli.sweeps.plan import (
     MATCH_PREFIX,
     DeltaMatcher,
@@ -30,6 +30,7 @@ from bandpo_cli.sweeps.plan import (
 )
 
 if TYPE_CHECKING:
+    from bandpo_cli.reports.sweep.runs import ArmRunData
     from bandpo_cli.reports.sweep.tuning import Tuning
 
 _MAX_SEED_DIGITS = 12
@@ -110,9 +111,9 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     about: dict[str, Any] = {}
     tuning: Tuning | None = None
     if config.tuned_on is not None:
-        tuned, tuning = tuned_layers(config, runs_dir)
+        tuned, tuning = _tuned_layers(config, runs_dir)
         runs = plan_tuned_runs(config, tuned, layers)
-        about = tuning.as_plan()
+        about = {"tuning": asdict(tuning)}
     else:
         matches: dict[str, Any] = {}
         runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
@@ -134,6 +135,69 @@ def create_sweep(
     """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
     chosen = choose_run_name(runs_dir, name, timestamped("sweep"))
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about, gpus_per_run)
+
+
+def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
+    """Return all settings of the best arm of each group of `config.tuned_on`, by group, and how they were chosen.
+
+    Raises:
+        ConfigError: there is no such sweep, it is not finished, all arms of a group failed, or one of its seeds is
+            among `config.seeds`.
+    """
+    from bandpo_cli.reports.sweep.tuning import choose
+
+    assert config.tuned_on is not None
+    try:
+        folder = SweepFolder.open(runs_dir, config.tuned_on)
+        groups = _runs_by_group(folder, runs_dir)
+        used = sorted({run.seed for run in folder.runs})
+        both = [seed for seed in config.seeds if seed in used]
+        if both:
+            raise UserError(
+                f"seed {both[0]} chose the settings in {folder.name}; "
+                f"give seeds other than {', '.join(map(str, used))}"
+            )
+        tuning = choose(folder.name, config.tuned_by, groups)
+    except UserError as error:
+        raise ConfigError(f"tuned_on: {error}") from None
+    plans = {run.arm: folder.plan_path(run.name) for run in folder.runs}
+    return {group: read_layer(plans[best.arm]) for group, best in tuning.chosen.items()}, tuning
+
+
+def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[ArmRunData]]]:
+    """Return the runs of the arms that finished with every seed, by group and arm."""
+    from bandpo_cli.reports.sweep.runs import ArmRunData, read_arm_run
+    from bandpo_cli.reports.sweep.selection import ArmRun
+
+    if not all(run.group for run in folder.runs):
+        raise UserError(
+            f"{folder.path} was made by a version whose plans do not say which arms are one method"
+        )
+    stopped = folder.stopped()
+    summaries = {
+        run.name: read_summary(folder.run_path(run.name)) for run in folder.runs if run.name not in stopped
+    }
+    unfinished = [
+        name
+        for name, summary in summaries.items()
+        if summary is None or summary.status not in ("FINISHED", "FAILED")
+    ]
+    if unfinished:
+        raise UserError(
+            f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.name} are not finished ({unfinished[0]}"
+            f"{', ...' if len(unfinished) > 1 else ''}); finish them first: "
+            f"{resume_command('sweep', folder.path, runs_dir)}"
+        )
+    groups: dict[str, dict[str, list[ArmRunData]]] = {run.group: {} for run in folder.runs}
+    for arm, runs in by_arm(folder.runs).items():
+        read = [read_arm_run(ArmRun(arm, run.seed, folder.run_path(run.name))) for run in runs]
+        finished = [record for record in read if isinstance(record, ArmRunData)]
+        if len(finished) == len(runs):
+            groups[runs[0].group][arm] = finished
+    without = [group for group, arms in groups.items() if not arms]
+    if without:
+        raise UserError(f"{folder.name}: no arm of {', '.join(without)} has finished with every seed")
+    return groups
 
 
 def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:

@@ -12,7 +12,7 @@ from bandpo_cli.errors import RunError, UserError, redact_credentials
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
-from bandpo_cli.sweeps.folder import PLAN_FILE
+from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
 from bandpo_cli.tracking.store import Store, check_reachable, short_error
 from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
 from bandpo_cli.types import Callback
@@ -179,6 +179,4 @@ def _named(name: str, runs_dir: Path) -> list[RunToSync]:
 
 def _inside(folder: Path) -> list[RunToSync]:
     """Return the runs of a runs folder or a sweep, those of the sweeps in it included."""
-    paths = [path.parent for path in sorted(folder.glob("*/config.yaml"))]
-    nested = [each for plan in sorted(folder.glob(f"*/{PLAN_FILE}")) for each in _inside(plan.parent)]
-    return [*(RunToSync(path, named=False) for path in paths), *nested]
+    return [RunToSync(path, named=False) for path in find_runs(folder)]

@@ -18,7 +18,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import read_metrics
-from bandpo_cli.storage.run_record import read_summary
+from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
+from bandpo_cli.sweeps.folder import find_runs
 
 TRIAL_STEPS = 3
 START_S = 8.0
@@ -54,19 +55,19 @@ def seconds_from_earlier_runs(
     """
     own = config.model_dump(mode="json")
     seconds_by_time = []
-    for path in _summary_files(runs_dir):
+    for path in find_runs(runs_dir) if path_exists(runs_dir) else ():
         try:
-            summary = read_summary(path.parent)
+            summary = read_summary(path)
             if summary is None or summary.status != "FINISHED":
                 continue
-            earlier = read_yaml(path.parent / "config.yaml", "config")
-            environment = read_json_object(path.parent / "env.json", max_bytes=MAX_CONFIG_BYTES)
+            earlier = read_yaml(path / "config.yaml", "config")
+            environment = read_json_object(path / "env.json", max_bytes=MAX_CONFIG_BYTES)
             hardware = environment["hardware"]
             same_ranks = environment.get("ranks", 1) == ranks
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
             if same_ranks and same_speed and _shape(earlier) == _shape(_with_choices_of(own, earlier)):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
-                seconds_by_time.append((path.stat().st_mtime, START_S + trained))
+                seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
             continue
     latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
@@ -121,13 +122,6 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
 def rank_flags(ranks: int) -> list[str]:
     """Return the flags of `bandpo train` for a run with this many processes; none for one."""
     return ["--nproc", str(ranks)] if ranks > 1 else []
-
-
-def _summary_files(runs_dir: Path) -> list[Path]:
-    """Return `summary.json` of every run in `runs_dir`, those of sweeps included."""
-    if not path_exists(runs_dir):
-        return []
-    return [*runs_dir.glob("*/summary.json"), *runs_dir.glob("*/*/summary.json")]
 
 
 def _with_choices_of(config: Mapping[str, Any], earlier: Any) -> Mapping[str, Any]:

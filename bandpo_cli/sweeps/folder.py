@@ -11,7 +11,7 @@ import yaml
 
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.yaml_loader import read_yaml
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
@@ -28,8 +28,8 @@ _MAX_ERROR_CHARS = 300
 class SweepRun:
     """One entry of `runs` in `sweep.yaml`.
 
-    `group` is the arm without the values of its axes (`sweeps.plan.PlannedRun`); "" where the plan has none, as those
-    of earlier versions.
+    `group` is the arm without the values of its axes (`sweeps.plan.PlannedRun`); "" where the plan has none, as in
+    earlier versions.
     """
 
     name: str
@@ -44,17 +44,17 @@ class SweepFolder:
     Attributes:
         path: the folder; it is the runs folder of its runs.
         runs: the planned runs.
+        plan: the content of `sweep.yaml`.
         baseline: the arm that the others are compared with, None without one.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
     """
 
-    def __init__(
-        self, path: Path, runs: Sequence[SweepRun], baseline: str | None, gpus_per_run: int = 1
-    ) -> None:
+    def __init__(self, path: Path, runs: Sequence[SweepRun], plan: Mapping[str, Any]) -> None:
         self.path = path
         self.runs = list(runs)
-        self.baseline = baseline
-        self.gpus_per_run = gpus_per_run
+        self.plan = plan
+        self.baseline = None if plan.get("baseline") is None else str(plan["baseline"])
+        self.gpus_per_run: int = plan.get("gpus_per_run", 1)
 
     @classmethod
     def create(
@@ -86,43 +86,54 @@ class SweepFolder:
             "runs": [vars(run) for run in runs],
         }
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
-        return cls(path, runs, baseline, gpus_per_run)
+        return cls(path, runs, plan)
 
     @classmethod
     def open(cls, runs_dir: Path, text: str) -> SweepFolder:
         """Return the sweep that `text` names: a name in `runs_dir`, or the path of its folder.
 
-        Raises UserError when there is none, or its plan is damaged.
+        Raises UserError when there is none, its plan is damaged, or the settings of a run are missing.
         """
         path = find_folder(text, runs_dir, PLAN_FILE)
         if path is None:
             raise not_found("sweep", text, runs_dir, PLAN_FILE)
-        return cls._read(path)
-
-    @classmethod
-    def _read(cls, path: Path) -> SweepFolder:
-        plan = read_yaml(path / PLAN_FILE, str(path / PLAN_FILE))
-        try:
-            runs = [
-                SweepRun(run["name"], str(run["arm"]), run["seed"], str(run.get("group", "")))
-                for run in plan["runs"]
-            ]
-            baseline = plan.get("baseline")
-            gpus_per_run = plan.get("gpus_per_run", 1)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path / PLAN_FILE}: not readable as the plan of a sweep: {error}") from None
-        if not runs:
-            raise UserError(f"{path / PLAN_FILE}: lists no runs")
-        if not isinstance(gpus_per_run, int) or isinstance(gpus_per_run, bool) or gpus_per_run < 1:
-            raise UserError(f"{path / PLAN_FILE}: gpus_per_run = {gpus_per_run!r} is not a number from 1 on")
-        seen: set[str] = set()
-        for run in runs:
-            _check_entry(run, seen, path / PLAN_FILE)
-            if not path_exists(path / "plans" / f"{run.name}.yaml"):
+        folder = cls.read(path)
+        for run in folder.runs:
+            if not path_exists(folder.plan_path(run.name)):
                 raise UserError(
                     f"{path}: the settings of run '{run.name}' are missing (plans/{run.name}.yaml)"
                 )
-        return cls(path, runs, None if baseline is None else str(baseline), gpus_per_run)
+        return folder
+
+    @classmethod
+    def read(cls, path: Path) -> SweepFolder:
+        """Return the sweep in the folder `path`, for which `sweep.yaml` suffices.
+
+        Raises UserError, which names the place, when the plan is damaged.
+        """
+        file = path / PLAN_FILE
+        plan = read_yaml(file, str(file))
+        entries = plan.get("runs") if isinstance(plan, dict) else None
+        if not isinstance(entries, list) or not entries:
+            raise UserError(
+                f"{file}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
+            )
+        runs: dict[str, SweepRun] = {}
+        for number, entry in enumerate(entries, start=1):
+            run = _planned_run(entry, f"{file}: run {number}")
+            if run.name in runs:
+                raise UserError(f"{file}: lists the run '{run.name}' twice")
+            runs[run.name] = run
+        folder = cls(path, list(runs.values()), plan)
+        ranks, arms = folder.gpus_per_run, dict.fromkeys(run.arm for run in folder.runs)
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise UserError(f"{file}: gpus_per_run = {ranks!r} is not a number from 1 on")
+        if folder.baseline not in (None, *arms):
+            raise UserError(
+                f"{file}: baseline = {folder.baseline!r}: no arm of that name{nearest(str(folder.baseline), arms)}; "
+                f"arms: {', '.join(arms)}"
+            )
+        return folder
 
     @property
     def name(self) -> str:
@@ -189,17 +200,33 @@ class SweepFolder:
         return (errors or printed or ["it printed nothing"])[-1][:_MAX_ERROR_CHARS]
 
 
-def _check_entry(run: SweepRun, seen: set[str], plan: Path) -> None:
-    """Raise UserError for an entry that no sweep wrote, else add its name to `seen`.
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run folders in a runs folder or a sweep, then those of the sweeps in it."""
+    runs = [file.parent for file in sorted(folder.glob("*/config.yaml"))]
+    sweeps = [file.parent for file in sorted(folder.glob(f"*/{PLAN_FILE}"))]
+    return [*runs, *(run for sweep in sweeps for run in find_runs(sweep))]
 
-    A plan may come from anyone, and its names become folders.
+
+def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
+    """Return the runs by arm, in the order of the first run of each arm."""
+    arms: dict[str, list[SweepRun]] = {}
+    for run in runs:
+        arms.setdefault(run.arm, []).append(run)
+    return arms
+
+
+def _planned_run(entry: Any, where: str) -> SweepRun:
+    """Return an entry of a plan, which may come from anyone and whose name becomes a folder.
+
+    Raises UserError, which begins with `where`, for an entry that no sweep wrote.
     """
-    if not isinstance(run.name, str) or not is_valid_name(run.name) or run.name in _RESERVED_NAMES:
-        raise UserError(
-            f"{plan}: name = {run.name!r} is not a valid name of a run; give a single folder name"
-        )
-    if run.name in seen:
-        raise UserError(f"{plan}: lists the run '{run.name}' twice")
-    if not isinstance(run.seed, int) or isinstance(run.seed, bool) or not 0 <= run.seed < _MAX_SEED:
-        raise UserError(f"{plan}: run '{run.name}': seed = {run.seed!r} is not an integer from 0 to 2³¹ − 1")
-    seen.add(run.name)
+    keys = entry if isinstance(entry, dict) else {}
+    missing = [key for key in ("name", "arm", "seed") if keys.get(key) is None]
+    if missing:
+        raise UserError(f"{where} has no {missing[0]}; expected {{name: ..., arm: ..., seed: ...}}")
+    name, seed = str(keys["name"]), keys["seed"]
+    if not is_valid_name(name) or name in _RESERVED_NAMES:
+        raise UserError(f"{where}: name = {name!r} is not a valid folder name of a run")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED:
+        raise UserError(f"{where}: seed = {seed!r} is not an integer from 0 to 2³¹ − 1")
+    return SweepRun(name, str(keys["arm"]), seed, str(keys.get("group", "")))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bandpo_cli.experiments.sweep_tracking import sweep_mlflow_run
-from bandpo_cli.reports.sweep import Report, read_sweep, write_report
+from bandpo_cli.reports.sweep import Report
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tracking.store import Store, sqlite_uri
-from tests.reports.sweep_folders import edit_line, write_sweep
+from tests.reports.sweep_folders import edit_line, report_of, write_sweep
 
 
 @pytest.fixture
@@ -31,11 +31,6 @@ def sweep(tmp_path: Path) -> SweepFolder:
     return SweepFolder.open(tmp_path / "runs", "methods")
 
 
-def report_of(sweep: SweepFolder) -> Report:
-    title, baseline, runs = read_sweep(sweep.path)
-    return write_report(runs, title, baseline, sweep.path / "report")
-
-
 def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
     """Execute the sweep without runs, and return its MLflow run and a client."""
     from mlflow.tracking import MlflowClient
@@ -50,7 +45,7 @@ def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     sweep: SweepFolder, store: Store
 ) -> None:
     """The arm `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
-    client, run = execute(sweep, store, report_of(sweep))
+    client, run = execute(sweep, store, report_of(sweep.path))
     assert {name.rpartition("/")[0] for name in run.data.metrics} == {"sweep/clip", "sweep/band"}
     assert run.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.3 + 0.5) / 2)
     assert run.data.metrics["sweep/band/accuracy"] == pytest.approx((0.75 + 0.25) / 2)
@@ -62,7 +57,7 @@ def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     assert {"sweep.yaml", "report"} == {file.path for file in client.list_artifacts(run.info.run_id)}
 
     edit_line(sweep.path / "clip-s0", -1, **{"eval/countdown/mean_at_16": 0.1})
-    _, resumed = execute(sweep, store, report_of(sweep))
+    _, resumed = execute(sweep, store, report_of(sweep.path))
     assert resumed.info.run_id == run.info.run_id
     assert resumed.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.1 + 0.5) / 2)
     assert "| clip (baseline) | 2 | 0.300" in resumed.data.tags["mlflow.note.content"]
@@ -72,6 +67,6 @@ def test_a_description_of_the_user_is_kept(sweep: SweepFolder, store: Store) -> 
     client, run = execute(sweep, store, None)
     assert "mlflow.note.content" not in run.data.tags
     client.set_tag(run.info.run_id, "mlflow.note.content", "the second attempt")
-    _, resumed = execute(sweep, store, report_of(sweep))
+    _, resumed = execute(sweep, store, report_of(sweep.path))
     assert resumed.data.tags["mlflow.note.content"] == "the second attempt"
     assert "sweep/clip/accuracy" in resumed.data.metrics

@@ -69,7 +69,7 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(tmp_path: Path) -> N
     request = request_from_config(SweepConfig(tuned_on="tuning"), [], tmp_path)
     folder = create_sweep(request, tmp_path, "tested")
     assert [run.arm for run in SweepFolder.open(tmp_path, "tested").runs] == ["clip", "kl"]
-    tuning = read_tuning(folder.path)
+    tuning = read_tuning(folder)
     assert tuning == request.tuning
     assert tuning is not None
     assert (tuning.sweep, tuning.metric, tuning.seeds) == ("tuning", "accuracy", [100, 101])
@@ -78,7 +78,7 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(tmp_path: Path) -> N
         for (_, arm, _), values in FINALS.items()
     ]
     assert [arm.settings for arm in tuning.arms[:2]] == [{"optim.lr": 1e-5}, {"optim.lr": 1e-4}]
-    assert read_tuning(tmp_path / "tuning") is None
+    assert read_tuning(SweepFolder.read(tmp_path / "tuning")) is None
 
 
 def test_the_area_can_decide(tmp_path: Path) -> None:

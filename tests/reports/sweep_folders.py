@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.reports.sweep import Report, read_sweep, write_report
 from bandpo_cli.storage.run_folder import RunFolder
 
 CLIP, KL = ("bounds.method=clip",), ("bounds.divergence=kl", "bounds.delta=0.05")
@@ -69,6 +70,16 @@ def write_sweep(
             runs.append({"name": name, "arm": arm, "seed": seed})
     write_plan(folder, {"name": folder.name, "baseline": baseline, "axes": "ignored", "runs": runs})
     return folder
+
+
+def report_of(
+    folder: Path, baseline: str | None = "of the sweep", out: Path | None = None, **options: Any
+) -> Report:
+    """Write the report of a sweep."""
+    chosen = read_sweep(folder)
+    if baseline == "of the sweep":
+        baseline = chosen.baseline
+    return write_report(chosen.runs, chosen.title, baseline, out or folder / "report", **options)
 
 
 def write_plan(folder: Path, plan: Any) -> None:

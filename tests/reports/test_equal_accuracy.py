@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.sweep import ArmRun, Report, read_sweep, write_report
+from bandpo_cli.reports.sweep import ArmRun, write_report
 from bandpo_cli.reports.sweep.equal_accuracy import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
@@ -19,7 +19,7 @@ from bandpo_cli.reports.sweep.equal_accuracy import (
     first_crossing,
 )
 from bandpo_cli.reports.sweep.runs import ArmRunData, Evaluations
-from tests.reports.sweep_folders import edit_line, write_run, write_sweep
+from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 
 def _run(
@@ -181,11 +181,6 @@ def no_plots(monkeypatch):
     monkeypatch.setattr("bandpo_cli.reports.sweep.write.plot_all", lambda *_: {})
 
 
-def _report(folder: Path) -> Report:
-    title, baseline, runs = read_sweep(folder)
-    return write_report(runs, title, baseline, folder / "report")
-
-
 def test_all_forms_of_the_report_have_the_metric(tmp_path, no_plots):
     # Accuracy rises linearly from 0.2 in 4 steps; the recorded entropy of the policy after t steps is 0.45 − 0.05·t.
     finals = {
@@ -193,7 +188,7 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, no_plots):
         "kl 0.02": {0: 0.60, 1: 0.62, 2: 0.70},
         "kl 0.03": {0: 0.21, 1: 0.22, 2: 0.23},
     }
-    report = _report(write_sweep(tmp_path / "s", finals))
+    report = report_of(write_sweep(tmp_path / "s", finals))
     entropies = {
         arm: [0.45 - 0.05 * min(3, 4 * 0.2 / (final - 0.2)) for final in by_seed.values()]
         for arm, by_seed in finals.items()
@@ -229,7 +224,7 @@ def test_notes_name_the_run_that_sets_the_level_and_what_has_no_value(tmp_path, 
         "kl 0.02": {0: 0.60, 1: 0.62, 2: 0.70},
         "kl 0.03": {0: 0.21, 1: 0.22, 2: 0.23},
     }
-    notes = _report(write_sweep(tmp_path / "s", finals)).notes
+    notes = report_of(write_sweep(tmp_path / "s", finals)).notes
     assert (
         "Entropies are compared at 40% held-out accuracy, the highest level that all compared runs reach. It is the "
         "best value of clip (seed 0); without this run it would be 44%."
@@ -257,7 +252,7 @@ def test_notes_name_the_run_that_sets_the_level_and_what_has_no_value(tmp_path, 
     ],
 )
 def test_a_note_says_why_there_is_no_level(tmp_path, no_plots, finals, note):
-    report = _report(write_sweep(tmp_path / "s", finals))
+    report = report_of(write_sweep(tmp_path / "s", finals))
     assert note in report.notes
     assert report.accuracy_level is None
     assert not any(each.key == "entropy_at_accuracy" for each in report.figures)

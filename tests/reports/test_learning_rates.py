@@ -7,9 +7,9 @@ import yaml
 
 from bandpo_cli.reports.sweep import select_runs, write_report
 from bandpo_cli.reports.sweep.arms import group_by_arm
-from bandpo_cli.reports.sweep.learning_rates import accuracy_by_learning_rate
 from bandpo_cli.reports.sweep.runs import read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
+from bandpo_cli.reports.sweep.tuning import accuracy_by_learning_rate
 from tests.reports.sweep_folders import CLIP, KL, write_run
 
 
@@ -71,12 +71,12 @@ def test_lines_of_the_same_name_are_numbered(tmp_path):
     assert list(_lines(runs)) == ["clip", "clip #2"]
 
 
-def test_arms_that_differ_in_more_than_the_learning_rate_are_no_line(tmp_path):
+def test_arms_that_differ_in_more_than_the_learning_rate_are_two_lines(tmp_path):
     runs = [
         ArmRun("a", 0, write_run(tmp_path / "a", (*CLIP, "optim.lr=1e-5"))),
         ArmRun("b", 0, write_run(tmp_path / "b", (*CLIP, "optim.lr=1e-4", "optim.updates=8"))),
     ]
-    assert _lines(runs) == {}
+    assert _lines(runs) == {"a": {1e-5: [0.4]}, "b": {1e-4: [0.4]}}
 
 
 def test_a_run_without_a_numeric_learning_rate_is_in_no_line(tmp_path):

@@ -11,10 +11,10 @@ from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.style import arm_styles, shorten_middle
-from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
+from bandpo_cli.reports.sweep import ArmRun, write_report
 from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, common_curve, plot_accuracy_lr
 from bandpo_cli.reports.sweep.statistics import estimate
-from tests.reports.sweep_folders import write_run, write_sweep
+from tests.reports.sweep_folders import report_of, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
 
@@ -28,11 +28,6 @@ def figures(monkeypatch):
         style, "save", lambda figure, path: saved.update({path.name: figure}) or save(figure, path)
     )
     return saved
-
-
-def _write_report(folder, baseline="clip"):
-    title, _, runs = read_sweep(folder)
-    return write_report(runs, title, baseline, folder / "report")
 
 
 def _lines(figure):
@@ -53,7 +48,7 @@ def _lines(figure):
 
 
 def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
-    _write_report(write_sweep(tmp_path / "s", FINALS))
+    report_of(write_sweep(tmp_path / "s", FINALS))
     figure = figures["accuracy.png"]
     lines = _lines(figure)
     assert list(lines) == ["kl 0.02", "clip (baseline)", "kl 0.03"]  # sorted by final value
@@ -75,7 +70,7 @@ def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
 )
 def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
     finals = dict(list({0: 0.4, 1: 0.42, 2: 0.45}.items())[:seeds])
-    _write_report(write_sweep(tmp_path / "s", {"clip": finals, "kl 0.02": finals}))
+    report_of(write_sweep(tmp_path / "s", {"clip": finals, "kl 0.02": finals}))
     for name in ("accuracy.png", "entropy.png"):
         figure = figures[name]
         texts = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -87,7 +82,7 @@ def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
 @pytest.mark.parametrize("arms", [1, 2, 4])
 def test_plots_of_few_arms_have_no_empty_space_and_no_overlap(tmp_path, figures, arms):
     finals = {name: {0: 0.4, 1: 0.5} for name in ("clip", "kl 0.02", "kl 0.03", "kl 0.04")[:arms]}
-    _write_report(write_sweep(tmp_path / "s", finals))
+    report_of(write_sweep(tmp_path / "s", finals))
     table = figures["clip_by_probability.png"]
     (axes,) = table.axes
     table.canvas.draw()
@@ -109,9 +104,7 @@ def test_plots_of_few_arms_have_no_empty_space_and_no_overlap(tmp_path, figures,
 
 
 def test_axes_show_the_bands_in_full(tmp_path, figures):
-    _write_report(
-        write_sweep(tmp_path / "s", {"clip": {0: 0.3, 1: 0.5, 2: 0.6}, "kl 0.02": {0: 0.1, 1: 0.2}})
-    )
+    report_of(write_sweep(tmp_path / "s", {"clip": {0: 0.3, 1: 0.5, 2: 0.6}, "kl 0.02": {0: 0.1, 1: 0.2}}))
     low, high = figures["accuracy.png"].axes[0].get_ylim()
     interval = estimate([0.3, 0.5, 0.6])
     assert interval.high > 0.8
@@ -153,14 +146,14 @@ def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, fi
 
 
 def test_the_accuracy_at_which_entropies_are_compared_is_a_line(tmp_path, figures):
-    _write_report(write_sweep(tmp_path / "s", FINALS))
+    report_of(write_sweep(tmp_path / "s", FINALS))
     (axes,) = figures["accuracy_entropy.png"].axes
     line = axes.get_lines()[-1]
     assert list(line.get_ydata()) == [0.39, 0.39]  # the best value of kl 0.03, the lowest of all runs
     assert [text.get_text() for text in axes.texts] == ["entropies compared at 39%"]
     low, high = axes.get_ylim()
     assert low < 0.39 < high
-    _write_report(write_sweep(tmp_path / "t", {"clip": FINALS["clip"]}))  # one arm: no comparison
+    report_of(write_sweep(tmp_path / "t", {"clip": FINALS["clip"]}))  # one arm: no comparison
     assert not figures["accuracy_entropy.png"].axes[0].texts
 
 
@@ -225,7 +218,7 @@ def test_every_arm_has_its_own_line_style():
 def test_many_arms_with_long_names_fit_into_the_figure(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
-    report = _write_report(write_sweep(tmp_path / "s", finals))
+    report = report_of(write_sweep(tmp_path / "s", finals))
     assert any(f"the {MAX_ARMS_PLOTTED} most accurate arms and the baseline" in note for note in report.notes)
     for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"):
         figure = figures[name]
@@ -264,7 +257,7 @@ def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
 
 
 def test_every_cell_of_the_clip_table_has_a_number(tmp_path, figures):
-    _write_report(write_sweep(tmp_path / "s", FINALS))
+    report_of(write_sweep(tmp_path / "s", FINALS))
     (axes,) = figures["clip_by_probability.png"].axes
     cells = np.array([text.get_text() for text in axes.texts]).reshape(3, 2)
     assert cells.tolist() == [["10%", "0%"]] * 3

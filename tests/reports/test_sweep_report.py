@@ -14,8 +14,8 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep import ArmRun, Report, read_sweep, write_report
-from tests.reports.sweep_folders import CLIP, KL, edit_line, write_run, write_sweep
+from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
+from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {
     "clip": {0: 0.40, 1: 0.42, 2: 0.41},
@@ -23,11 +23,6 @@ CLEAR = {
     "kl 0.03": {0: 0.39, 1: 0.43, 2: 0.42},
 }
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
-
-
-def _report(folder, baseline="sweep's", out=None) -> Report:
-    title, planned, runs = read_sweep(folder)
-    return write_report(runs, title, planned if baseline == "sweep's" else baseline, out or folder / "report")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +43,7 @@ def sweep(tmp_path):
 
 
 def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
-    report = _report(sweep)
+    report = report_of(sweep)
     with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["arm"] for row in rows] == ["kl 0.02", "kl 0.03", "clip"]
@@ -71,7 +66,7 @@ def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
 
 def test_intervals_of_shares_are_within_0_and_1_in_all_outputs(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.02, 1: 0.04}, "kl 0.02": {0: 0.3, 1: 0.6}})
-    report = _report(sweep)
+    report = report_of(sweep)
     with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for key in ("accuracy", "area", "pass_at_16"):
@@ -93,7 +88,7 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
         for step, value in enumerate(values, start=1):
             times = {"time/step": value + 0.75, "time/checkpoint": 0.5, "time/eval": 0.25}
             edit_line(sweep / f"clip-s{seed}", step, **times)
-    report = _report(sweep)
+    report = report_of(sweep)
     (arm,) = report.arms
     low, high = np.percentile(seconds[0] + seconds[1], [10, 90])
     assert arm.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
@@ -108,14 +103,14 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
 
 
 def test_all_outputs_say_held_out_accuracy(sweep, with_plots):
-    report = _report(sweep)
+    report = report_of(sweep)
     for name in ("report.html", "report.md"):
         text = re.sub(r"[Hh]eld-out accuracy|entropy at [\d.]+% accuracy", "", report.files[name].read_text())
         assert not re.search("accuracy(?!_entropy|\\.png|_)", text), name
 
 
 def test_differences_are_paired_by_seed_and_adjusted(sweep):
-    report = _report(sweep)
+    report = report_of(sweep)
     found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
     p = {}
     for arm, each in found.items():
@@ -134,13 +129,13 @@ def test_finding_names_significant_arms_and_counts_the_others(sweep):
     assert re.fullmatch(
         r"Against clip, final held-out accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ "
         r"over 3 seeds, Holm-adjusted p = 0\.0\d+\); the other arm does not differ significantly from it\.",
-        _report(sweep).finding,
+        report_of(sweep).finding,
     )
 
 
 def test_finding_names_significantly_lower_arms(tmp_path):
     finals = {"clip": CLEAR["kl 0.02"], "kl 0.02": CLEAR["clip"]}
-    finding = _report(write_sweep(tmp_path / "s", finals)).finding
+    finding = report_of(write_sweep(tmp_path / "s", finals)).finding
     assert finding.startswith(
         "Against clip, final held-out accuracy is lower for kl 0.02 (-0.107, 95% interval -0."
     )
@@ -150,7 +145,7 @@ def test_finding_names_significantly_lower_arms(tmp_path):
 @pytest.mark.parametrize("arms", [2, 3])
 def test_finding_without_significant_difference(tmp_path, arms):
     finals = {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.5, 1: 0.45}, "kl 0.03": {0: 0.39, 1: 0.52}}
-    report = _report(write_sweep(tmp_path / "s", dict(list(finals.items())[:arms])))
+    report = report_of(write_sweep(tmp_path / "s", dict(list(finals.items())[:arms])))
     assert re.search("(differs|do not differ) significantly", report.finding)
     assert "higher for" not in report.finding
     assert {each.verdict for each in report.differences if each.figure == "accuracy"} == {"not significant"}
@@ -159,7 +154,7 @@ def test_finding_without_significant_difference(tmp_path, arms):
 def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     finals = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.43, 1: 0.48, 2: 0.45}}
     finals |= {f"kl 0.0{index}": {0: 0.39 + index / 1000, 1: 0.43, 2: 0.42} for index in (3, 4, 5, 6)}
-    report = _report(write_sweep(tmp_path / "s", finals))
+    report = report_of(write_sweep(tmp_path / "s", finals))
     each = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", "accuracy"))
     assert each.paired.p < 0.05 < each.p_holm
     assert each.verdict == "higher, but not after Holm's adjustment"
@@ -168,7 +163,7 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
 
 def test_one_seed_has_no_interval_in_any_output(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}})
-    report = _report(sweep)
+    report = report_of(sweep)
     assert all(value.low is None for arm in report.arms for value in arm.figures.values())
     assert {each.verdict for each in report.differences} == {"one seed: no test"}
     assert report.finding == (
@@ -179,7 +174,7 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
 
 
 def test_without_baseline_there_are_no_differences_and_a_note(sweep):
-    report = _report(sweep, baseline=None)
+    report = report_of(sweep, baseline=None)
     assert report.differences == ()
     assert "a ranking, not a test" in report.finding
     assert any("No baseline was given" in note for note in report.notes)
@@ -188,7 +183,7 @@ def test_without_baseline_there_are_no_differences_and_a_note(sweep):
 
 def test_only_common_seeds_are_compared(tmp_path):
     finals = {"clip": {0: 0.4, 1: 0.42, 5: 0.9}, "kl 0.02": {0: 0.5, 1: 0.53, 7: 0.1}, "kl 0.03": {9: 0.5}}
-    report = _report(write_sweep(tmp_path / "s", finals))
+    report = report_of(write_sweep(tmp_path / "s", finals))
     found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
     assert found["kl 0.02"].paired.change.n == 2
     assert found["kl 0.02"].paired.change.mean == pytest.approx(0.105)
@@ -197,7 +192,7 @@ def test_only_common_seeds_are_compared(tmp_path):
 
 
 def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
-    _, _, runs = read_sweep(sweep)
+    runs = read_sweep(sweep).runs
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, ArmRun("clip", 3, failed), ArmRun("dcpo", 0, sweep / "gone")]
     report = write_report(more, "t", "clip", sweep / "report")
@@ -205,7 +200,7 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
         ("failed", "clip", 3),
         ("gone", "dcpo", 0),
     ]
-    assert report.arms == _report(sweep).arms
+    assert report.arms == report_of(sweep).arms
     assert "All runs of dcpo were excluded." in report.notes
     for name in ("report.html", "report.md"):
         text = (write_report(more, "t", "clip", sweep / "report").files[name]).read_text()
@@ -215,7 +210,7 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exists):
-    _, _, runs = read_sweep(sweep)
+    runs = read_sweep(sweep).runs
     if exists:
         write_report(runs, "earlier", "clip", sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
@@ -227,7 +222,7 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
 
 
 def test_note_on_a_baseline_without_runs(sweep):
-    _, _, runs = read_sweep(sweep)
+    runs = read_sweep(sweep).runs
     runs = [run for run in runs if run.arm != "clip"] + [ArmRun("clip", 0, sweep / "gone")]
     report = write_report(runs, "t", "clip", sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
@@ -236,14 +231,14 @@ def test_note_on_a_baseline_without_runs(sweep):
 
 def test_errors_are_one_line(sweep, tmp_path):
     gone = [ArmRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
-    twice = [*read_sweep(sweep)[2], ArmRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
-    other = [*read_sweep(sweep)[2], ArmRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
+    twice = [*read_sweep(sweep).runs, ArmRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
+    other = [*read_sweep(sweep).runs, ArmRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
     for runs, baseline, message in (
         (gone, None, "all runs are excluded: gone-0: its folder does not exist; 1 more"),
         ([], None, "no runs to report on"),
         (twice, None, "both seed 0 of the arm 'clip'; give only one of them"),
         (other, None, "share no evaluation set: clip-s0 has countdown, gsm has gsm8k"),
-        (read_sweep(sweep)[2], "clpi", "no arm of that name (did you mean 'clip'?)"),
+        (read_sweep(sweep).runs, "clpi", "no arm of that name (did you mean 'clip'?)"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
             write_report(runs, "t", baseline, tmp_path / "out")
@@ -251,7 +246,7 @@ def test_errors_are_one_line(sweep, tmp_path):
         assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written to"):
-        _report(sweep, out=tmp_path / "file")
+        report_of(sweep, out=tmp_path / "file")
 
 
 def test_error_for_two_runs_of_one_seed_suggests_by(tmp_path):
@@ -319,7 +314,7 @@ class _Page(HTMLParser):
 
 
 def test_html_page_is_self_contained(sweep, with_plots):
-    report = _report(sweep)
+    report = report_of(sweep)
     text = report.files["report.html"].read_text()
     page = _Page(text)
     assert "script" not in page.tags
@@ -333,7 +328,7 @@ def test_html_page_is_self_contained(sweep, with_plots):
 
 
 def test_markdown_links_to_existing_plots(sweep, with_plots):
-    report = _report(sweep)
+    report = report_of(sweep)
     links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report.files["report.md"].read_text())
     assert links == PLOTS
     assert all((sweep / "report" / link).is_file() for link in links)
@@ -357,8 +352,8 @@ def test_names_are_escaped_in_html_and_markdown(tmp_path):
 
 
 def test_report_can_be_written_again_in_the_same_folder(sweep):
-    assert _report(sweep).as_json() == _report(sweep).as_json()
-    assert json.loads(json.dumps(_report(sweep).as_json()))["arms"][0]["name"] == "kl 0.02"
+    assert report_of(sweep).as_json() == report_of(sweep).as_json()
+    assert json.loads(json.dumps(report_of(sweep).as_json()))["arms"][0]["name"] == "kl 0.02"
 
 
 def test_runs_with_accuracy_only_give_a_report(tmp_path, with_plots):

@@ -39,16 +39,15 @@ def _listed(selection):
 
 def test_runs_of_a_sweep_have_the_arms_of_its_plan(tmp_path):
     sweep = write_sweep(tmp_path / "deltas", {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.6}})
-    title, baseline, runs = read_sweep(sweep)
-    assert (title, baseline) == ("deltas", "clip")
-    assert [(run.arm, run.seed, run.folder) for run in runs] == [
+    selection = select_runs([sweep], tmp_path)
+    assert (selection.title, selection.baseline) == ("deltas", "clip")
+    assert [(run.arm, run.seed, run.folder) for run in selection.runs] == [
         ("clip", 0, sweep / "clip-s0"),
         ("clip", 1, sweep / "clip-s1"),
         ("kl 0.02", 0, sweep / "kl-0.02-s0"),
     ]
-    selection = select_runs([sweep], tmp_path)
-    assert (selection.title, selection.baseline, selection.runs) == (title, baseline, runs)
-    assert selection.sweep == sweep
+    assert selection.sweep is not None
+    assert selection.sweep.path == sweep
 
 
 def test_runs_of_a_folder_are_grouped_by_their_settings(runs, tmp_path):
@@ -140,7 +139,7 @@ def test_error_for_an_unknown_baseline_suggests_the_nearest(runs, tmp_path):
         ("runs: [{name: a, arm: x, seed: one}]", "seed = 'one' is not an integer"),
         ("runs: [{name: ../a, arm: x, seed: 1}]", "name = '../a' is not a valid folder name"),
         ("runs: [{name: .., arm: x, seed: 1}]", "name = '..' is not a valid folder name"),
-        ("runs: [{name: a, arm: x, seed: 1}, {name: a, arm: y, seed: 1}]", "given twice"),
+        ("runs: [{name: a, arm: x, seed: 1}, {name: a, arm: y, seed: 1}]", "lists the run 'a' twice"),
     ],
 )
 def test_error_for_a_damaged_plan(tmp_path, plan, message):
@@ -155,8 +154,9 @@ def test_error_for_a_plan_that_is_not_text(tmp_path):
 
 def test_arms_and_names_can_be_numbers_in_yaml(tmp_path):
     write_plan(tmp_path, {"name": 5, "baseline": 1, "runs": [{"name": 10, "arm": 1, "seed": 0}]})
-    title, baseline, (run,) = read_sweep(tmp_path)
-    assert (title, baseline, run.arm, run.folder.name) == ("5", "1", "1", "10")
+    chosen = read_sweep(tmp_path)
+    (run,) = chosen.runs
+    assert (chosen.title, chosen.baseline, run.arm, run.folder.name) == ("5", "1", "1", "10")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bandpo_cli.cli import app
-from bandpo_cli.reports.sweep.tuning import TunedArm, Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.sweep.tuning import TunedArm, Tuning
 from tests.reports.sweep_folders import write_plan, write_sweep
 
 TUNING = Tuning(
@@ -40,7 +40,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         for arm in ("clip", "kl")
         for seed in (0, 1)
     ]
-    write_plan(folder, {"name": "tested", "baseline": "clip", **TUNING.as_plan(), "runs": runs})
+    write_plan(folder, {"name": "tested", "baseline": "clip", "tuning": asdict(TUNING), "runs": runs})
     return folder / "report", json_of(folder)
 
 
@@ -89,7 +89,7 @@ def test_the_terminal_names_the_chosen_settings(reported: tuple[Path, Any]) -> N
 
 
 def test_the_plot_has_a_line_per_method_and_other_settings(reported: tuple[Path, Any]) -> None:
-    assert accuracy_by_learning_rate(TUNING) == {
+    assert TUNING.by_learning_rate() == {
         "clip": {2e-5: [0.30, 0.32], 5e-5: [0.40, 0.41], 1e-4: [0.35, 0.10]},
         "kl delta=0.02": {5e-5: [0.20, 0.21], 1e-4: [0.50, 0.30]},
         "kl delta=0.05": {1e-4: [0.10, 0.12]},

@@ -33,6 +33,7 @@ def test_the_estimate_is_the_median_scaled_to_the_steps(tmp_path: Path) -> None:
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
     write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # radius and seed do not change the time
     write(tmp_path / "sweep", "b", 40.0)
+    (tmp_path / "sweep" / "sweep.yaml").touch()
     write(tmp_path, "c", 30.0)
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 150.0
 

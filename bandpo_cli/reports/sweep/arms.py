@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep.metrics import ArmMetric, Metric
+from bandpo_cli.reports.sweep.metrics import SECONDS_PER_STEP, Metric
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
 from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.sweep.statistics import (
@@ -25,6 +25,9 @@ from bandpo_cli.reports.sweep.statistics import (
     paired_test,
 )
 from bandpo_cli.reports.sweep.tuning import Tuning
+
+Values = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""The values of all runs, by arm, seed and key of the metric."""
 
 SPREAD = (0.1, 0.9)
 """Quantiles of the single steps that the spread of a metric lies between: the middle 80% of the steps."""
@@ -137,17 +140,20 @@ def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 
 
-def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], metrics: Sequence[ArmMetric]) -> list[Arm]:
+def evaluate_arms(
+    arms: Mapping[str, Sequence[ArmRunData]], values: Values, metrics: Sequence[Metric]
+) -> list[Arm]:
     """Return the arms with the estimates of their metrics, highest accuracy first."""
     keys = differing_settings(record.settings for records in arms.values() for record in records)
     evaluated = []
     for name, records in arms.items():
         estimates = {
-            each.metric.key: estimate(list(_by_seed(records, each).values()), each.metric.limits)
-            for each in metrics
+            metric.key: estimate(list(_by_seed(values[name], metric).values()), metric.limits)
+            for metric in metrics
         }
-        spreads = {each.metric.key: _spread(records, each) for each in metrics}
-        values = {
+        seconds = [value for record in records for value in record.step_seconds]
+        spread = tuple(map(float, np.quantile(seconds, SPREAD))) if len(seconds) > 1 else None
+        settings = {
             key: dict.fromkeys(format_setting(record.settings.get(key, ABSENT)) for record in records)
             for key in keys
         }
@@ -156,35 +162,35 @@ def evaluate_arms(arms: Mapping[str, Sequence[ArmRunData]], metrics: Sequence[Ar
                 name=name,
                 seeds=tuple(record.run.seed for record in records),
                 steps=(min(record.steps for record in records), max(record.steps for record in records)),
-                settings={key: " or ".join(texts) for key, texts in values.items()},
-                figures={key: found for key, found in estimates.items() if found is not None},
-                spreads={key: found for key, found in spreads.items() if found is not None},
+                settings={key: " or ".join(texts) for key, texts in settings.items()},
+                figures={key: value for key, value in estimates.items() if value is not None},
+                spreads={} if spread is None else {SECONDS_PER_STEP: (spread[0], spread[1])},
             )
         )
     return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
 
 
 def compare_arms(
-    arms: Mapping[str, Sequence[ArmRunData]], baseline: str, metrics: Sequence[ArmMetric]
+    order: Sequence[str], values: Values, baseline: str, metrics: Sequence[Metric]
 ) -> list[ArmDifference]:
-    """Return the difference of each arm from the baseline in each metric with `compared`.
+    """Return the difference of each arm in `order` from the baseline in each metric with `compared`.
 
     p-values are adjusted over the arms, separately for each metric.
     """
     differences = []
-    for each in metrics:
-        if not each.metric.compared:
+    for metric in metrics:
+        if not metric.compared:
             continue
-        values = {name: _by_seed(runs, each) for name, runs in arms.items()}
-        base = values.pop(baseline)
-        pairs = {name: paired_test(by_seed, base, each.metric.limits) for name, by_seed in values.items()}
+        by_arm = {name: _by_seed(values[name], metric) for name in order}
+        base = by_arm.pop(baseline)
+        pairs = {name: paired_test(by_seed, base, metric.limits) for name, by_seed in by_arm.items()}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
             p_holm = adjusted.get(name)
-            has_values = bool(values[name] and base)
+            has_values = bool(by_arm[name] and base)
             differences.append(
-                ArmDifference(name, each.metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
+                ArmDifference(name, metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
             )
     return differences
 
@@ -206,16 +212,6 @@ def verdict(pair: PairedTest | None, p_holm: float | None, has_values: bool) -> 
     return direction if significant else f"{direction}, but not after Holm's adjustment"
 
 
-def _spread(records: Iterable[ArmRunData], metric: ArmMetric) -> tuple[float, float] | None:
-    """Return the quantiles `SPREAD` of the metric over the steps of all runs; None for fewer than two steps."""
-    values = [value for record in records for value in (metric.steps(record) if metric.steps else ())]
-    if len(values) < 2:
-        return None
-    low, high = np.quantile(values, SPREAD)
-    return float(low), float(high)
-
-
-def _by_seed(records: Iterable[ArmRunData], metric: ArmMetric) -> dict[int, float]:
+def _by_seed(values: Mapping[int, Mapping[str, float]], metric: Metric) -> dict[int, float]:
     """Return the values of the metric by seed, without runs that have none."""
-    values = {record.run.seed: metric.value(record) for record in records}
-    return {seed: value for seed, value in values.items() if value is not None}
+    return {seed: run[metric.key] for seed, run in values.items() if metric.key in run}

@@ -1,9 +1,9 @@
-"""Metrics of a report, one value per run, and how each is read from the data of a run."""
+"""Metrics of a report, and their values for a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bandpo_cli.errors import UserError
@@ -11,11 +11,11 @@ from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, percent_text
 from bandpo_cli.reports.sweep.runs import ArmRunData, mean
 from bandpo_cli.reports.sweep.statistics import Limits
 
-ValueOf = Callable[[ArmRunData], float | None]
-"""Returns the value of a metric for a run, None where the run has no value."""
-
 HELD_OUT_ACCURACY = "held-out accuracy"
-"""Heading of the accuracy, which is that of the evaluations; the accuracy of training is not in a report."""
+"""Heading of the accuracy, which the evaluations measure; the accuracy of training is not in a report."""
+
+SECONDS_PER_STEP = "seconds_per_step"
+"""Key of the metric for which a report also shows the spread over the steps."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,6 @@ class Metric:
         return f"{number}%" if self.percent else number
 
 
-@dataclass(frozen=True)
-class ArmMetric:
-    """A metric and how it is read from a run.
-
-    Attributes:
-        value: returns its value for a run.
-        steps: returns its values at the single steps of a run, where a report shows their spread.
-    """
-
-    metric: Metric
-    value: ValueOf
-    steps: Callable[[ArmRunData], Sequence[float]] | None = None
-
-
 def common_sets(records: Sequence[ArmRunData]) -> list[str]:
     """Return the evaluation sets that all runs have.
 
@@ -87,126 +73,70 @@ def common_k(records: Sequence[ArmRunData], sets: Sequence[str]) -> int | None:
     return max(set.intersection(*shared), default=None)
 
 
-def arm_metrics(
-    records: Sequence[ArmRunData], sets: Sequence[str], equal: EqualAccuracy | None = None
-) -> list[ArmMetric]:
-    """Return the metrics of these runs, accuracy first; with several sets their mean first, then each set.
+def report_metrics(records: Sequence[ArmRunData], sets: Sequence[str], level: float | None) -> list[Metric]:
+    """Return the metrics of a report on these runs, accuracy first; with several sets their mean first, then each set.
+
+    Arms are compared by the accuracy in a set, not by its area and pass@k.
 
     Args:
         records: the runs.
         sets: the evaluation sets that all of them have.
-        equal: their entropies at equal accuracy; None for none.
+        level: the accuracy at which entropies are compared; None for no such comparison.
     """
     ns = {record.sets[label].n for record in records for label in sets}
     n, k = ns.pop() if len(ns) == 1 else "n", common_k(records, sets)
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
     metrics = [
-        ArmMetric(
-            Metric("accuracy", HELD_OUT_ACCURACY, f"{over}mean@{n} of the last evaluation"),
-            _mean_over(sets, _final_accuracy),
-        ),
-        ArmMetric(
-            Metric("area", "area", f"{over}area under mean@{n} over the steps, divided by the steps"),
-            _mean_over(sets, _area),
-        ),
-        ArmMetric(
-            Metric(
-                "entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None
-            ),
-            lambda record: record.final_entropy,
-        ),
+        Metric("accuracy", HELD_OUT_ACCURACY, f"{over}mean@{n} of the last evaluation"),
+        Metric("area", "area", f"{over}area under mean@{n} over the steps, divided by the steps"),
+        Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None),
     ]
-    if equal is not None and equal.level is not None and equal.values:
-        reached = percent_text(equal.level.accuracy)
-        metrics.append(
-            ArmMetric(
-                Metric(
-                    "entropy_at_accuracy",
-                    f"entropy at {reached} accuracy",
-                    f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the "
-                    "highest level that all runs reach, without arms and runs whose best is under half of the best "
-                    "arm's; linear between evaluations",
-                    largest=None,
-                ),
-                lambda record: equal.values.get((record.run.arm, record.run.seed)),
-            )
+    if level is not None:
+        reached = percent_text(level)
+        about = (
+            f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs "
+            "reach, without arms and runs whose best is under half of the best arm's; linear between evaluations"
         )
+        metrics.append(Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", about, largest=None))
     if k:
-        metrics.append(
-            ArmMetric(
-                Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation"),
-                _mean_over(sets, _final_pass_at(k)),
-            )
-        )
+        metrics.append(Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation"))
+    zero_gradient = "share of tokens with zero gradient, mean over the run"
+    seconds = (
+        "seconds per step, without evaluations and checkpoints; the range is that of the middle 80% of the steps of "
+        "all seeds"
+    )
     metrics += [
-        ArmMetric(
-            Metric(
-                "clipped",
-                "clipped",
-                "share of tokens with zero gradient, mean over the run",
-                compared=False,
-                pattern=".2f",
-                percent=True,
-            ),
-            lambda record: record.clipped,
-        ),
-        ArmMetric(
-            Metric(
-                "seconds_per_step",
-                "s/step",
-                "seconds per step, without evaluations and checkpoints; the range is that of the middle 80% of the "
-                "steps of all seeds",
-                compared=False,
-                pattern=".2f",
-                largest=None,
-            ),
-            lambda record: record.seconds,
-            steps=lambda record: record.step_seconds,
-        ),
+        Metric("clipped", "clipped", zero_gradient, compared=False, pattern=".2f", percent=True),
+        Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None),
     ]
     for label in sets if len(sets) > 1 else ():
-        metrics += _metrics_of_set(label, n, k)
+        last, area = f"mean@{n} of the last evaluation", f"area under mean@{n}, divided by the steps"
+        metrics.append(Metric(f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", last))
+        metrics.append(Metric(f"area/{label}", f"area, {label}", area, compared=False))
+        if k:
+            passes = f"pass@{k} of the last evaluation"
+            metrics.append(Metric(f"pass_at_{k}/{label}", f"pass@{k}, {label}", passes, compared=False))
     return metrics
 
 
-def _metrics_of_set(label: str, n: str, k: int | None) -> list[ArmMetric]:
-    """Return the metrics of one of several sets; arms are compared by its accuracy, not by its area and pass@k."""
-    accuracy = Metric(
-        f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", f"mean@{n} of the last evaluation"
-    )
-    area = Metric(
-        f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", compared=False
-    )
-    metrics = [
-        ArmMetric(accuracy, _mean_over([label], _final_accuracy)),
-        ArmMetric(area, _mean_over([label], _area)),
-    ]
-    if k is not None:
-        pass_at_k = Metric(
-            f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} of the last evaluation", compared=False
-        )
-        metrics.append(ArmMetric(pass_at_k, _mean_over([label], _final_pass_at(k))))
-    return metrics
-
-
-def _final_accuracy(record: ArmRunData, label: str) -> float | None:
-    return record.sets[label].mean[-1]
-
-
-def _area(record: ArmRunData, label: str) -> float | None:
-    return record.sets[label].area
-
-
-def _final_pass_at(k: int) -> Callable[[ArmRunData, str], float | None]:
-    return lambda record, label: record.sets[label].passes.get(k)
-
-
-def _mean_over(sets: Sequence[str], value_of_set: Callable[[ArmRunData, str], float | None]) -> ValueOf:
-    """Return a function that gives the plain mean over `sets`; None where a set has no value."""
-
-    def value(record: ArmRunData) -> float | None:
-        values = [value_of_set(record, label) for label in sets]
-        known = [each for each in values if each is not None]
-        return mean(known) if len(known) == len(values) else None
-
-    return value
+def run_values(
+    record: ArmRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
+) -> dict[str, float]:
+    """Return the values of a run by key of the metric, without the metrics for which the run has no value."""
+    evaluations = [record.sets[label] for label in sets]
+    by_set: dict[str, list[float | None]] = {
+        "accuracy": [evaluation.mean[-1] for evaluation in evaluations],
+        "area": [evaluation.area for evaluation in evaluations],
+        f"pass_at_{k}": [evaluation.passes.get(k) if k else None for evaluation in evaluations],
+    }
+    values: dict[str, float | None] = {
+        "entropy": record.final_entropy,
+        "entropy_at_accuracy": None if equal is None else equal.values.get((record.run.arm, record.run.seed)),
+        "clipped": record.clipped,
+        SECONDS_PER_STEP: mean(record.step_seconds),
+    }
+    for key, column in by_set.items():
+        known = [value for value in column if value is not None]
+        values[key] = mean(known) if len(known) == len(sets) else None
+        values |= {f"{key}/{label}": value for label, value in zip(sets, column, strict=True)}
+    return {key: value for key, value in values.items() if value is not None}

@@ -21,12 +21,10 @@ from bandpo_cli.reports.run_plots import Series, smooth
 from bandpo_cli.reports.style import ArmStyle, arm_styles, escape_mathtext, side_legend
 from bandpo_cli.reports.sweep.clip_table import plot_clip_table
 from bandpo_cli.reports.sweep.equal_accuracy import percent_text
-from bandpo_cli.reports.sweep.learning_rates import accuracy_by_learning_rate
 from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.sweep.selection import format_setting
 from bandpo_cli.reports.sweep.statistics import interval_band
-from bandpo_cli.reports.sweep.tuning import Tuning
-from bandpo_cli.reports.sweep.tuning import accuracy_by_learning_rate as tuning_by_learning_rate
+from bandpo_cli.reports.sweep.tuning import Tuning, accuracy_by_learning_rate
 
 Floats = NDArray[np.float64]
 Arms = Mapping[str, Sequence[ArmRunData]]
@@ -127,7 +125,7 @@ def plot_tuning(tuning: Tuning, out: Path) -> dict[str, Path]:
         The written file by its name in `tables.CAPTIONS`.
     """
     figure = plot_accuracy_lr(
-        tuning_by_learning_rate(tuning),
+        tuning.by_learning_rate(),
         escape_mathtext(tuning.sweep),
         "held-out accuracy" if tuning.metric == "accuracy" else "area under held-out accuracy",
         "Tuning: held-out accuracy against learning rate",

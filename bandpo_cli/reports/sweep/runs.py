@@ -75,11 +75,6 @@ class ArmRunData:
     step_seconds: list[float]
 
     @property
-    def seconds(self) -> float | None:
-        """Mean of `step_seconds`."""
-        return mean(self.step_seconds)
-
-    @property
     def final_entropy(self) -> float | None:
         """Mean of `train/entropy` over the last tenth of the steps, at least over the last step."""
         first = self.steps - max(1, self.steps // 10)

@@ -20,12 +20,12 @@ from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import path_exists
 from bandpo_cli.registries import METHODS
-from bandpo_cli.storage.run_folder import VERL_FILE, is_valid_name
+from bandpo_cli.storage.run_folder import VERL_FILE
+from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""
 
-PLAN_FILE = "sweep.yaml"
 ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
@@ -58,14 +58,14 @@ class Selection:
         baseline: the arm that the others are compared with; None for no comparison.
         runs: in the order of the plan, or as given.
         notes: sentences about how the arms were formed.
-        sweep: folder of the sweep; None for runs selected in another way.
+        sweep: the sweep; None for runs selected in another way.
     """
 
     title: str
     baseline: str | None
     runs: list[ArmRun]
     notes: tuple[str, ...] = ()
-    sweep: Path | None = None
+    sweep: SweepFolder | None = None
 
 
 def select_runs(
@@ -81,8 +81,7 @@ def select_runs(
     """
     found = [_find_folder(path, runs_dir) for path in paths]
     if len(found) == 1 and os.path.isfile(found[0] / PLAN_FILE):
-        title, planned, runs = read_sweep(found[0])
-        selection = Selection(title, planned, runs, sweep=found[0])
+        selection = read_sweep(found[0])
         if by:
             selection = _group_by_settings(selection, by)
     else:
@@ -100,28 +99,16 @@ def select_runs(
     return selection
 
 
-def read_sweep(folder: Path) -> tuple[str, str | None, list[ArmRun]]:
-    """Return the name of a sweep, its baseline arm (None for none) and its runs, including runs without a folder.
+def read_sweep(folder: Path) -> Selection:
+    """Return the runs of a sweep with the arms of its plan, including runs without a folder.
 
     Raises:
         UserError: `sweep.yaml` is damaged; the message names the place.
     """
-    path = folder / PLAN_FILE
-    plan = read_yaml(path, str(path))
-    if not isinstance(plan, dict) or not isinstance(plan.get("runs"), list) or not plan["runs"]:
-        raise UserError(
-            f"{path}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
-        )
-    runs = [_planned_run(path, number, entry) for number, entry in enumerate(plan["runs"], start=1)]
-    baseline = plan.get("baseline")
-    arms = dict.fromkeys(run.arm for run in runs)
-    if baseline is not None and str(baseline) not in arms:
-        raise UserError(
-            f"{path}: baseline = {str(baseline)!r}: no arm of that name{nearest(str(baseline), arms)}; "
-            f"arms: {', '.join(arms)}"
-        )
-    title = str(plan.get("name") or folder.resolve().name)
-    return title, None if baseline is None else str(baseline), runs
+    sweep = SweepFolder.read(folder)
+    runs = [ArmRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
+    title = str(sweep.plan.get("name") or folder.resolve().name)
+    return Selection(title, sweep.baseline, runs, sweep=sweep)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -219,22 +206,6 @@ def format_setting(value: Any) -> str:
     return str(value)
 
 
-def _planned_run(path: Path, number: int, entry: Any) -> ArmRun:
-    """Return entry `number` of the plan in `path` as a run. Raise UserError for a damaged entry."""
-    keys = entry if isinstance(entry, dict) else {}
-    missing = [key for key in ("name", "arm", "seed") if keys.get(key) is None]
-    if missing:
-        raise UserError(
-            f"{path}: run {number} has no {missing[0]}; expected {{name: ..., arm: ..., seed: ...}}"
-        )
-    name, seed = str(keys["name"]), keys["seed"]
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UserError(f"{path}: run {number}: seed = {seed!r} is not an integer")
-    if not is_valid_name(name):
-        raise UserError(f"{path}: run {number}: name = {name!r} is not a valid folder name")
-    return ArmRun(str(keys["arm"]), seed, path.parent / name)
-
-
 def _find_folder(path: Path, runs_dir: Path) -> Path:
     """Return the folder that `path` names, as it is or in `runs_dir`."""
     for folder in (path, runs_dir / path):
@@ -255,7 +226,7 @@ def _runs_in(path: Path) -> list[ArmRun]:
     if os.path.isfile(path / "config.yaml"):
         return [ArmRun("", 0, path)]
     if os.path.isfile(path / PLAN_FILE):
-        return read_sweep(path)[2]
+        return read_sweep(path).runs
     folders = sorted(file.parent for file in path.glob("*/config.yaml"))
     if not folders:
         sweeps = sorted(file.parent.name for file in path.glob(f"*/{PLAN_FILE}"))

@@ -68,7 +68,7 @@ def short_range_text(metric: Metric, arm: Arm) -> str:
 
 
 def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | None) -> list[str]:
-    """Return difference, 95% interval, seeds, seeds higher and lower, p-value and adjusted p-value of a metric."""
+    """Return the cells of a difference: mean, interval, seeds, seeds higher and lower, p-value, adjusted p-value."""
     if pair is None:
         return ["–", "", "0", "", "", ""]
     return [

@@ -1,24 +1,28 @@
-"""Tuned settings of a sweep: the arms of an earlier sweep, their values there, and the best arm of each group."""
+"""Tuned settings of a sweep, chosen from the arms of an earlier sweep, and the accuracies by learning rate."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import chain, count
 from statistics import fmean
 from typing import Any, Literal, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.sweep.learning_rates import LEARNING_RATE
-from bandpo_cli.reports.sweep.metrics import arm_metrics, common_sets
-from bandpo_cli.reports.sweep.runs import ArmRunData
-from bandpo_cli.reports.sweep.selection import PLAN_FILE, differing_settings, format_setting
+from bandpo_cli.reports.sweep.metrics import common_sets, run_values
+from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting, method_name
+from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
-TUNING_KEY = "tuning"
-"""The key of `sweep.yaml` with the tuned settings."""
+Lines = dict[str, dict[float, list[float]]]
+"""Accuracies by name of the line and learning rate, for the plot against the learning rate."""
+
+_LEARNING_RATE = "optim.lr"
+_LR_PART = re.compile(r"(?:^|\s)(?:optim\.)?lr=\S+")
+"""The part of an arm's name that gives its learning rate."""
 
 
 @dataclass(frozen=True)
@@ -86,59 +90,44 @@ class Tuning:
             groups.setdefault(arm.group, []).append(arm)
         return groups
 
-    def chosen(self, group: str) -> TunedArm:
-        """Return the best arm of a group."""
-        return next(arm for arm in self.groups[group] if arm.chosen)
+    @property
+    def chosen(self) -> dict[str, TunedArm]:
+        """The best arm of each group."""
+        return {arm.group: arm for arm in self.arms if arm.chosen}
 
     def notes(self) -> list[str]:
         """Return a line per group: the best arm, its value, and the number of arms that it was chosen from."""
-        lines = []
-        for group, arms in self.groups.items():
-            best = self.chosen(group)
-            lines.append(
-                f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over "
-                f"{plural(len(self.seeds), 'seed')}, the best of {plural(len(arms), 'arm')}"
-            )
-        return lines
+        seeds = plural(len(self.seeds), "seed")
+        return [
+            f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over {seeds}, "
+            f"the best of {plural(len(self.groups[group]), 'arm')}"
+            for group, best in self.chosen.items()
+        ]
 
     def notes_on_range(self) -> list[str]:
         """Return a sentence on the numbers that were chosen at an end of the values tried; [] for none."""
         ends = []
-        for group, arms in self.groups.items():
-            for key, value in self.chosen(group).settings.items():
-                tried = {arm.settings[key] for arm in arms if _is_number(arm.settings.get(key))}
+        for group, best in self.chosen.items():
+            for key, value in best.settings.items():
+                tried = {arm.settings[key] for arm in self.groups[group] if _is_number(arm.settings.get(key))}
                 if len(tried) > 1 and value in (min(tried), max(tried)):
                     ends.append(f"{key} = {format_setting(value)} of {group}")
-        if not ends:
-            return []
-        listed = ", ".join(ends)
-        return [
-            f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie: {listed}."
-        ]
+        tried_in = f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie"
+        return [f"{tried_in}: {', '.join(ends)}."] if ends else []
 
-    def as_plan(self) -> dict[str, Any]:
-        """Return the key of `sweep.yaml` and its entry; `read_tuning` turns it back."""
-        plain = asdict(self)
-        return {TUNING_KEY: {**plain, "arms": list(plain["arms"]), "seeds": list(self.seeds)}}
-
-
-def accuracy_by_learning_rate(tuning: Tuning) -> dict[str, dict[float, list[float]]]:
-    """Return the values of the tuning arms by line and learning rate, a line per group and other tuned settings.
-
-    A line's name is the group's, followed by the other tuned settings: `kl delta=0.02`.
-    """
-    lines: dict[str, dict[float, list[float]]] = {}
-    for arm in tuning.arms:
-        rate = arm.settings.get(LEARNING_RATE)
-        if not _is_number(rate):
-            continue
-        others = (
-            f"{key.rpartition('.')[2]}={format_setting(value)}"
-            for key, value in arm.settings.items()
-            if key != LEARNING_RATE
-        )
-        lines.setdefault(" ".join([arm.group, *others]), {})[float(rate)] = list(arm.values)
-    return lines
+    def by_learning_rate(self) -> Lines:
+        """Return the values of the arms, a line per group and other tuned settings: `kl delta=0.02`."""
+        lines: Lines = {}
+        for arm in self.arms:
+            rate = arm.settings.get(_LEARNING_RATE)
+            others = [
+                f"{key.rpartition('.')[2]}={format_setting(value)}"
+                for key, value in arm.settings.items()
+                if key != _LEARNING_RATE
+            ]
+            if _is_number(rate):
+                lines.setdefault(" ".join([arm.group, *others]), {})[float(rate)] = list(arm.values)
+        return lines
 
 
 def choose(
@@ -157,48 +146,70 @@ def choose(
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
     records = [record for arms in groups.values() for runs in arms.values() for record in runs]
-    value_of = next(
-        each.value for each in arm_metrics(records, common_sets(records)) if each.metric.key == metric
-    )
-    listed: list[TunedArm] = []
+    sets = common_sets(records)
+    candidates: list[TunedArm] = []
     for group, arms in groups.items():
         differing = differing_settings(record.settings for runs in arms.values() for record in runs)
-        values = {name: [value_of(record) for record in runs] for name, runs in arms.items()}
-        for name, found in values.items():
-            if None in found:
+        values: dict[str, list[float]] = {}
+        for name, runs in arms.items():
+            known = [run_values(record, sets) for record in runs]
+            if any(metric not in by_key for by_key in known):
                 raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
-        means = {name: fmean(value for value in found if value is not None) for name, found in values.items()}
-        best = max(means, key=lambda name: means[name])
-        listed += [
-            TunedArm(
-                group,
-                name,
-                {key: runs[0].settings[key] for key in differing if key in runs[0].settings},
-                [value for value in values[name] if value is not None],
-                chosen=name == best,
-            )
-            for name, runs in arms.items()
-        ]
-    seeds = sorted({record.run.seed for record in records})
-    return Tuning(sweep, metric, seeds, listed)
+            values[name] = [by_key[metric] for by_key in known]
+        best = max(values, key=lambda name: fmean(values[name]))
+        for name, runs in arms.items():
+            settings = {key: runs[0].settings[key] for key in differing if key in runs[0].settings}
+            candidates.append(TunedArm(group, name, settings, values[name], chosen=name == best))
+    return Tuning(sweep, metric, sorted({record.run.seed for record in records}), candidates)
 
 
-def read_tuning(folder: Path) -> Tuning | None:
-    """Return the tuned settings of the sweep in `folder`; None for a sweep without.
+def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
+    """Return how the settings of a sweep were chosen, from its plan; None for given settings, and for no sweep.
 
     Raises:
         UserError: `sweep.yaml` is damaged.
     """
-    path = folder / PLAN_FILE
-    plan = read_yaml(path, str(path))
-    if not isinstance(plan, dict) or TUNING_KEY not in plan:
+    if sweep is None or "tuning" not in sweep.plan:
         return None
     try:
-        return TypeAdapter(Tuning).validate_python(plan[TUNING_KEY])
+        return TypeAdapter(Tuning).validate_python(sweep.plan["tuning"])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, (TUNING_KEY, *first["loc"])))
-        raise UserError(f"{path}: {place}: {first['msg']}") from None
+        place = ".".join(map(str, ("tuning", *first["loc"])))
+        raise UserError(f"{sweep.path / PLAN_FILE}: {place}: {first['msg']}") from None
+
+
+def accuracy_by_learning_rate(arms: Mapping[str, Sequence[ArmRunData]], sets: Sequence[str]) -> Lines:
+    """Return the last accuracies of the runs, the learning rates ascending.
+
+    A line has the runs whose settings are equal except for the learning rate and the seed. Its name is that of its
+    arms without `lr=...`, or that of its method where these names differ; a second line of a name ends with ` #2`.
+
+    Args:
+        arms: the runs of each arm.
+        sets: the evaluation sets whose mean accuracy is used.
+    """
+    records = [record for runs in arms.values() for record in runs if _learning_rate(record) > 0]
+    keys = [key for key in differing_settings(run.settings for run in records) if key != _LEARNING_RATE]
+    groups: dict[tuple[str, ...], list[ArmRunData]] = {}
+    for record in records:
+        others = tuple(format_setting(record.settings.get(key, ABSENT)) for key in keys)
+        groups.setdefault(others, []).append(record)
+    lines: Lines = {}
+    for group in groups.values():
+        names = {_LR_PART.sub("", record.run.arm).strip() for record in group}
+        stem = (names.pop() if len(names) == 1 else "") or method_name(group[0].settings)
+        numbered = (f"{stem} #{number}" for number in count(2))
+        line = lines.setdefault(next(name for name in chain([stem], numbered) if name not in lines), {})
+        for record in sorted(group, key=_learning_rate):
+            line.setdefault(_learning_rate(record), []).append(accuracy_of(record, sets)[1][-1])
+    return lines
+
+
+def _learning_rate(record: ArmRunData) -> float:
+    """Return the learning rate of a run; 0 where its settings have none."""
+    rate = record.settings.get(_LEARNING_RATE)
+    return float(rate) if _is_number(rate) else 0.0
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

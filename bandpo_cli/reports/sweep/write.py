@@ -18,7 +18,7 @@ from bandpo_cli.reports.sweep.arms import (
 )
 from bandpo_cli.reports.sweep.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
-from bandpo_cli.reports.sweep.metrics import arm_metrics, common_sets
+from bandpo_cli.reports.sweep.metrics import common_k, common_sets, report_metrics, run_values
 from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all, plot_tuning
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
@@ -63,13 +63,18 @@ def write_report(
     arms = group_by_arm(records)
     sets = common_sets(records)
     equal = entropy_at_equal_accuracy(arms, sets)
-    metrics = arm_metrics(records, sets, equal)
-    evaluated = evaluate_arms(arms, metrics)
-    metrics = [each for each in metrics if any(each.metric.key in arm.figures for arm in evaluated)]
-    ranked = {arm.name: arms[arm.name] for arm in evaluated}
-    differences = compare_arms(ranked, baseline, metrics) if baseline in arms and len(arms) > 1 else []
-    accuracy = metrics[0].metric
-    has_pass_at_k = any(each.metric.key.startswith("pass_at_") for each in metrics)
+    level = equal.level.accuracy if equal.level is not None and equal.values else None
+    k = common_k(records, sets)
+    values = {
+        name: {record.run.seed: run_values(record, sets, k, equal) for record in runs}
+        for name, runs in arms.items()
+    }
+    metrics = report_metrics(records, sets, level)
+    evaluated = evaluate_arms(arms, values, metrics)
+    metrics = [metric for metric in metrics if any(metric.key in arm.figures for arm in evaluated)]
+    compared = baseline in arms and len(arms) > 1
+    order = [arm.name for arm in evaluated]
+    differences = compare_arms(order, values, str(baseline), metrics) if compared else []
     plot_notes = (
         [f"The plots show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline."]
         if len(arms) > MAX_ARMS_PLOTTED
@@ -79,18 +84,18 @@ def write_report(
         title=title,
         about=scope(evaluated, sets),
         finding=headline(
-            evaluated, baseline, [each for each in differences if each.figure == accuracy.key], accuracy
+            evaluated, baseline, [each for each in differences if each.figure == "accuracy"], metrics[0]
         ),
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
-        accuracy_level=equal.level.accuracy if equal.level is not None and equal.values else None,
-        figures=tuple(each.metric for each in metrics),
+        accuracy_level=level,
+        figures=tuple(metrics),
         arms=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
         notes=(
             *notes,
-            *report_notes(arms, baseline, differences, sets, has_pass_at_k, excluded, equal),
+            *report_notes(arms, baseline, differences, sets, bool(k), excluded, equal),
             *(tuning.notes_on_range() if tuning is not None else ()),
             *plot_notes,
         ),
