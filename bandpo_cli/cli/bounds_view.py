@@ -19,6 +19,7 @@ from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import check_choice
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import read_text
@@ -194,9 +195,7 @@ def _print_matches_table(found: list[dict[str, Any]]) -> None:
     first, console = found[0], Console(highlight=False)
     method, prob, upper = first["method"], first["prob"], first["upper"]
     console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("Band")
-    table.add_column("delta")
+    table = make_table("Band", "delta")
     for row in found:
         table.add_row(row["divergence"], _reason(row) if row["delta"] is None else f"{row['delta']:.9g}")
     console.print(table)

@@ -27,15 +27,14 @@ def configs(context: typer.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from rich.table import Table
     from rich.text import Text
 
-    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.console import make_table, open_console
     from bandpo_cli.config.files import describe_config, shipped_configs
 
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = make_table("", "")
+    table.show_header = False
+    table.columns[0].no_wrap = True
     for name, path in shipped_configs().items():
         table.add_row(Text(name, "bold"), Text(describe_config(path)))
     open_console().print(table, highlight=False)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli.terminal import SafeStream
 from bandpo_cli.errors import escape_controls, redact_credentials
+from bandpo_cli.types import CallbackBase
 
 PLAIN_LINES = 20
 """Approximate number of progress lines in a log file, however long the run or the evaluation."""
-
 
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 
@@ -102,6 +104,22 @@ def print_warning(console: Console, line: str) -> None:
     print_line(console, line, "warning:", "yellow")
 
 
+def make_table(*headings: str, gap: int = 2) -> Table:
+    """Return an empty table without lines. A heading that begins with `>` is that of a column of numbers, on the right.
+
+    Args:
+        headings: the headings; none for a table without a row of them.
+        gap: spaces between the columns.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for heading in headings:
+        if heading.startswith(">"):
+            table.add_column(heading[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
+    return table
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON on standard output; NaN and infinity as null."""
     from bandpo_cli.storage.files import replace_nonfinite
@@ -145,34 +163,76 @@ class LiveDisplay:
     full line that would begin a new line, and the next update would leave old lines above the new ones.
     """
 
-    def __init__(
-        self, console: Console, render: Callable[[], RenderableType], transient: bool = False
-    ) -> None:
-        """Show nothing yet.
-
-        Args:
-            console: the terminal.
-            render: returns the current state; called for each update, four times per second.
-            transient: remove the lines at the end.
-        """
+    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+        """Show nothing yet; `render` returns the current state, four times per second."""
         self._render, self._running = render, False
-        self._live = Live(
-            console=console, get_renderable=self._get_renderable, refresh_per_second=4, transient=transient
-        )
+        self._live = Live(console=console, get_renderable=self._get_renderable, refresh_per_second=4)
 
     def start(self) -> None:
         """Show the lines."""
         self._running = True
         self._live.start(refresh=True)
 
-    def update(self) -> None:
-        """Show the current state now."""
-        self._live.refresh()
-
     def stop(self) -> None:
-        """Show the final state and leave it on the terminal; remove it if it is transient."""
+        """Show the final state and leave it on the terminal."""
         self._running = False
         self._live.stop()
 
     def _get_renderable(self) -> RenderableType:
         return Group(self._render(), "") if self._running else self._render()
+
+
+class ExperimentView(CallbackBase):
+    """Base class of the console views: a spinner in some phases, and progress, live on a terminal and lines elsewhere.
+
+    Attributes:
+        spinners: the text beside the spinner, by phase.
+    """
+
+    spinners: Mapping[str, str] = {}
+
+    def __init__(self, console: Console, runs_dir: Path) -> None:
+        self.console, self.runs_dir = console, runs_dir
+        self.spinner = Spinner(console)
+        self._display: LiveDisplay | None = None
+        self._line: Callable[[], str | None] | None = None
+
+    def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
+        """Print the notes and the folder of the experiment."""
+        self.spinner.show(None)
+        for note in notes:
+            print_line(self.console, note, "note:", "yellow")
+        print_line(self.console, str(folder), heading)
+
+    def phase(self, name: str) -> None:
+        """Show the spinner of a phase that has one."""
+        self.spinner.show(self.spinners.get(name))
+
+    def show_progress(self, render: Callable[[], RenderableType], line: Callable[[], str | None]) -> None:
+        """Show progress until `stop_progress`.
+
+        Args:
+            render: returns the current state for a terminal.
+            line: returns a line for a file, or None if nothing is to be printed; called by `update_progress`.
+        """
+        if self.console.is_terminal:
+            self._display = LiveDisplay(self.console, render)
+            self._display.start()
+        else:
+            self._line = line
+
+    def update_progress(self) -> None:
+        """Print a line where the output is no terminal. A terminal shows the current state in any case."""
+        if self._line is not None and (text := self._line()) is not None:
+            print_line(self.console, text)
+
+    def stop_progress(self) -> None:
+        """Leave the final state on a terminal."""
+        if self._display is not None:
+            self._display.stop()
+        self._display = self._line = None
+
+    def close(self) -> None:
+        """Remove the spinner and the progress, where an error left them."""
+        self.spinner.show(None)
+        self.stop_progress()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import typer
@@ -20,25 +21,18 @@ def doctor(format_: TableOrJson = "table") -> None:
 
     [bold]bandpo doctor --format json[/bold]  in scripts
     """
-    from rich.table import Table
-
-    from bandpo_cli.cli.console import Spinner, open_console, print_json, print_line
+    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line
     from bandpo_cli.experiments.doctor import diagnose
 
     console = open_console()
-    spinner = Spinner(console)
-    if format_ == "table":
-        spinner.show("importing the packages …")
-    try:
+    with console.status("importing the packages …") if format_ == "table" else nullcontext():
         diagnosis = diagnose()
-    finally:
-        spinner.show(None)
     if format_ == "json":
         print_json(asdict(diagnosis))
     else:
         for heading, line in diagnosis.system.items():
             print_line(console, line, f"{heading:<7}")
-        table = Table("package", "installed", "tested", box=None, pad_edge=False, header_style="bold")
+        table = make_table("package", "installed", "tested")
         for package in diagnosis.packages:
             version = package.version or ("optional" if package.optional else "missing")
             color = "red" if package.problem else "" if package.version else "dim"

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import (
     PLAIN_LINES,
-    LiveDisplay,
-    Spinner,
+    ExperimentView,
     format_duration,
+    make_table,
     print_column,
     print_json,
     print_line,
@@ -29,7 +29,7 @@ from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
-from bandpo_cli.types import GRADER_ERROR, TIMEOUT, CallbackBase
+from bandpo_cli.types import GRADER_ERROR, TIMEOUT
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.compare import Comparison
@@ -39,16 +39,14 @@ if TYPE_CHECKING:
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
 """Text beside the spinner, by phase."""
 
-_MIN_SIGNIFICANT, _FEW_PROBLEMS = (
-    6,
-    20,
-)  # 5 problems that all change in one direction have p = 2 · 2⁻⁵ = 0.0625
+_MIN_SIGNIFICANT, _FEW_PROBLEMS = 6, 20
+"""5 problems that all change in one direction have p = 2 · 2⁻⁵ = 0.0625."""
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
 
 
-class EvalView(CallbackBase):
+class EvalView(ExperimentView):
     """Console view of an evaluation.
 
     Args:
@@ -57,72 +55,57 @@ class EvalView(CallbackBase):
         runs_dir: the folder of evaluations, for the command that resumes one.
     """
 
+    spinners = SPINNERS
+
     def __init__(self, console: Console, style: str, runs_dir: Path) -> None:
-        self._console, self._style, self._runs_dir = console, style, runs_dir
+        super().__init__(console, runs_dir)
+        self._style = style
         self._info: EvalInfo | None = None
-        self._progress: _Bar | _Lines | None = None
-        self._rate: ProgressRate | None = None
-        self._spinner = Spinner(self._console)
+        self._progress: EvalProgressBar | None = None
 
     def start(self, info: EvalInfo) -> None:
         """Print the notes and the folder."""
-        self._spinner.show(None)
         self._info = info
-        for note in info.notes:
-            print_line(self._console, note, "note:", "yellow")
         if info.rescored:
-            print_line(self._console, f"{info.folder} has all its completions: scoring them again")
+            self.spinner.show(None)
+            print_line(self.console, f"{info.folder} has all its completions: scoring them again")
             return
-        print_line(self._console, str(info.folder), "evaluation")
-        self._rate = ProgressRate(info.completions, info.stored)
-        self._progress = (_Bar if self._console.is_terminal else _Lines)(self._console, self._rate)
-        self._progress.start()
+        self.print_start(info.folder, "evaluation", info.notes)
+        self._progress = EvalProgressBar(info.completions, info.stored)
+        self.show_progress(self._progress.bar.get_renderable, self._progress.line)
 
     def phase(self, name: str) -> None:
         """Show a spinner in phases without progress; after the last batch print the rate."""
-        if name == "record" and self._rate is not None:
-            self._stop_progress()
-            print_line(self._console, self._rate.summary())
-        self._spinner.show(SPINNERS.get(name))
+        if name == "record" and self._progress is not None:
+            self.stop_progress()
+            print_line(self.console, self._progress.summary())
+        super().phase(name)
 
     def step(self, report: EvalProgress) -> None:
         """Show the progress."""
         if self._progress is not None:
-            self._progress.advance(report.label, report.completions)
+            self._progress.add(report.label, report.completions)
+            self.update_progress()
 
     def end(self, result: EvalResult) -> None:
         """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
-        self._spinner.show(None)
-        self._stop_progress()
+        self.close()
         if result.error is not None:
             if self._info is not None and not self._info.rescored:
-                self._print_resume(result, self._info)
+                stored = EvalFolder(result.folder).count_stored()
+                print_line(
+                    self.console,
+                    f"{result.record['status']}: {stored:,} of {self._info.completions:,} completions are stored; "
+                    f"resume with: {resume_command('eval', result.folder, self.runs_dir)}",
+                )
             return
         if self._style == "json":
             print_json(result.record)
         else:
-            print_scores(self._console, result.scores)
-            self._console.print()
+            print_scores(self.console, result.scores)
+            self.console.print()
         if self._info is not None and self._info.request.config.tracking.mlflow:
-            self._spinner.show("sending the metrics to MLflow …")
-
-    def close(self) -> None:
-        """Remove the spinner and the progress bar, where an error left them."""
-        self._spinner.show(None)
-        self._stop_progress()
-
-    def _print_resume(self, result: EvalResult, info: EvalInfo) -> None:
-        stored = EvalFolder(result.folder).count_stored()
-        print_line(
-            self._console,
-            f"{result.record['status']}: {stored:,} of {info.completions:,} completions are stored; "
-            f"resume with: {resume_command('eval', result.folder, self._runs_dir)}",
-        )
-
-    def _stop_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+            self.spinner.show("sending the metrics to MLflow …")
 
 
 def print_request(console: Console, request: EvalRequest) -> None:
@@ -176,91 +159,60 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         _print_set(console, label, each, show)
 
 
-class ProgressRate:
-    """Count of completions and their rate; completions stored before the start do not count for the rate."""
+class EvalProgressBar:
+    """Progress of an evaluation. Completions stored before the start do not count for the rate.
+
+    Attributes:
+        bar: the bar on a terminal.
+    """
 
     def __init__(self, total: int, done: int) -> None:
-        self.total, self.done = total, done
+        self._total, self._done, self._label = total, done, "evaluating"
         self._before, self._start = done, time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._start
-
-    @property
-    def rate(self) -> float:
-        """Completions per second."""
-        return (self.done - self._before) / max(self.seconds, 1e-9)
-
-    def words(self) -> str:
-        """Return `1,024/2,048 completions · 310/s · 0:00:03 left`."""
-        count = f"{self.done:,}/{self.total:,} completions"
-        if self.done == self._before:
-            return count
-        left = (self.total - self.done) / self.rate
-        return f"{count} · {self._rate_words()}/s · {format_duration(left)} left"
-
-    def summary(self) -> str:
-        """Return `2,048 completions in 0:00:07, 310 per second`, counting what came since the start."""
-        new = self.done - self._before
-        before = f" after {self._before:,} that were there" if self._before else ""
-        rate = f", {self._rate_words()} per second" if new else ""
-        return f"{new:,} completions{before} in {format_duration(self.seconds)}{rate}"
-
-    def _rate_words(self) -> str:
-        return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
-
-
-class _Bar:
-    """Progress bar on a terminal."""
-
-    def __init__(self, console: Console, rate: ProgressRate) -> None:
-        self._rate = rate
-        self._progress = Progress(
+        self._stride = max(1, total // PLAIN_LINES)
+        self._next_line = done + self._stride
+        self.bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[words]}", markup=False),
-            console=console,
         )
-        self._display = LiveDisplay(console, self._progress.get_renderable)
-        self._task = self._progress.add_task(
-            "evaluating", total=rate.total, completed=rate.done, words=rate.words()
-        )
+        self._task = self.bar.add_task(self._label, total=total, completed=done, words=self._words())
 
-    def start(self) -> None:
-        self._display.start()
-
-    def stop(self) -> None:
-        self._display.stop()
-
-    def advance(self, label: str, completions: int) -> None:
-        self._rate.done += completions
+    def add(self, label: str, completions: int) -> None:
+        """Add completions of the evaluation set `label`."""
+        self._done += completions
+        self._label = label
         name = label if len(label) <= _LABEL_WIDTH else label[: _LABEL_WIDTH - 1] + "…"
-        self._progress.update(
-            self._task, description=name, completed=self._rate.done, words=self._rate.words()
-        )
+        self.bar.update(self._task, description=name, completed=self._done, words=self._words())
 
+    def line(self) -> str | None:
+        """Return `gsm8k: 1,024/2,048 completions · 310/s · 0:00:03 left` about twenty times in all."""
+        if self._done < self._next_line:
+            return None
+        self._next_line = self._done + self._stride
+        return f"{self._label}: {self._words()}"
 
-class _Lines:
-    """Progress as plain lines, for a log file."""
+    def summary(self) -> str:
+        """Return `2,048 completions in 0:00:07, 310 per second`, counting what came since the start."""
+        new = self._done - self._before
+        before = f" after {self._before:,} that were there" if self._before else ""
+        rate = f", {self._rate_text()} per second" if new else ""
+        return f"{new:,} completions{before} in {format_duration(time.perf_counter() - self._start)}{rate}"
 
-    def __init__(self, console: Console, rate: ProgressRate) -> None:
-        self._console, self._rate = console, rate
-        self._stride = max(1, rate.total // PLAIN_LINES)
-        self._next = rate.done + self._stride
+    def _words(self) -> str:
+        count = f"{self._done:,}/{self._total:,} completions"
+        if self._done == self._before:
+            return count
+        left = (self._total - self._done) / self._rate()
+        return f"{count} · {self._rate_text()}/s · {format_duration(left)} left"
 
-    def start(self) -> None:
-        """Do nothing."""
+    def _rate(self) -> float:
+        """Return completions per second."""
+        return (self._done - self._before) / max(time.perf_counter() - self._start, 1e-9)
 
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def advance(self, label: str, completions: int) -> None:
-        self._rate.done += completions
-        if self._rate.done >= self._next:
-            self._next = self._rate.done + self._stride
-            print_line(self._console, f"{label}: {self._rate.words()}")
+    def _rate_text(self) -> str:
+        rate = self._rate()
+        return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
@@ -334,10 +286,7 @@ def histogram(scores: Scores) -> Iterable[Text]:
 
 
 def _table(scores: Scores) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("mean", justify="right")
-    table.add_column("95% interval", justify="right")
+    table = make_table("", ">mean", ">95% interval")
     for name, interval in scores.metrics.items():
         if name.endswith(("timeout_rate", "error_rate")) and interval.value == 0:
             continue
@@ -357,10 +306,7 @@ def _counts(problems: Mapping[str, Sized], noun: str = "problem") -> str:
 def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
     console.print()
     print_line(console, _problems(comparison), label)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
-    for heading in ("A", "B", "B − A", "95% interval"):
-        table.add_column(heading, justify="right")
+    table = make_table("", ">A", ">B", ">B − A", ">95% interval")
     for name, each in comparison.metrics.items():
         table.add_row(
             metric_label(name),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from bandpo_cli.cli.console import print_line
+from bandpo_cli.cli.console import make_table, print_line
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.profile import PhaseTime, StepProfile
@@ -39,9 +39,7 @@ def profile_table(profile: StepProfile) -> Table:
     steps = profile.steps
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     on_gpu = any(each.gpu_seconds for each in profile.phases.values())
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in (span, "s/step", "share", *(["GPU s/step"] if on_gpu else []), "calls/step"):
-        table.add_column(heading, justify="left" if heading == span else "right")
+    table = make_table(span, ">s/step", ">share", *([">GPU s/step"] if on_gpu else []), ">calls/step")
 
     def add(label: str, seconds: float, phase: PhaseTime | None = None) -> None:
         gpu = [f"{phase.gpu_seconds / len(steps):.3f}" if phase else ""] if on_gpu else []

@@ -84,21 +84,17 @@ def runs(
 
 
 def _print_table(console: Console, runs: Sequence[RunOverview]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from bandpo_cli.cli.console import print_line
+    from bandpo_cli.cli.console import make_table, print_line
 
     if not runs:
         print_line(console, "no runs")
         return
     wide = console.width >= 100
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2 if wide else 1, 0, 0))
-    table.add_column("run", overflow="fold", min_width=12)
-    for heading in ("method", "task", "status"):
-        table.add_column(heading, no_wrap=heading == "status", overflow="fold")
-    for heading in ("steps", "held-out", "training", "entropy", *(["started"] if wide else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy"]
+    table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
+    table.columns[0].min_width, table.columns[3].no_wrap = 12, True
     for run in runs:
         status = run.status or "DAMAGED"
         cells = [Text(run.name), Text(run.method), Text(run.task), Text(status.lower(), _STYLES[status])]

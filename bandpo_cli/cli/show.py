@@ -99,13 +99,11 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
 
 
 def _metric_table(found: RunDescription, every_metric: bool) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("metric")
-    for heading in ("first", "step", "last", "step"):
-        table.add_column(heading, justify="right")
+    from bandpo_cli.cli.console import make_table
+
+    table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
     chosen = [each for each in found.metrics if every_metric or each.key in order or _is_score(each.key)]
     for each in sorted(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import print_column, print_line, print_warning
+from bandpo_cli.cli.console import make_table, print_column, print_line, print_warning
 from bandpo_cli.cli.train_view import eval_metrics_text
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
@@ -145,11 +145,8 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
 
 
 def _memory_table(estimate: MemoryEstimate) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
-    table.add_column(f"{estimate.parameters / 1e6:,.1f}M parameters{over}")
-    table.add_column("GiB", justify="right")
-    table.add_column("while")
+    table = make_table(f"{estimate.parameters / 1e6:,.1f}M parameters{over}", ">GiB", "while")
     for phase, components in (
         ("always", estimate.always),
         ("updating", estimate.update),

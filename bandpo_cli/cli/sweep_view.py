@@ -12,13 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import (
-    LiveDisplay,
-    Spinner,
-    format_duration,
-    print_column,
-    print_line,
-)
+from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_column, print_line
 from bandpo_cli.errors import SignalExit, plural
 from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
@@ -27,7 +21,6 @@ from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import SweepRun, by_arm
-from bandpo_cli.types import CallbackBase
 
 LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""
@@ -43,29 +36,30 @@ SPINNERS = {
 """Text beside the spinner, by phase."""
 
 
-class SweepView(CallbackBase):
+class SweepView(ExperimentView):
     """Console view of a sweep: a live table on a terminal, plain lines elsewhere."""
 
+    spinners = SPINNERS
+
     def __init__(self, console: Console, runs_dir: Path) -> None:
-        self._console, self._runs_dir = console, runs_dir
+        super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
-        self._table: _LiveTable | _PlainLines | None = None
-        self._spinner = Spinner(self._console)
+        self._progress: SweepProgress | None = None
         self._start = time.perf_counter()
 
     def start(self, info: SweepInfo) -> None:
         """Print the folder, the plan and the estimate of the time."""
         self._info = info
-        print_line(self._console, str(info.folder), "sweep")
+        self.print_start(info.folder, "sweep")
         self._start = time.perf_counter()
         self.print_plan(info)
 
     def print_plan(self, info: SweepInfo) -> None:
         """Print the table of runs and the estimate of the time."""
         steps = {name: config.steps for name, config in info.configs.items()}
-        self._console.print(plan_table(info.runs, steps), highlight=False)
+        self.console.print(plan_table(info.runs, steps), highlight=False)
         finished = len(info.runs) - len(info.pending)
-        self._console.print(
+        self.console.print(
             f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
             f"{'' if info.ranks == 1 else f'{info.ranks} processes of '}{plural(info.threads, 'thread')} each",
             highlight=False,
@@ -73,16 +67,16 @@ class SweepView(CallbackBase):
         if not info.pending:
             return
         try:
-            estimate = estimate_time(info, self._runs_dir, lambda: self._spinner.show(SPINNERS["trial"]))
+            estimate = estimate_time(info, self.runs_dir, lambda: self.spinner.show(SPINNERS["trial"]))
         finally:
-            self._spinner.show(None)
+            self.spinner.show(None)
         if estimate is None:
-            self._console.print(
+            self.console.print(
                 "no estimate of the time: no finished run has these settings; after the first steps the live table "
                 "shows one"
             )
             return
-        self._console.print(
+        self.console.print(
             f"about {format_duration(estimate.total_s)} in total, {format_duration(estimate.run_s)} per run "
             f"({estimate.method})",
             highlight=False,
@@ -90,20 +84,20 @@ class SweepView(CallbackBase):
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""
-        self._spinner.show(None)
+        self.spinner.show(None)
         if name == "run" and self._info is not None:
-            view = _LiveTable if self._console.is_terminal else _PlainLines
-            self._table = view(self._console, self._info.runs, self._info.slots)
-            self._table.start()
+            self._progress = SweepProgress(self._info.runs, self._info.slots)
+            self.show_progress(self._progress.render, self._progress.line)
         if name == "report":
-            self._stop_table()
-            self._console.print()
-        self._spinner.show(SPINNERS.get(name))
+            self.stop_progress()
+            self.console.print()
+        super().phase(name)
 
     def step(self, report: States) -> None:
         """Show the states of the runs."""
-        if self._table is not None:
-            self._table.show(report)
+        if self._progress is not None:
+            self._progress.add(report)
+            self.update_progress()
 
     def end(self, result: SweepResult) -> None:
         """Print the report and what failed; after Ctrl-C or SIGTERM print how to resume."""
@@ -116,40 +110,28 @@ class SweepView(CallbackBase):
                 how = (
                     "stopped by Ctrl-C" if isinstance(result.error, KeyboardInterrupt) else str(result.error)
                 )
-                again = resume_command("sweep", result.folder, self._runs_dir)
-                print_line(self._console, f"{how}, {finished} are finished; resume with: {again}")
+                again = resume_command("sweep", result.folder, self.runs_dir)
+                print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
             return
         if result.report is None:
-            print_line(self._console, str(result.report_error), "no report:", "yellow")
+            print_line(self.console, str(result.report_error), "no report:", "yellow")
         else:
-            print_report(self._console, result.report)
-            self._console.print()
+            print_report(self.console, result.report)
+            self.console.print()
         duration = format_duration(time.perf_counter() - self._start)
         took = f" in {duration}" if self._info.pending else ""
-        self._console.print(f"{finished} finished{took}", highlight=False)
+        self.console.print(f"{finished} finished{took}", highlight=False)
         if result.mlflow is not None:
-            print_column(self._console, result.mlflow, "MLflow", 6)
+            print_column(self.console, result.mlflow, "MLflow", 6)
         for name, why in result.stopped.items():
-            print_line(self._console, f"{name}: {why}", "stopped early", "yellow")
+            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
         for name, why in result.failures.items():
-            print_line(self._console, f"{name}: {why}", "failed", "red")
-
-    def close(self) -> None:
-        """Remove the spinner, and leave the table in its final state."""
-        self._spinner.show(None)
-        self._stop_table()
-
-    def _stop_table(self) -> None:
-        table, self._table = self._table, None
-        if table is not None:
-            table.stop()
+            print_line(self.console, f"{name}: {why}", "failed", "red")
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
     """Return one row per arm, with its seeds and steps."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("arm", "seeds", "steps", "runs"):
-        table.add_column(heading, justify="left" if heading in ("arm", "seeds") else "right")
+    table = make_table("arm", "seeds", ">steps", ">runs")
     for arm, members in by_arm(runs).items():
         seeds = ", ".join(str(run.seed) for run in members)
         counts = sorted({steps[run.name] for run in members})
@@ -165,9 +147,7 @@ def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
     known = [state for state in states.values() if state.accuracy is not None]
     held_out = not known or any(state.evaluations for state in known)
     accuracy = "held-out accuracy" if held_out else "training accuracy"
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("arm", "finished", "running at step", accuracy, "entropy", "left"):
-        table.add_column(heading, justify="left" if heading in ("arm", "running at step") else "right")
+    table = make_table("arm", ">finished", "running at step", f">{accuracy}", ">entropy", ">left")
     for arm, members in by_arm(runs).items():
         arm_states = [states[run.name] for run in members]
         running = [state for state in arm_states if state.status == "running"]
@@ -226,52 +206,38 @@ def _progress(states: States, jobs: int) -> str:
     return " · ".join(filter(None, parts))
 
 
-class _LiveTable:
-    """Table of the arms that stays in place, on a terminal."""
+class SweepProgress:
+    """Progress of a sweep: the table of its arms on a terminal, else a line when a run ends and every minute."""
 
-    def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
+    def __init__(self, runs: Sequence[SweepRun], jobs: int) -> None:
         self._runs, self._jobs = runs, jobs
+        self._states: States = {}
         self._table: RenderableType = ""
-        self._display = LiveDisplay(console, lambda: self._table)
+        self._ended, self._next_line = -1, 0.0
 
-    def start(self) -> None:
-        self._display.start()
-
-    def stop(self) -> None:
-        self._display.stop()
-
-    def show(self, states: States) -> None:
+    def add(self, states: States) -> None:
+        """Replace the states of the runs."""
+        self._states = states
         table = arms_table(self._runs, states)
         table.title, table.title_justify = _progress(states, self._jobs), "left"
         self._table = table
 
+    def render(self) -> RenderableType:
+        """Return the table."""
+        return self._table
 
-class _PlainLines:
-    """A line whenever a run ends, and every `LINES_EVERY_S` seconds, for a log file."""
-
-    def __init__(self, console: Console, runs: Sequence[SweepRun], jobs: int) -> None:
-        self._console, self._jobs = console, jobs
-        self._ended = -1
-        self._next = time.monotonic()
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def show(self, states: States) -> None:
-        ended = sum(state.status in ("finished", "failed", "stopped") for state in states.values())
-        if ended == self._ended and time.monotonic() < self._next:
-            return
-        self._ended, self._next = ended, time.monotonic() + LINES_EVERY_S
+    def line(self) -> str | None:
+        """Return a line if a run has ended since the last line, or `LINES_EVERY_S` seconds have passed."""
+        ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
+        if ended == self._ended and time.monotonic() < self._next_line:
+            return None
+        self._ended, self._next_line = ended, time.monotonic() + LINES_EVERY_S
         running = ", ".join(
             f"{name} {state.step}/{state.steps}"
-            for name, state in states.items()
+            for name, state in self._states.items()
             if state.status == "running"
         )
-        running_text = f"  running: {running}" if running else ""
-        print_line(self._console, _progress(states, self._jobs) + running_text)
+        return _progress(self._states, self._jobs) + (f"  running: {running}" if running else "")
 
 
 def print_report(console: Console, report: Report) -> None:
@@ -313,12 +279,8 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
-    gap = 1 if separator == "\n" else 2
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
-    table.add_column("arm", overflow="fold")
-    table.add_column("seeds", justify="right", no_wrap=True)
-    for metric in metrics:
-        table.add_column(_heading(metric), justify="right", no_wrap=True)
+    headings = [f">{_heading(metric)}" for metric in metrics]
+    table = make_table("arm", ">seeds", *headings, gap=1 if separator == "\n" else 2)
     for arm in report.arms:
         name = Text(arm.name)
         if arm.name == report.baseline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,12 +21,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import PLAIN_LINES, LiveDisplay, Spinner, print_line
+from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line
 from bandpo_cli.cli.signals import STOPPING, StopSignals
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
-from bandpo_cli.types import CallbackBase, Rollout, RunInfo, RunResult, StepReport
+from bandpo_cli.types import Rollout, RunInfo, RunResult, StepReport
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
@@ -51,66 +50,66 @@ CLOSE_WITH_MLFLOW = "writing the plots, finishing the record in MLflow …"
 """Text in place of that of the phase `close` for a run that MLflow records."""
 
 
-class TrainView(CallbackBase):
+class TrainView(ExperimentView):
     """Console view of a training run: a live panel on a terminal, plain lines elsewhere."""
 
+    spinners = SPINNERS
+
     def __init__(self, console: Console, runs_dir: Path, signals: StopSignals | None = None) -> None:
-        self._console, self._runs_dir, self._signals = console, runs_dir, signals
-        self._panel: LivePanel | PlainLines | None = None
-        self._spinner = Spinner(self._console)
-        self._spinners = dict(SPINNERS)
+        super().__init__(console, runs_dir)
+        self._signals = signals
+        self._progress: TrainProgress | None = None
 
     def start(self, info: RunInfo) -> None:
-        """Print the notes and the run folder, and show the panel."""
-        self._spinner.show(None)
-        if info.config["tracking"]["mlflow"]:
-            self._spinners["close"] = CLOSE_WITH_MLFLOW
-        for note in info.notes:
-            print_line(self._console, note, "note:", "yellow")
-        print_line(self._console, str(info.folder), "run folder")
-        self._panel = make_panel(self._console, info.steps, self._signals)
-        self._panel.restore(RunFolder(info.folder).read_metrics())  # of the steps before a resume
-        self._panel.start()
+        """Print the notes and the run folder, and show the panel.
+
+        On a terminal the panel shows a request to stop too, in place of the signal handlers.
+        """
+        self.spinners = SPINNERS | ({"close": CLOSE_WITH_MLFLOW} if info.config["tracking"]["mlflow"] else {})
+        self.print_start(info.folder, "run folder", info.notes)
+        self._progress = TrainProgress(info.steps, self._signals)
+        self._progress.restore(RunFolder(info.folder).read_metrics())  # of the steps before a resume
+        if self._signals is not None:
+            self._signals.silent = self.console.is_terminal
+        self.show_progress(self._progress.panel, self._progress.line)
 
     def phase(self, name: str) -> None:
         """Show what the run is doing: beside the panel's bar, or with a spinner before and after it."""
-        if name == "close" and self._panel is not None:
-            self._panel.stop()
-            self._panel = None
-        if self._panel is not None:
-            self._panel.phase(name)
+        if name == "close":
+            self.stop_progress()
+        if self._progress is not None:
+            self._progress.show_phase(PHASES.get(name, ""))
         else:
-            self._spinner.show(self._spinners.get(name))
+            super().phase(name)
 
     def step(self, report: StepReport) -> None:
         """Show one step."""
-        if self._panel is not None:
-            self._panel.show(report)
+        if self._progress is not None:
+            self._progress.add(report)
+            self.update_progress()
+
+    def stop_progress(self) -> None:
+        """Leave the last state of the panel on a terminal."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        super().stop_progress()
+        if self._signals is not None:
+            self._signals.silent = False
 
     def end(self, result: RunResult) -> None:
         """Print why a run did not finish, and how to resume it."""
-        self._spinner.show(None)
+        self.spinner.show(None)
         if result.status == "FINISHED":
             return
         sender = None if self._signals is None else self._signals.sender
         how = "failed" if result.status == "FAILED" else f"stopped by {sender or 'request'}"
         after = f" after step {result.records[-1]['step']}" if result.records else " before the first step"
-        print_line(self._console, f"{how}{after}; its files are in {result.folder}")
+        print_line(self.console, f"{how}{after}; its files are in {result.folder}")
         if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
-            again = resume_command("train", result.folder, self._runs_dir)
+            again = resume_command("train", result.folder, self.runs_dir)
             ranks = launched_ranks()
-            print_line(self._console, f"resume with: {again}{'' if ranks is None else f' --nproc {ranks}'}")
-
-    def close(self) -> None:
-        """Remove the spinner and the panel, where an error left them."""
-        self._spinner.show(None)
-        if self._panel is not None:
-            self._panel.stop()
-
-
-def make_panel(console: Console, steps: int, signals: StopSignals | None = None) -> LivePanel | PlainLines:
-    """Return the live panel on a terminal, plain lines elsewhere."""
-    return LivePanel(console, steps, signals) if console.is_terminal else PlainLines(console, steps)
+            print_line(self.console, f"resume with: {again}{'' if ranks is None else f' --nproc {ranks}'}")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -161,61 +160,21 @@ def flagged_shares(record: Mapping[str, float]) -> str:
     return ", ".join(f"{share:.1%} {words}" for share, threshold, words in shares if share > threshold)
 
 
-class PlainLines:
-    """One line every few steps and for each evaluation, for a log file."""
+class TrainProgress:
+    """Progress of a run: a panel with time left, curves and the latest completion, or a line every few steps."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._stride = max(1, steps // PLAIN_LINES)
-        self._start = time.perf_counter()
-
-    def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the log file of the earlier steps has them."""
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def phase(self, name: str) -> None:
-        """Do nothing: a log file shows steps only."""
-
-    def show(self, report: StepReport) -> None:
-        """Print every n-th step, the last one, and steps with an evaluation."""
-        record, held_out = report.record, eval_metrics_text(report.record)
-        if report.step % self._stride and not held_out and report.step != self._steps:
-            return
-        parts = [f"step {report.step}/{self._steps}"]
-        if report.step:
-            clipped = record.get("clip/active_fraction", math.nan)
-            parts.append(
-                f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
-                f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
-            )
-        if skipped := record.get("optim/skipped_updates"):
-            parts.append(f"updates skipped {skipped:.0f}")
-        if flagged := flagged_shares(record):
-            parts.append(flagged)
-        if held_out:
-            parts.append(f"held-out {held_out}")
-        print_line(self._console, "  ".join(parts))
-
-
-class LivePanel:
-    """One panel that stays in place: progress, time left, the curves so far and the latest completion."""
-
-    def __init__(self, console: Console, steps: int, signals: StopSignals | None = None) -> None:
+    def __init__(self, steps: int, signals: StopSignals | None = None) -> None:
         self._steps, self._signals = steps, signals
+        self._stride = max(1, steps // PLAIN_LINES)
+        self._report: StepReport | None = None
         self._history: dict[str, list[float]] = {}
         self._held_out: list[tuple[int, str]] = []
         self._sample = Text("")
         self._throughput: tuple[float, float] | None = None
         self._flagged = ""
         self._skipped = 0
-        self._running = False
-        self._progress = Progress(
+        self._running = True
+        self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
@@ -223,53 +182,66 @@ class LivePanel:
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),
-            console=console,
             expand=True,
         )
-        self._task = self._progress.add_task("train", total=steps, phase="", start=False)
+        self._task = self._bar.add_task("train", total=steps, phase="")
         self._grid = self._metric_grid()
-        self._display = LiveDisplay(console, self._render)
 
     def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Show the metrics of earlier steps, from metrics.jsonl. The time left counts from the steps after them."""
         for record in records:
-            self._add(int(record["step"]), record)
+            self._add_metrics(int(record["step"]), record)
         if records:
-            self._progress.reset(
-                self._task, total=self._steps, completed=int(records[-1]["step"]), start=False
-            )
+            self._bar.reset(self._task, total=self._steps, completed=int(records[-1]["step"]))
         self._grid = self._metric_grid()
 
-    def start(self) -> None:
-        """Show the panel. It also shows the request to stop, in place of the signal handlers."""
-        self._running = True
-        self._progress.start_task(self._task)
-        if self._signals is not None:
-            self._signals.silent = True
-        self._display.start()
-
-    def stop(self) -> None:
-        """Show the last state and leave it on the terminal."""
-        self._progress.update(self._task, phase="")
-        self._progress.stop_task(self._task)
-        self._running = False
-        self._display.stop()
-        if self._signals is not None:
-            self._signals.silent = False
-
-    def phase(self, name: str) -> None:
+    def show_phase(self, text: str) -> None:
         """Show the phase beside the bar: a step of a large model takes minutes."""
-        self._progress.update(self._task, phase=PHASES.get(name, ""))
+        self._bar.update(self._task, phase=text)
 
-    def show(self, report: StepReport) -> None:
-        """Update the panel with a step."""
-        self._add(report.step, report.record)
+    def add(self, report: StepReport) -> None:
+        """Add a step."""
+        self._report = report
+        self._add_metrics(report.step, report.record)
         if report.sample is not None:
             self._sample = _sample_text(report.sample)
-        self._progress.update(self._task, completed=report.step)
+        self._bar.update(self._task, completed=report.step)
         self._grid = self._metric_grid()
 
-    def _add(self, step: int, record: Mapping[str, Any]) -> None:
+    def stop(self) -> None:
+        """Stop the clock; the panel shows its last state."""
+        self.show_phase("")
+        self._bar.stop_task(self._task)
+        self._running = False
+
+    def line(self) -> str | None:
+        """Return a line about the last step if it is every n-th, the last of the run, or one with an evaluation."""
+        if self._report is None:
+            return None
+        step, record = self._report.step, self._report.record
+        held_out = eval_metrics_text(record)
+        if step % self._stride and not held_out and step != self._steps:
+            return None
+        parts = [f"step {step}/{self._steps}"]
+        if step:
+            clipped = record.get("clip/active_fraction", math.nan)
+            parts.append(
+                f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+                f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
+            )
+        if skipped := record.get("optim/skipped_updates"):
+            parts.append(f"updates skipped {skipped:.0f}")
+        parts += filter(None, [flagged_shares(record), held_out and f"held-out {held_out}"])
+        return "  ".join(parts)
+
+    def panel(self) -> Panel:
+        """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
+        lines: list[RenderableType] = [self._bar, self._grid]
+        if self._running and self._signals is not None and self._signals.requested:
+            lines.append(Text(STOPPING, style="yellow"))
+        return Panel(Group(*lines), title="bandpo train", title_align="left")
+
+    def _add_metrics(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
         for key in ("train/accuracy", "train/entropy", "clip/active_fraction"):
             value = record.get(key)
@@ -282,13 +254,6 @@ class LivePanel:
         if "perf/sampled_tokens_per_s" in known:
             self._throughput = (known["perf/sampled_tokens_per_s"], known["perf/trained_tokens_per_s"])
         self._skipped += int(known.get("optim/skipped_updates", 0))
-
-    def _render(self) -> Panel:
-        """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
-        lines: list[RenderableType] = [self._progress, self._grid]
-        if self._running and self._signals is not None and self._signals.requested:
-            lines.append(Text(STOPPING, style="yellow"))
-        return Panel(Group(*lines), title="bandpo train", title_align="left")
 
     def _metric_grid(self) -> Table:
         grid = Table.grid(padding=(0, 2))

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,7 @@ from bandpo_cli.cli.console import LiveDisplay, Spinner
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import arms_table, plan_table, seconds_left
-from bandpo_cli.cli.train_view import (
-    LivePanel,
-    PlainLines,
-    TrainView,
-    eval_metrics_text,
-    flagged_shares,
-    make_panel,
-    sparkline,
-)
+from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, sparkline
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
@@ -52,41 +45,37 @@ def report(step: int, evaluated: bool = False) -> StepReport:
     return StepReport(step, record, rollout if step else None)
 
 
-def view_output(terminal: bool, steps: int) -> str:
+def shown(terminal: bool, reports: Sequence[StepReport], steps: int, folder: Path = Path("runs/r")) -> str:
+    """Return what the view of a run prints until the end of the run."""
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100)
-    view = TrainView(console, Path("runs"))
+    view = TrainView(Console(file=out, force_terminal=terminal, width=100), Path("runs"))
     view.phase("load")
-    view.start(RunInfo(Path("runs/r"), TRACKED, {}, steps, 0, (), None))
-    for step in range(steps + 1):
-        view.step(report(step, evaluated=step in (0, steps)))
+    view.start(RunInfo(folder, TRACKED, {}, steps, 0, (), None))
+    for each in reports:
+        view.step(each)
     view.phase("close")
-    view.end(RunResult(Path("runs/r"), "FINISHED", []))
+    view.end(RunResult(folder, "FINISHED", []))
     return out.getvalue()
 
 
 def test_output_to_a_file_is_few_plain_lines() -> None:
-    text = view_output(terminal=False, steps=200)
+    text = shown(False, [report(step, evaluated=step in (0, 200)) for step in range(201)], steps=200)
     assert "\x1b" not in text
     assert 15 <= len(text.splitlines()) <= 30
     assert "step 200/200" in text
     assert "held-out mean@16 0.312" in text
 
 
-def test_the_panel_shows_the_tokens_per_second_of_the_last_step() -> None:
-    out = io.StringIO()
-    panel = make_panel(Console(file=out, force_terminal=True, width=100), 2)
-    panel.start()
-    for number, sampled in ((1, 1000.0), (2, 12345.6)):
-        step = report(number)
-        step.record.update({"perf/sampled_tokens_per_s": sampled, "perf/trained_tokens_per_s": 2 * sampled})
-        panel.show(step)
-    panel.stop()
-    assert re.search(r"tokens per second +12,346 sampled +24,691 trained", out.getvalue().split("╭")[-1])
-
-
-def test_a_terminal_shows_one_panel_with_curves() -> None:
-    text = view_output(terminal=True, steps=5)
+def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the_last_step() -> None:
+    reports = [report(step, evaluated=step in (0, 5)) for step in range(6)]
+    for step, sampled in ((1, 1000.0), (5, 12345.6)):
+        reports[step].record.update(
+            {"perf/sampled_tokens_per_s": sampled, "perf/trained_tokens_per_s": 2 * sampled}
+        )
+    text = shown(True, reports, steps=5)
+    last = text.split("╭")[-1]
+    assert re.search(r"tokens per second +12,346 sampled +24,691 trained", last)
+    assert "writing the plots, finishing the record in MLflow" in text
     for part in (
         "accuracy",
         "entropy",
@@ -97,7 +86,7 @@ def test_a_terminal_shows_one_panel_with_curves() -> None:
         "1+2[bold]",
         "correct",
     ):
-        assert part in text
+        assert part in last
 
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -143,17 +132,6 @@ def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
     assert "stopped by SIGTERM before the first step" in out.getvalue()
 
 
-@pytest.mark.parametrize("mlflow", [True, False])
-def test_the_spinner_at_the_end_names_mlflow_where_it_records_the_run(tmp_path: Path, mlflow: bool) -> None:
-    out = io.StringIO()
-    view = TrainView(Console(file=out, force_terminal=True, width=100), tmp_path)
-    view.start(RunInfo(tmp_path, {"tracking": {"mlflow": mlflow}}, {}, 3, 0, (), None))
-    view.phase("close")
-    view.end(RunResult(tmp_path, "FINISHED", []))
-    assert "writing the plots" in out.getvalue()
-    assert ("MLflow" in out.getvalue()) == mlflow
-
-
 def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
     """Values that were not finite are null in metrics.jsonl. The time left counts from the first new step."""
     folder = RunFolder(tmp_path)
@@ -166,19 +144,15 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
                 "optim/skipped_updates": 2,
             }
         folder.append_metrics(record)
-    out = io.StringIO()
-    view = TrainView(Console(file=out, force_terminal=True, width=100), tmp_path)
-    view.start(RunInfo(tmp_path, TRACKED, {}, 60, 41, (), None))
-    view.phase("close")
-    shown = CONTROL.sub("", out.getvalue()).split("╭")[-1]
-    assert "40/60" in shown
+    text = CONTROL.sub("", shown(True, [], 60, tmp_path)).split("╭")[-1]
+    assert "40/60" in text
     assert re.search(
-        rf"training accuracy +0\.290 +{sparkline([0.25 + n / 1000 for n in range(1, 41)])}", shown
+        rf"training accuracy +0\.290 +{sparkline([0.25 + n / 1000 for n in range(1, 41)])}", text
     )
-    assert re.search(r"updates skipped +2", shown)
-    assert re.search(r"held-out before +step 0 ", shown)
-    assert re.search(r"held-out now +step 40 ", shown)
-    assert "left -:--:--" in shown
+    assert re.search(r"updates skipped +2", text)
+    assert re.search(r"held-out before +step 0 ", text)
+    assert re.search(r"held-out now +step 40 ", text)
+    assert "left -:--:--" in text
 
 
 def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
@@ -200,21 +174,10 @@ def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
     """Its record has no clip metrics, and its entropy is NaN if the policy is broken."""
-    out = io.StringIO()
-    panel = make_panel(Console(file=out, force_terminal=terminal, width=100), 2)
-    panel.start()
-    panel.show(report(1))
     skipped = report(2)
     del skipped.record["clip/active_fraction"]
     skipped.record.update({"train/entropy": math.nan, "optim/skipped_updates": 4})
-    panel.show(skipped)
-    panel.stop()
-    assert re.search(r"updates skipped +4", out.getvalue())
-
-
-def test_the_view_depends_on_the_terminal() -> None:
-    assert isinstance(make_panel(Console(force_terminal=True), 1), LivePanel)
-    assert isinstance(make_panel(Console(file=io.StringIO()), 1), PlainLines)
+    assert re.search(r"updates skipped +4", shown(terminal, [report(1), skipped], 2))
 
 
 def test_sparklines_span_their_range() -> None:
@@ -293,11 +256,8 @@ def test_names_with_square_brackets_are_printed_unchanged() -> None:
     spinner.show(None)
     assert out.getvalue().count(name) >= 6
     record = {"eval/[/b]/mean_at_4": 0.5, "eval/c/mean_at_4": 0.5}
-    for panel in (PlainLines(console, 1), LivePanel(console, 1)):
-        panel.start()
-        panel.show(StepReport(0, record, None))
-        panel.stop()
-    assert out.getvalue().count("[/b]: mean@4 0.500") >= 2
+    for terminal in (False, True):
+        assert "[/b]: mean@4 0.500" in shown(terminal, [StepReport(0, record, None)], 1)
 
 
 def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() -> None:
