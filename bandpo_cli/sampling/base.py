@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -124,6 +124,17 @@ class StreamingSampler(Protocol):
         The sampler takes requests as it has room for them. Closing the iterator drops the unfinished ones.
         """
         ...
+
+
+def sample_requests(
+    sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams
+) -> Generator[list[list[Completion]], None, None]:
+    """Yield the completions [P][n] of each request in order; at the same time, if the sampler can."""
+    if isinstance(sampler, StreamingSampler):
+        yield from sampler.sample_stream(requests, params)
+        return
+    for request in requests:
+        yield sampler.sample(request.prompts_P, params, request.seed)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams, TokenIds, engine_model
-from bandpo_cli.sampling.engine_channel import Answer, send_slots, send_weights
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
+from bandpo_cli.sampling.engine_server import Answer, send_slots, send_weights
 from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.types import Completion
 
@@ -148,25 +148,20 @@ class EngineProcess:
     def _load(self, model: PreTrainedModel, version: int) -> None:
         """Send the weights to the engine, which loads them."""
         weights = checkpoint_weights(model)
-        answer: Answer | None = None
-        failure: RunError | None = None
-        try:
-            with self._conversation() as pipe:
-                pipe.send(("sync", version))
-                send_weights(pipe, self._slots, weights)
-                answer = pipe.recv()
-        except RunError as error:
-            failure = error
-            for _ in weights:  # a sharded model gathers each weight on all ranks together
-                pass
 
-        def raise_failure() -> None:
-            if failure is not None:
-                raise failure
-            assert answer is not None
+        def send() -> None:
+            try:
+                with self._conversation() as pipe:
+                    pipe.send(("sync", version))
+                    send_weights(pipe, self._slots, weights)
+                    answer = pipe.recv()
+            except RunError:
+                for _ in weights:  # a sharded model gathers each weight on all ranks together
+                    pass
+                raise
             _checked(answer)
 
-        self._ranks.agree(raise_failure)
+        self._ranks.agree(send)
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""
@@ -198,7 +193,9 @@ class EngineProcess:
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
         on_gpu = policy.device.type == "cuda"
-        threads = engine_threads(self._trainer_threads, on_gpu)
+        # On a CPU the engine has half of the trainer's threads, which the trainer then does without: with more threads
+        # than cores, both would wait for threads that do not run, at each operation.
+        threads = self._trainer_threads if on_gpu else max(1, self._trainer_threads // 2)
         largest = max(weight.numel() for weight in policy.model.parameters()) * policy.dtype.itemsize
         gpu = policy.device if config.sampling.weight_transfer == "cuda-ipc" else None
         if gpu is not None and not on_gpu:
@@ -261,19 +258,6 @@ class EngineProcess:
                 raise
         finally:
             self._lock.release()
-
-
-def engine_threads(threads: int, on_gpu: bool) -> int:
-    """Return the number of torch threads of an engine process.
-
-    On a CPU it is half of the trainer's threads, which the trainer then does without: with more threads than cores,
-    both would wait for threads that do not run, at each operation.
-
-    Args:
-        threads: number of threads of the trainer.
-        on_gpu: the engine runs on a GPU.
-    """
-    return threads if on_gpu else max(1, threads // 2)
 
 
 def _engine_settings(config: SamplingConfig, engine: str) -> SamplingConfig:

@@ -1,21 +1,30 @@
 """Commands of an engine process: build the engine, receive weights, sample, describe, close.
 
-A command is the name of a method of `EngineServer` with its arguments. It ends with one `Answer`.
+A command is the name of a method of `EngineServer` with its arguments. It ends with one `Answer`. Commands and answers
+are pickled, so that floats arrive with the bits that they were sent with. Weights go through memory that both processes
+map; the trainer calls `send_slots` and `send_weights`.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import sys
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from logging.handlers import BufferingHandler
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.base import (
     EngineModel,
@@ -24,20 +33,38 @@ from bandpo_cli.sampling.base import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
-    StreamingSampler,
     TokenIds,
     build_sampler,
     describe_sampler,
     engine_model,
-)
-from bandpo_cli.sampling.engine_channel import (
-    Answer,
-    Weights,
-    portable_error,
-    receive_slots,
-    receive_weights,
+    sample_requests,
 )
 from bandpo_cli.types import Completion
+
+SLOTS = 2
+"""Weights in the shared memory: the trainer writes one while the engine reads the other."""
+
+_ALIGNMENT = 256
+_HANDLE_DEVICE = 6
+"""Index of the number of the GPU in the arguments of `rebuild_cuda_tensor`."""
+_MAX_ERROR_CHARS = 1000
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a command.
+
+    Attributes:
+        value: what the command returns.
+        error: what the trainer raises in its place.
+        warnings: level and text of the warnings that were logged since the last answer.
+    """
+
+    value: Any = None
+    error: Exception | None = None
+    warnings: Sequence[tuple[int, str]] = ()
 
 
 class EngineServer:
@@ -53,7 +80,8 @@ class EngineServer:
     def __init__(self, pipe: Connection) -> None:
         """Serve the trainer at the other end of the connection."""
         self._pipe = pipe
-        self._log = _WarningLog()
+        self._log = BufferingHandler(sys.maxsize)  # the trainer logs the warnings
+        self._log.setLevel(logging.WARNING)
         logger = logging.getLogger("bandpo_cli")
         logger.addHandler(self._log)
         logger.propagate = False
@@ -69,6 +97,7 @@ class EngineServer:
             self._sampler.close()
 
     def _answer(self, name: str, *arguments: Any) -> Answer:
+        value, sent = None, None
         try:
             value = getattr(self, name)(*arguments)
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -78,8 +107,9 @@ class EngineServer:
             sent = portable_error(error)
             if not self._has_sampled and type(error) is RunError and isinstance(sent, RunError):
                 sent = UserError(f"the engine process cannot run this model here: {error}")
-            return Answer(error=sent, warnings=self._log.taken())
-        return Answer(value, warnings=self._log.taken())
+        warnings = [(record.levelno, record.getMessage()) for record in self._log.buffer]
+        self._log.buffer.clear()
+        return Answer(value, sent, warnings)
 
     def build(
         self, model: ModelConfig | EngineModel, sampling: SamplingConfig, threads: int, gpu: int | None
@@ -128,7 +158,7 @@ class EngineServer:
 
     def stream(self, params: SamplingParams) -> None:
         """Send the completions of each request; the trainer answers each with whether it takes more."""
-        with closing(_stream_of(self._current_sampler(), self._requests(), params)) as stream:
+        with closing(sample_requests(self._current_sampler(), self._requests(), params)) as stream:
             for groups in stream:
                 self._pipe.send(groups)
                 if not self._pipe.recv():
@@ -155,17 +185,6 @@ class EngineServer:
         return self._sampler
 
 
-def _stream_of(
-    sampler: Sampler, requests: Iterator[SampleRequest], params: SamplingParams
-) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions of each request, at the same time if the engine can."""
-    if isinstance(sampler, StreamingSampler):
-        yield from sampler.sample_stream(requests, params)
-        return
-    for prompts_P, seed in requests:
-        yield sampler.sample(prompts_P, params, seed)
-
-
 @torch.no_grad()
 def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
     """Copy each weight into the parameter of its name.
@@ -173,15 +192,16 @@ def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int
     Raises:
         StaleEngineError: the weights are not exactly those of the parameters.
     """
-    missing = dict.fromkeys(parameters)
+    missing = dict(parameters)
     for name, tensor in weights:
-        problem = _mismatch(parameters.get(name), tensor)
-        if problem is not None:
+        parameter = missing.pop(name, None)
+        if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+            expected = "no such parameter" if parameter is None else _form(parameter)
             raise StaleEngineError(
-                f"the engine process cannot load version {version} of the weights: {name} {problem}"
+                f"the engine process cannot load version {version} of the weights: {name} has {_form(tensor)}, the "
+                f"engine's model has {expected}"
             )
-        parameters[name].copy_(tensor)
-        del missing[name]
+        parameter.copy_(tensor)
     if missing:
         raise StaleEngineError(
             f"the engine process received version {version} of the weights only in part: "
@@ -189,30 +209,96 @@ def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int
         )
 
 
-def _mismatch(parameter: torch.Tensor | None, tensor: torch.Tensor) -> str | None:
-    """Return how a received weight differs from the parameter of its name; None if it does not."""
-    if parameter is None:
-        return "is no parameter of the model"
-    if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
-        return (
-            f"has shape {[*tensor.shape]} and dtype {tensor.dtype} in place of {[*parameter.shape]} and "
-            f"{parameter.dtype}"
-        )
-    return None
+def _form(tensor: torch.Tensor) -> str:
+    return f"shape {[*tensor.shape]} and dtype {tensor.dtype}"
 
 
-class _WarningLog(logging.Handler):
-    """Collects warnings for the trainer, which logs them."""
+def send_slots(pipe: Connection, size: int, gpu: torch.device | None = None) -> torch.Tensor:
+    """Return memory for weights of up to `size` bytes, [SLOTS, bytes], which the other process receives too.
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._records: list[tuple[int, str]] = []
+    Args:
+        gpu: the GPU of the memory (CUDA IPC); None for memory of the host. That is an anonymous file: tensors that
+            torch shares are files of /dev/shm, of which a container has 64 MiB.
+    """
+    size = -(-size // _ALIGNMENT) * _ALIGNMENT
+    if gpu is not None:
+        slots = torch.empty(SLOTS, size, dtype=torch.uint8, device=gpu)
+        pipe.send(cast(Any, reduce_tensor)(slots)[1])
+        return slots
+    file = os.memfd_create("bandpo-weights")
+    try:
+        os.ftruncate(file, SLOTS * size)
+        reduction.send_handle(pipe, file, 0)
+        return _mapped(file)
+    finally:
+        os.close(file)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep level and text."""
-        self._records.append((record.levelno, record.getMessage()))
 
-    def taken(self) -> list[tuple[int, str]]:
-        """Return the records since the last call."""
-        records, self._records = self._records, []
-        return records
+def receive_slots(pipe: Connection, gpu: int | None = None) -> torch.Tensor:
+    """Return the memory that the other process has sent with `send_slots`.
+
+    Args:
+        gpu: the number of its GPU in this process, which may differ from that in the other one.
+    """
+    if gpu is not None:
+        handle = [*pipe.recv()]
+        handle[_HANDLE_DEVICE] = gpu
+        return cast(torch.Tensor, cast(Any, rebuild_cuda_tensor)(*handle))
+    file = reduction.recv_handle(pipe)
+    try:
+        return _mapped(file)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8).view(SLOTS, -1)
+
+
+def send_weights(pipe: Connection, slots: torch.Tensor, weights: Weights) -> None:
+    """Send tensors of any shape, dtype and device, none larger than a slot."""
+    count = 0
+    for count, (name, tensor) in enumerate(weights, start=1):
+        if count > SLOTS:
+            pipe.recv()  # the other process has read this slot
+        _view(slots[count % SLOTS], tensor.dtype, tensor.shape).copy_(tensor.detach())
+        _wait_for_gpus(slots)
+        pipe.send((name, tensor.dtype, tensor.shape, count % SLOTS))
+    pipe.send(None)
+    for _ in range(min(count, SLOTS)):
+        pipe.recv()
+
+
+def receive_weights(pipe: Connection, slots: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight; the tensor is valid until the next one is taken.
+
+    All of them have to be taken, also after one that cannot be used.
+    """
+    while (header := pipe.recv()) is not None:
+        name, dtype, shape, slot = header
+        yield name, _view(slots[slot], dtype, shape)
+        _wait_for_gpus(slots)
+        pipe.send(None)
+
+
+def _wait_for_gpus(slots: torch.Tensor) -> None:
+    """Wait for copies to or from slots on a GPU; those to or from the host are complete when they return."""
+    if slots.is_cuda:
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(gpu)
+
+
+def _view(slot: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor in the memory of a slot."""
+    return slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def portable_error(error: Exception) -> Exception:
+    """Return an error with the same line that can be sent to the trainer: of the same type where `errors` has it."""
+    failed = find_out_of_memory(error)
+    if failed is not None:
+        return EngineMemoryError(f"engine process: {first_line(failed, _MAX_ERROR_CHARS)}")
+    if isinstance(error, UserError | RunError):
+        return type(error)(str(error))
+    line = first_line(str(error), _MAX_ERROR_CHARS)
+    return RunError(f"the engine process failed: {type(error).__name__}" + (f": {line}" if line else ""))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from bandpo_cli.sampling.base import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
-    StreamingSampler,
+    sample_requests,
 )
 from bandpo_cli.tasks.questions import TEMPLATES, build_prompt
 from bandpo_cli.types import Completion, Grade, Grader, Group, Message, Problem, Rollout
@@ -238,14 +239,10 @@ def stream_completions(
     Raises:
         StaleEngineError: the engine sampled from the weights of another version.
     """
-    stream: Iterator[list[list[Completion]]]
-    if isinstance(sampler, StreamingSampler):
-        stream = sampler.sample_stream(requests, params)
-    else:
-        stream = (sampler.sample(request.prompts_P, params, request.seed) for request in requests)
-    for completions_PG in stream:
-        _check_version(completions_PG, version)
-        yield completions_PG
+    with closing(sample_requests(sampler, requests, params)) as stream:
+        for completions_PG in stream:
+            _check_version(completions_PG, version)
+            yield completions_PG
 
 
 def _check_version(completions_PG: Sequence[Sequence[Completion]], version: int) -> None:

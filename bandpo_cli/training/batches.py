@@ -74,7 +74,7 @@ class RolloutBatches:
 
     def take(self, step: int, timer: StepTimer) -> SampledGroups:
         """Return the batch of a step: the one that was sampled ahead, or one that is sampled now."""
-        ahead, self._components.ahead.batch = self._components.ahead.batch, None
+        ahead, self._components.ahead = self._components.ahead, None
         if ahead is not None:
             assert ahead.step == step, "batches are taken in the order of the steps"
             return ahead
@@ -111,7 +111,7 @@ class RolloutBatches:
         """Sample and grade a batch, and keep the error; runs in the thread."""
         try:
             timer = StepTimer(_ignore_phase)
-            self._components.ahead.batch = sample_groups(
+            self._components.ahead = sample_groups(
                 self._config, self._components, step, version, timer, self._thread_ranks
             )
         except BaseException as error:  # noqa: BLE001 - raised in the thread that trains

@@ -290,13 +290,21 @@ def write_tensors(
     start_of_file = len(text).to_bytes(8, "little") + text
     checksum, written = xxh3_64(start_of_file), 0
     with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+        has_thread = True
+        try:
+            hasher.submit(int)
+        except RuntimeError:  # the limit on threads is reached
+            has_thread = False
         file.write(start_of_file)
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             for start in range(0, len(data), CHUNK_BYTES):
                 check()
                 chunk = data[start : start + CHUNK_BYTES].data
-                hasher.submit(checksum.update, chunk)
+                if has_thread:
+                    hasher.submit(checksum.update, chunk)
+                else:
+                    checksum.update(chunk)
                 written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()

@@ -118,7 +118,7 @@ class CheckpointWriter:
                 self._policy_of_thread(),
                 copied,
                 self._components.progress(step),
-                self._components.ahead.batch,
+                self._components.ahead,
             )
 
     def commit(self) -> None:
@@ -165,7 +165,7 @@ class CheckpointWriter:
         """Return the state after `step`. Raises NonFiniteError or RunError if it cannot be saved."""
         components = self._components
         state = TrainedState.of(components.policy, components.optimizer)
-        check_savable(components.policy, state, self._folder.checkpoint_dir(step), components.ahead.batch)
+        check_savable(components.policy, state, self._folder.checkpoint_dir(step), components.ahead)
         return state
 
     def _prune(self, ranks: Ranks) -> None:
@@ -206,7 +206,7 @@ class CheckpointWriter:
             state,
             self._components.progress(step),
             self._folder.checkpoint_dir(step),
-            ahead=self._components.ahead.batch,
+            ahead=self._components.ahead,
         )
 
     def _write(self, pending: _Pending) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,11 +38,11 @@ from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.base import ProblemStream, Task
 from bandpo_cli.training.checkpoint_files import ROLLOUTS, load_checkpoint, reading_errors
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.sampled_groups import SampledAhead, read_sampled
+from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled
 from bandpo_cli.types import Problem
 
 
-@dataclass(frozen=True)
+@dataclass
 class Components:
     """The objects that the training loop uses.
 
@@ -56,7 +56,8 @@ class Components:
         sampler: the sampling engine, with the policy's weights.
         optimizer: the optimizer of the policy's weights.
         params: sampling parameters of training.
-        ahead: the batch of the next step, where it is sampled ahead; a checkpoint stores it.
+        ahead: the batch of the next step, where it is sampled before the present step has ended (`sampling.max_lag`); a
+            checkpoint stores it.
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
     """
@@ -72,7 +73,7 @@ class Components:
     params: SamplingParams
     problems_digest: str
     notes: list[str]
-    ahead: SampledAhead = field(default_factory=SampledAhead)
+    ahead: SampledGroups | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -113,14 +114,14 @@ class Components:
         if not path.exists():
             return
         with reading_errors(checkpoint):
-            self.ahead.batch = read_sampled(
+            self.ahead = read_sampled(
                 path,
                 self.stream.take,
                 self.encoder.encode,
                 partial(decode_completions, self.policy.tokenizer),
             )
-            if self.ahead.batch.step != step + 1:
-                raise ValueError(f"{ROLLOUTS} holds step {self.ahead.batch.step}")
+            if self.ahead.step != step + 1:
+                raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
 
     def sampler_description(self) -> dict[str, str]:
         """Return the name of the sampling engine and what else decides how it computes, for env.json."""

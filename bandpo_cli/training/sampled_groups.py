@@ -55,13 +55,6 @@ class SampledGroups:
         return sum(12 * len(each.token_ids) + 128 for each in completions)
 
 
-@dataclass
-class SampledAhead:
-    """The batch of the next step, where it is sampled before the present one has ended (`sampling.max_lag`)."""
-
-    batch: SampledGroups | None = None
-
-
 def write_sampled(path: Path, batch: SampledGroups) -> None:
     """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
     rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]

@@ -14,7 +14,7 @@ import pytest
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.experiments.memory import out_of_memory_errors
-from bandpo_cli.sampling.engine_channel import portable_error
+from bandpo_cli.sampling.engine_server import portable_error
 from tests.cli.eval_command import Done, bandpo, start, succeed, usage_error
 from tests.cli.test_nproc import children as ranks_of
 from tests.cli.test_train_stopped import count_lines, wait_until

@@ -23,7 +23,7 @@ from bandpo_cli.experiments.memory import (
     out_of_memory_errors,
 )
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, MemoryEstimate, estimate_memory
-from bandpo_cli.sampling.engine_channel import portable_error
+from bandpo_cli.sampling.engine_server import portable_error
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 

@@ -26,11 +26,11 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling import engine_channel, engine_child, engine_process
+from bandpo_cli.sampling import engine_child, engine_process, engine_server
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams
-from bandpo_cli.sampling.engine_channel import Answer
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_process import EngineProcess
+from bandpo_cli.sampling.engine_server import Answer
 
 CONFIG = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_lag": 1}})
 PROMPTS = [(1, 2, 3), (4,)]
@@ -110,7 +110,7 @@ def test_weights_through_a_gpu_need_one(policy: Policy) -> None:
     with pytest.raises(UserError, match="weight_transfer = 'cuda-ipc' needs a GPU"):
         EngineProcess(RunConfig.model_validate({"sampling": sections}), policy)
     names = [*inspect.signature(rebuild_cuda_tensor).parameters]
-    assert names[engine_channel._HANDLE_DEVICE] == "storage_device"
+    assert names[engine_server._HANDLE_DEVICE] == "storage_device"
 
 
 def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(

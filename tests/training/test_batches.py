@@ -318,7 +318,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
     whole = run(tmp_path / "whole", small_model, *layers, uniform=uniform)
     resumed = prepare_run(tmp_path / "resumed", small_model, *layers, uniform=uniform)
     assert resumed.components.resume_from(whole.folder.checkpoint_dir(2)).step == 2
-    assert resumed.components.ahead.batch is not None
+    assert resumed.components.ahead is not None
     execute(resumed, first=3)
     drawn = [whole.line(step)["train/groups_drawn"] for step in STEPS]
     assert drawn == [8 if more else 4] * 5

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from bandpo_cli.training import checkpoint_files, checkpoint_writer
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError
-from bandpo_cli.training.sampled_groups import SampledAhead
+from bandpo_cli.training.sampled_groups import SampledGroups
 from bandpo_cli.training.state_copy import StateCopy
 from tests.training.held_writes import Gate
 from tests.training.trained import STEP, Trained, fresh, tensors, update
@@ -47,7 +47,7 @@ class State:
 
     policy: Policy
     optimizer: Any
-    ahead: SampledAhead = field(default_factory=SampledAhead)
+    ahead: SampledGroups | None = None
 
     def progress(self, step: int) -> Progress:
         return replace(STEP, step=step, skipped_in_a_row=0)

@@ -33,7 +33,6 @@ from bandpo_cli.training import checkpoint_files
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
-from bandpo_cli.training.sampled_groups import SampledAhead
 from tests.conftest import SHAPE, random_model
 from tests.training.several_ranks import run_ranks
 from tests.training.trained import STEP, Trained
@@ -255,7 +254,7 @@ class State:
 
     def __init__(self, one: Trained) -> None:
         self.policy, self.optimizer = one
-        self.ahead = SampledAhead()
+        self.ahead = None
 
     def progress(self, step: int) -> Progress:
         return replace(STEP, step=step, skipped_in_a_row=0)

@@ -27,7 +27,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import ProblemStream
 from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
-from bandpo_cli.training.sampled_groups import SampledAhead, SampledGroups, read_sampled, write_sampled
+from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.training.trained import STEP, fresh, update
 
@@ -150,7 +150,7 @@ class State:
 
     policy: Policy
     optimizer: Any
-    ahead: SampledAhead
+    ahead: SampledGroups | None
 
     def progress(self, step: int) -> Progress:
         return replace(STEP, step=step, skipped_in_a_row=0)
@@ -164,12 +164,12 @@ def test_a_thread_writes_the_batch_of_its_step(
     monkeypatch.setattr(RunFolder, "sync_metrics", lambda _: taken.wait(60))  # the first that the thread does
     trained = fresh(policy, torch.float32)
     update(trained, 1)
-    state = State(*trained, SampledAhead(one_batch(policy, 5)))
+    state = State(*trained, one_batch(policy, 5))
     with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:  # type: ignore[arg-type]
         writer.prepare(4)
         run.append_metrics({"step": 4})
         writer.commit()
-        state.ahead.batch = one_batch(policy, 6)
+        state.ahead = one_batch(policy, 6)
         taken.set()
     assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == replace(one_batch(policy, 5), seconds=0.0)
 
