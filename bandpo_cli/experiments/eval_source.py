@@ -119,9 +119,9 @@ def _open_model(
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,
+            completion_stop_ids,
             drop_long_prompts_in_sets,
         )
-        from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 
         check_model(config)
         config = check_memory(with_dtype_here(config), ranks, training=False)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from itertools import islice
 from types import TracebackType
 
 from bandpo_cli.config.run import RunConfig
@@ -24,7 +25,6 @@ from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.base import SampleRequest, StreamingSampler
-from bandpo_cli.sampling.dynamic import select_groups
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     decode_completions,
@@ -110,7 +110,7 @@ class RolloutBatches:
     def _sample(self, step: int, version: int) -> None:
         """Sample and grade a batch, and keep the error; runs in the thread."""
         try:
-            timer = StepTimer(_ignore_phase)
+            timer = StepTimer()  # callbacks are called from the thread that trains
             self._components.ahead = sample_groups(
                 self._config, self._components, step, version, timer, self._thread_ranks
             )
@@ -146,6 +146,33 @@ def sample_groups(
     seconds = timer.seconds("sample") - before
     groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
     return SampledGroups(step, version, position, seconds, groups, sampled)
+
+
+def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[Group]:
+    """Return the groups of a step under dynamic sampling (DAPO, arXiv 2503.14476).
+
+    These are the first groups whose rewards differ, filled up with the first zero-variance groups, which have no
+    gradient but keep the size of each update. The updates have equal numbers of the groups with a gradient, up to 1,
+    earlier updates more, and train on them first: without a gradient, AdamW would move the weights by its momentum
+    alone.
+
+    Args:
+        sampled: all groups sampled in the step, in order; at least `wanted`.
+        wanted: number of groups that the step trains on, a multiple of `updates`.
+        updates: number of updates of the step; each trains on `wanted / updates` consecutive groups of the result.
+
+    Returns:
+        `wanted` groups.
+    """
+    kept = [group for group in sampled if has_reward_spread(group)][:wanted]
+    fill = [group for group in sampled if not has_reward_spread(group)]
+    remaining_kept, remaining_fill = iter(kept), iter(fill)
+    ordered: list[Group] = []
+    for number in range(updates):
+        share = len(kept) // updates + (number < len(kept) % updates)
+        ordered += islice(remaining_kept, share)
+        ordered += islice(remaining_fill, wanted // updates - share)
+    return ordered
 
 
 def _sample_batch(
@@ -246,7 +273,3 @@ class EarlyGrades:
         """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
         parts = self._parts.pop(0)
         return [grade for part in parts for grade in part.result()]
-
-
-def _ignore_phase(phase: str) -> None:
-    """Do nothing: callbacks are called from the thread that trains."""

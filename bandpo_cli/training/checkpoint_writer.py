@@ -16,15 +16,19 @@ import copy
 import logging
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import (
     Progress,
@@ -42,7 +46,6 @@ from bandpo_cli.training.checkpoint_files import (
 )
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.sampled_groups import SampledGroups
-from bandpo_cli.training.state_copy import StateCopy
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
@@ -58,6 +61,102 @@ class _Pending:
     state: TrainedState
     progress: Progress
     ahead: SampledGroups | None
+
+
+class StateCopy:
+    """Copy of a training state in host memory, pinned where the state is on a GPU.
+
+    Its tensors are allocated once and overwritten by each copy. Tied weights share their memory in the copy too. With
+    several ranks each copies its shards of the optimizer state; the weights, which rank 0 has gathered in host memory,
+    are kept as they are.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._mesh: DeviceMesh | None = None
+
+    def missing_bytes(self, state: TrainedState) -> int:
+        """Return the bytes that `allocate` would take; torch allocates pinned memory in powers of two."""
+        missing = [tensor for key, tensor in _distinct(_local(state)).items() if key not in self._tensors]
+        return sum(
+            1 << (each.nbytes - 1).bit_length() if each.device.type == "cuda" else each.nbytes
+            for each in missing
+        )
+
+    def allocate(self, state: TrainedState) -> None:
+        """Allocate what a copy of `state` lacks.
+
+        Raises:
+            RuntimeError, MemoryError: there is not enough memory.
+        """
+        for key, tensor in _distinct(_local(state)).items():
+            self._target(key, tensor)
+
+    def take(self, state: TrainedState) -> TrainedState:
+        """Copy `state` and return the copy, which the next call overwrites."""
+        local = _local(state)
+        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        for key, tensor in _distinct(local).items():
+            copies[_place(tensor)] = target = self._target(key, tensor)
+            target.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in local.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
+        copied = {key: copies[_place(tensor)] for key, tensor in local.items()}
+        if not _is_sharded(state):
+            weights = {name: copied[f"weights/{name}"] for name in state.weights}
+            return TrainedState(weights, {name: copied[f"optimizer/{name}"] for name in state.optimizer})
+        optimizer = {
+            name: self._sharded_as(tensor, copied[f"optimizer/{name}"])
+            for name, tensor in state.optimizer.items()
+        }
+        return TrainedState(state.weights, optimizer)
+
+    def _sharded_as(self, tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Return the copy of this rank's shard as a DTensor in host memory, where `tensor` is a DTensor.
+
+        All ranks call this together the first time.
+        """
+        if not isinstance(tensor, DTensor):
+            return shard
+        mesh = tensor.device_mesh
+        if mesh.device_type != "cpu":
+            mesh = self._mesh = self._mesh or init_device_mesh("cpu", (mesh.size(),))
+        return DTensor.from_local(shard, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+    def _target(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that receives the copy: that of the last copy if it has the same form, else a new one."""
+        target = self._tensors.get(key)
+        if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
+            target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            self._tensors[key] = target
+        return target
+
+
+def _is_sharded(state: TrainedState) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in state.optimizer.values())
+
+
+def _local(state: TrainedState) -> dict[str, torch.Tensor]:
+    """Return the tensors of this rank that are to be copied."""
+    weights = {} if _is_sharded(state) else state.weights
+    return {
+        **{f"weights/{name}": tensor for name, tensor in weights.items()},
+        **{f"optimizer/{name}": local_tensor(tensor) for name, tensor in state.optimizer.items()},
+    }
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return what tied weights have in common."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def _distinct(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors without those that share the memory of an earlier one."""
+    keys: dict[tuple[int, torch.Size], str] = {}
+    for key, tensor in tensors.items():
+        keys.setdefault(_place(tensor), key)
+    return {key: tensors[key] for key in keys.values()}
 
 
 class CheckpointWriter:

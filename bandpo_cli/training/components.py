@@ -28,11 +28,11 @@ from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,
+    completion_stop_ids,
     decode_completions,
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
-from bandpo_cli.sampling.stop_tokens import completion_stop_ids
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.base import ProblemStream, Task

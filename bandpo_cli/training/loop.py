@@ -39,6 +39,7 @@ from bandpo_cli.training.experience import prepare_updates
 from bandpo_cli.training.metrics import (
     StepTimer,
     clip_map_columns,
+    ignore_phase,
     rollout_metrics,
     schedule_metrics,
     token_metrics,
@@ -47,10 +48,6 @@ from bandpo_cli.training.metrics import (
 from bandpo_cli.training.performance import PackedWork, packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
-
-
-def _ignore_phase(phase: str) -> None:
-    """Do nothing; the default of `watch`."""
 
 
 def _never_stop() -> bool:
@@ -62,7 +59,7 @@ def train(
     config: RunConfig,
     components: Components,
     folder: RunFolder,
-    watch: Callable[[str], None] = _ignore_phase,
+    watch: Callable[[str], None] = ignore_phase,
     first: int = 0,
     stop: Callable[[], bool] = _never_stop,
 ) -> Generator[StepReport, None, None]:

@@ -36,6 +36,10 @@ PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
 
 
+def ignore_phase(phase: str) -> None:
+    """Do nothing; the default where phases can be observed."""
+
+
 class StepTimer:
     """Seconds per phase of a step, reported under `time/`.
 
@@ -43,7 +47,7 @@ class StepTimer:
         watch: called with the name of each phase when it starts.
     """
 
-    def __init__(self, watch: Callable[[str], None]) -> None:
+    def __init__(self, watch: Callable[[str], None] = ignore_phase) -> None:
         self._watch = watch
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from bandpo_cli.sampling.stop_tokens import end_of_turn_id
+from bandpo_cli.sampling.rollouts import end_of_turn_id
 
 trl = pytest.importorskip("trl")
 

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.sampling.stop_tokens import end_of_turn_id
+from bandpo_cli.sampling.rollouts import end_of_turn_id
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import Components, build_components
 from tests.text_model import TEMPLATE, save_text_model

@@ -28,10 +28,9 @@ from bandpo_cli.storage.checkpoints import (
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_files, checkpoint_writer
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
-from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
 from bandpo_cli.training.sampled_groups import SampledGroups
-from bandpo_cli.training.state_copy import StateCopy
 from tests.training.held_writes import Gate
 from tests.training.trained import STEP, Trained, fresh, tensors, update
 

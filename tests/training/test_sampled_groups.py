@@ -20,11 +20,11 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling.dynamic import select_groups
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import ProblemStream
+from bandpo_cli.training.batches import select_groups
 from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bandpo_cli.sampling.dynamic import select_groups, spread_over_updates
+from bandpo_cli.training.batches import select_groups
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 
@@ -38,17 +38,20 @@ def test_groups_with_a_gradient_keep_their_order_where_they_fill_the_step() -> N
 
 
 @pytest.mark.parametrize(
-    ("kept", "fill", "updates", "expected"),
+    ("sampled", "updates", "expected"),
     [
-        ("abcd", "", 2, "abcd"),
-        ("ab", "xy", 2, "axby"),
-        ("abc", "x", 2, "abcx"),
-        ("abc", "xyz", 2, "abxcyz"),
-        ("a", "xyz", 4, "axyz"),
-        ("", "wxyz", 2, "wxyz"),
-        ("abcde", "uvwxyz1", 4, "abucvwdxyez1"),
-        ("ab", "wx", 1, "abwx"),
+        ("ABCD", 2, "ABCD"),
+        ("xAyB", 2, "AxBy"),
+        ("ABCx", 2, "ABCx"),
+        ("ABCxyz", 2, "ABxCyz"),
+        ("xyzA", 4, "Axyz"),
+        ("wxyz", 2, "wxyz"),
+        ("ABCDEuvwxyza", 4, "ABuCvwDxyEza"),
+        ("ABwx", 1, "ABwx"),
     ],
 )
-def test_the_order_of_groups_over_updates(kept: str, fill: str, updates: int, expected: str) -> None:
-    assert "".join(spread_over_updates(kept, fill, updates)) == expected
+def test_the_order_of_groups_over_updates(sampled: str, updates: int, expected: str) -> None:
+    """Capital letters are groups whose rewards differ."""
+    groups = [group(name, 0.0, float(name.isupper())) for name in sampled]
+    selected = select_groups(groups, len(groups), updates)
+    assert "".join(each.problem.id for each in selected) == expected
