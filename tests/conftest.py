@@ -1,16 +1,23 @@
-"""Shared test set-up: small models with random weights, one torch thread, and Ctrl-C for child processes."""
+"""Shared test set-up: small models with random weights, one torch thread, no plots, and Ctrl-C for child processes.
+
+torch and transformers are imported by the functions that need them: most tests of settings, files and reports do not.
+"""
 
 from __future__ import annotations
 
+import base64
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import settings
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +39,9 @@ SHAPE = {
 
 def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
     """Return a float32 model with 2 layers and weights large enough that its distributions are far from uniform."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(seed)
     if kind == "llama":
         model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -62,10 +72,40 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Set torch to one thread: sums are split among threads, so bit-identical results need an equal number of them."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+EMPTY_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
+"""An image of one pixel."""
+
+
+def write_empty_image(figure: Any, path: Any, **kwargs: Any) -> None:
+    """Write an image of one pixel in place of `Figure.savefig`, which takes half a second for the plots of a run."""
+    Path(path).write_bytes(EMPTY_PNG)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Return from `os.fsync` at once: a run calls it 40 times. Tests of the order of writes replace it themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Replace the images of all plots by empty ones, except in tests/reports."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "reports" not in request.path.parts:
+            patch.setattr("matplotlib.figure.Figure.savefig", write_empty_image)
+        yield
 
 
 @pytest.fixture(autouse=True)

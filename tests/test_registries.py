@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,22 +26,16 @@ from bandpo_cli.registries import (
     load_function,
     task_kind,
 )
+from tests.commands import run_bandpo
 
 ROOT = Path(__file__).parents[1]
-WITH_DUMMIES = "import tests.dummy_extension; from bandpo_cli.__main__ import main; main()"
 REGISTRIES: list[Registry[Entry]] = [METHODS, DIVERGENCES, ENGINES, DATASETS, GRADERS, SIGNATURES, TASKS]  # type: ignore[list-item]
 
 
 def bandpo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command line in a process in which the dummy entries are registered."""
-    return subprocess.run(
-        [sys.executable, "-c", WITH_DUMMIES, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb", **environment}
+    return run_bandpo(*arguments, cwd=cwd, imports=["tests.dummy_extension"], **variables)
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)

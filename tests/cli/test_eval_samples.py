@@ -14,6 +14,7 @@ import pytest
 
 from bandpo_cli.storage.tables import EvalRow, write_eval_table
 from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error, without_torch
+from tests.commands import run_bandpo
 from tests.tasks.stored_completions import FOREIGN, ROW, mutations, swaps
 
 
@@ -176,13 +177,7 @@ def test_a_custom_grader(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     write_jsonl(tmp_path / "a.jsonl", FOUR)
     arguments = ["--samples", "a.jsonl", "--grader", "mine:long", "--name", "a", "--no-mlflow"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "eval", *arguments, "--format", "json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
+    done = run_bandpo("eval", *arguments, "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"]["grader"] == "mine:long"
     assert list(samples_of(tmp_path / "runs" / "a")["accuracy"]) == [0, 0, 1, 0]
@@ -303,8 +298,7 @@ def test_garbled_completions_are_graded_in_seconds(tmp_path: Path) -> None:
     path = Path(__file__).parents[2].parent / "shared" / "data" / "garbled_completions.jsonl"
     if not path.is_file():
         pytest.skip("no garbled_completions.jsonl here")
-    command = [sys.executable, "-m", "bandpo_cli", "eval", "--samples", path, "--name", "a", "--no-mlflow"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    run_bandpo("eval", "--samples", str(path), "--name", "a", "--no-mlflow", cwd=tmp_path).check_returncode()
     samples = samples_of(tmp_path / "runs" / "a")
     assert len(samples) == 32
     # No text is correct; those without the marker of GSM8K have no answer (none has a box or "Answer:").

@@ -21,6 +21,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
 from tests.cli.eval_command import Done, without_torch
+from tests.commands import run_bandpo
 
 SMALL = [
     "--steps", "3", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -28,11 +29,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def bandpo(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
-    env = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    env.pop("MLFLOW_TRACKING_URI", None)
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, **options)
+def bandpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run_bandpo("sweep", *arguments, cwd=cwd, timeout=300, COLUMNS="120", OMP_NUM_THREADS="1")
 
 
 def records(run: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.metric_names import without_clock
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 from tests.cli.eval_command import bandpo as in_this_process
+from tests.commands import run_bandpo
 
 SMALL = [
     "--steps", "2", "--set", "task.max_number=5",
@@ -23,18 +23,7 @@ SMALL = [
 
 
 def bandpo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"} | {
-        "COLUMNS": "100",
-        **environment,
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=env,
-        timeout=240,
-    )
+    return run_bandpo(*arguments, cwd=cwd, **{"COLUMNS": "100", **environment})
 
 
 def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from tests.commands import run_bandpo
 from tests.text_model import save_text_model
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -39,14 +37,7 @@ def test_gsm8k_with_a_custom_grader(tmp_path: Path) -> None:
         "--set", "sampling.max_prompt_tokens=300", "--set", "evaluation.problems=8", "--set", "model.dtype=bfloat16",
         "--set", "model.gradient_checkpointing=true", "--set", "reward.overlong_buffer=16",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "train", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "160"},
-        timeout=300,
-    )
+    done = run_bandpo("train", *arguments, cwd=tmp_path, timeout=300, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert "gsm8k: 7,473 training problems" in done.stdout
     assert "of 7,473 problems left out, their prompts have more than 300 tokens" in done.stdout

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.cli.train_runs import SMALL
+from tests.commands import run_bandpo
 
 SECRET = "s3cr3t"
 ADDRESS = f"http://me:{SECRET}@127.0.0.1:9/?token={SECRET}#{SECRET}"
@@ -24,9 +23,7 @@ def run(cwd: Path, *arguments: str, uri: str | None = None) -> subprocess.Comple
     variables = dict.fromkeys(("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"), SECRET)
     if uri is not None:
         variables["MLFLOW_TRACKING_URI"] = uri
-    environ = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"} | variables
-    command = [sys.executable, "-m", "bandpo_cli", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    done = run_bandpo(*arguments, cwd=cwd, **variables)
     assert SECRET not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     for path in cwd.rglob("*"):
