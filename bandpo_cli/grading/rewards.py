@@ -29,42 +29,40 @@ def training_grader(
 ) -> Grader:
     """Return the grader of the completions of training.
 
-    Without components it is that of the pool. With components, each of them grades every completion. The reward is the
-    sum of weight times value over the components that apply; see `weighted_grade`. Verdict and correctness are those
-    of the first component.
+    Without components it is the grader of the pool. With components, each of them grades every completion. The reward
+    is the sum of weight times value over the components that apply; see `weighted_grade`. The first component decides
+    the verdict and whether a completion is correct.
 
     Args:
-        pool: grades completions, each with the grader of its problem.
+        pool: Grades completions, each with the grader of its problem.
         components: `task.rewards`.
-        ranks: the processes that grade a part of the completions each; all of them must call the grader together.
+        ranks: The processes that grade a part of the completions each; all of them must call the grader together.
 
     Raises:
-        GraderFailedError: when it is called: every verdict of a component, on all ranks, is `grader-error`.
+        GraderFailedError: When it is called: every verdict of a component, on all ranks, is `grader-error`.
     """
 
-    def grade_component(
-        component: RewardComponent | None, problems: Sequence[Problem], texts: Sequence[str]
-    ) -> list[Grade]:
-        named = graded_by(component, problems)
-        grades = pool.grade(named, texts)
-        check_not_all_failed(
-            ranks.gather_all([each.verdict for each in grades]),
-            ranks.gather_all([each.grader for each in named]),
-            lambda: first_errors(pool, ranks),
-        )
-        return grades
-
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        graders: Sequence[RewardComponent | None] = components or [None]
+        grades_by_component = []
+        for component in graders:
+            renamed = graded_by(component, problems)
+            grades = pool.grade(renamed, texts)
+            check_not_all_failed(
+                ranks.gather_all([grade.verdict for grade in grades]),
+                ranks.gather_all([problem.grader for problem in renamed]),
+                lambda: first_errors(pool, ranks),
+            )
+            grades_by_component.append(grades)
         if not components:
-            return grade_component(None, problems, texts)
-        grades_by_component = [grade_component(component, problems, texts) for component in components]
+            return grades_by_component[0]
         return [weighted_grade(components, grades) for grades in zip(*grades_by_component, strict=True)]
 
     return grade
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Return problems whose grader is that of the component; the problems themselves where it names none."""
+    """Return the problems with the grader of the component; unchanged if the component names none."""
     grader = None if component is None else component.grader
     return problems if grader is None else [replace(problem, grader=grader) for problem in problems]
 
@@ -77,21 +75,20 @@ def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
-    """Return the grade of a completion from those of its components, in their order.
+    """Return the grade of a completion from the grades of its components, in their order.
 
-    A component that does not apply adds nothing. Where one failed, the completion has no reward: the sum of the others
-    cannot be compared with the rewards of the group.
+    A component that does not apply adds nothing. If a component failed, the completion has no reward: the sum of the
+    other rewards cannot be compared with the rewards of the group.
     """
-    values = [each.reward if each.has_reward else None for each in grades]
-    failed = [each for each in grades if is_ungraded(each)]
+    values = [grade.reward if grade.has_reward else None for grade in grades]
+    failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
+    pairs = list(zip(components, values, strict=True))
     return replace(
         first,
-        reward=sum(
-            each.weight * value for each, value in zip(components, values, strict=True) if value is not None
-        ),
-        has_reward=not failed and any(each.has_reward for each in grades),
-        components={each.label: value for each, value in zip(components, values, strict=True)},
+        reward=sum(component.weight * value for component, value in pairs if value is not None),
+        has_reward=not failed and any(grade.has_reward for grade in grades),
+        components={component.label: value for component, value in pairs},
     )
 
 
@@ -101,9 +98,9 @@ def check_not_all_failed(
     """Raise GraderFailedError if there are verdicts and all are `grader-error`.
 
     Args:
-        verdicts: the verdicts of one step or evaluation.
-        graders: the names of the graders that gave them.
-        errors: returns the first error of each grader, by name.
+        verdicts: The verdicts of one step or evaluation.
+        graders: The names of the graders that gave them.
+        errors: Returns the first error of each grader, by name.
     """
     if not verdicts or Counter(verdicts)[GRADER_ERROR.verdict] < len(verdicts):
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -33,11 +33,11 @@ class Answer(NamedTuple):
     """A completion with its problem, as it is sent to a worker; JSON values only.
 
     Attributes:
-        text: the completion.
-        answer: the reference answer.
-        extra: the columns of the row.
-        prompt: the chat messages of the prompt, as dictionaries with `role` and `content`.
-        source: the task or data set of the problem.
+        text: The completion.
+        answer: The reference answer.
+        extra: The columns of the row.
+        prompt: The chat messages of the prompt, as dictionaries with `role` and `content`.
+        source: The task or data set of the problem.
     """
 
     text: str
@@ -52,8 +52,8 @@ class BatchGrader:
     """A grader function with its signature adapted.
 
     Attributes:
-        grade: a function from answers [N] to grades [N].
-        batched: whether it takes any number of answers; otherwise N is 1.
+        grade: A function from answers [N] to grades [N].
+        batched: Whether it takes any number of answers; otherwise N is 1.
     """
 
     grade: Callable[[Sequence[Any]], list[Grade]]
@@ -73,7 +73,7 @@ def load_grader(name: str) -> BatchGrader:
     """Import a custom grader and adapt its signature, which `name` states or its parameter names show.
 
     Raises:
-        ValueError: the import fails, or the function cannot be called in the way that `name` states.
+        ValueError: The import fails, or the function cannot be called in the way that `name` states.
     """
     signature, path = split_signature(name)
     function = load_function(path)
@@ -82,7 +82,9 @@ def load_grader(name: str) -> BatchGrader:
         matching = (key for key, entry in SIGNATURES.items() if any(map(names.issuperset, entry.parameters)))
         signature = next(matching, None)
     if signature is None:
-        return BatchGrader(lambda answers: [_grade_answer(function, Answer(*each)) for each in answers])
+        return BatchGrader(
+            lambda answers: [grade_from_result(_result(function(*answer[:3]))) for answer in answers]
+        )
     adapted: BatchGrader = load_attribute(SIGNATURES[signature].adapter)(function)
     return adapted
 
@@ -98,7 +100,7 @@ def grade_from_result(result: Any) -> Grade:
         ValueError: If `result` is anything else.
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _unit_score(fields.get("score"))
+    score = _finite(fields.get("score"), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1)
     correct = fields.get("correct", score >= 1)
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
@@ -115,23 +117,22 @@ def grade_from_result(result: Any) -> Grade:
 
 
 def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
-    """Adapt verl's `compute_score`: one completion per call, or lists where it has the parameters of the batch form.
+    """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
     The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
     functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly.
 
     Raises:
-        ValueError: the function has the parameters of neither form.
+        ValueError: The function has the parameters of neither form.
     """
-    names = _parameters(function)
-    batched = "solution_strs" in names
+    batched = "solution_strs" in _parameters(function)
     arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
     if batched:
         arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    _check_callable(function, "verl", arguments, needed={arguments[1]})
+    _check_parameter(arguments[1], function, "verl", arguments)
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
-        columns = zip(*(_verl_arguments(Answer(*each)) for each in answers), strict=True)
+        columns = zip(*(_verl_arguments(Answer(*answer)) for answer in answers), strict=True)
         by_name = {name: list(column) for name, column in zip(arguments, columns, strict=True)}
         if batched:
             results = _returned_list(_call(function, by_name), len(answers))
@@ -149,38 +150,34 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
     is annotated as `completions: list[str]` gets texts.
 
     Raises:
-        ValueError: the function has no parameter `completions`, or needs an argument that only TRL's trainer has.
+        ValueError: The function has no parameter `completions`, or needs an argument that only TRL's trainer has.
     """
-    names = _parameters(function)
-    _check_callable(function, "trl", ("prompts", "completions", "**columns"), needed={"completions"})
-    required = {name for name, each in names.items() if _is_required(each)}
+    parameters = _parameters(function)
+    _check_parameter("completions", function, "trl", ("prompts", "completions", "**columns"))
+    required = {name for name, parameter in parameters.items() if _is_required(parameter)}
     if missing := required & _NOT_AVAILABLE:
         raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
-    annotation = names["completions"].annotation if "completions" in names else None
+    annotation = parameters["completions"].annotation if "completions" in parameters else None
     as_text = annotation in (list[str], "list[str]", "List[str]")
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
-        batch = [Answer(*each) for each in answers]
+        batch = [Answer(*answer) for answer in answers]
         columns = _trl_columns(batch)
         if missing := required - _TRL_ARGUMENTS - set(columns):
             raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
         arguments: dict[str, Any] = {
-            "prompts": [each.prompt for each in batch],
-            "completions": [[{"role": "assistant", "content": each.text}] for each in batch],
+            "prompts": [answer.prompt for answer in batch],
+            "completions": [[{"role": "assistant", "content": answer.text}] for answer in batch],
         }
         if as_text:
             arguments = {
-                "prompts": ["\n\n".join(turn["content"] for turn in each.prompt) for each in batch],
-                "completions": [each.text for each in batch],
+                "prompts": ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch],
+                "completions": [answer.text for answer in batch],
             }
         result = _call(function, {**columns, **arguments, "log_extra": _ignore, "log_metric": _ignore})
         return [_grade_from_trl(reward) for reward in _returned_list(result, len(batch))]
 
     return BatchGrader(grade, batched=True)
-
-
-def _grade_answer(function: Callable[..., Any], answer: Answer) -> Grade:
-    return grade_from_result(_finished(function(answer.text, answer.answer, answer.extra)))
 
 
 def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
@@ -204,39 +201,35 @@ def _grade_from_verl(result: Any) -> Grade:
     fields = result if isinstance(result, Mapping) else {"score": result}
     score = _finite(fields.get("score"), "a score or a dict with 'score'")
     accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
-    return _grade(score, correct=accuracy >= 1)
+    return replace(CORRECT if accuracy >= 1 else WRONG, reward=score)
 
 
 def _grade_from_trl(reward: Any) -> Grade:
     """Convert a reward; None and, as in TRL, NaN mean that the function does not apply to the completion."""
-    if hasattr(reward, "item"):
-        reward = reward.item()
-    if reward is None or (isinstance(reward, float) and math.isnan(reward)):
+    value = _python_scalar(reward)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return NOT_APPLICABLE
-    value = _finite(reward, "a number or None for each completion")
-    return _grade(value, correct=value >= 1)
-
-
-def _grade(reward: float, *, correct: bool) -> Grade:
-    return Grade(reward, correct=correct, verdict=(CORRECT if correct else WRONG).verdict)
+    value = _finite(value, "a number or None for each completion")
+    return replace(CORRECT if value >= 1 else WRONG, reward=value)
 
 
 def _trl_columns(batch: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the columns of the rows, one value per completion, and `answer`, the reference, where no row has one."""
-    columns = dict.fromkeys(key for each in batch for key in each.extra if key not in _TRL_PROMPT_COLUMNS)
-    found = {key: [each.extra.get(key) for each in batch] for key in columns}
-    return {"answer": [each.answer for each in batch], **found}
+    """Return the columns of the rows, one value per completion, and `answer`, the reference, if no row has a column
+    of that name."""
+    names = dict.fromkeys(key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS)
+    columns = {key: [answer.extra.get(key) for answer in batch] for key in names}
+    return {"answer": [answer.answer for answer in batch], **columns}
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function with those of the arguments that it has."""
-    names = _parameters(function)
-    if not any(each.kind is each.VAR_KEYWORD for each in names.values()):
+    if not _takes_any(function):
+        names = _parameters(function)
         arguments = {name: value for name, value in arguments.items() if name in names}
-    return _finished(function(**arguments))
+    return _result(function(**arguments))
 
 
-def _finished(value: Any) -> Any:
+def _result(value: Any) -> Any:
     """Return `value`; of an asynchronous function, the result after running it."""
     if not inspect.isawaitable(value):
         return value
@@ -249,20 +242,24 @@ def _finished(value: Any) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters by name; none for a function in C that does not tell them."""
+    """Return the parameters by name; none for a function in C that does not report them."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
 
 
-def _check_callable(
-    function: Callable[..., Any], signature: str, arguments: Sequence[str], needed: set[str]
+def _takes_any(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes any argument by name."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(function).values())
+
+
+def _check_parameter(
+    name: str, function: Callable[..., Any], signature: str, arguments: Sequence[str]
 ) -> None:
-    """Raise ValueError unless the function has the parameters `needed`, or takes any by name."""
+    """Raise ValueError unless the function takes an argument of that name."""
     names = _parameters(function)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in names.values())
-    if not takes_any and not needed <= set(names):
+    if name not in names and not _takes_any(function):
         raise ValueError(
             f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are {_enumerate(names)}"
         )
@@ -287,23 +284,17 @@ def _returned_list(result: Any, count: int) -> list[Any]:
     return results
 
 
-def _finite(value: Any, expected: str) -> float:
-    """Return a finite number, also of NumPy or torch; raise ValueError for anything else."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"it must return {expected}, not {value!r:.60}")
-    return float(value)
+def _python_scalar(value: Any) -> Any:
+    """Return the Python number of a scalar of NumPy or torch; anything else unchanged."""
+    return value.item() if hasattr(value, "item") else value
 
 
-def _unit_score(value: Any) -> float:
-    if hasattr(value, "item"):  # a numpy or torch scalar
-        value = value.item()
-    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ValueError(
-            f"a grader must return a bool, a score in [0, 1] or a dict with 'score', not {value!r:.60}"
-        )
-    return float(value)
+def _finite(value: Any, expected: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else."""
+    number = _python_scalar(value)
+    if not isinstance(number, Real) or not math.isfinite(number) or not low <= float(number) <= high:
+        raise ValueError(f"it must return {expected}, not {number!r:.60}")
+    return float(number)
 
 
 def _ignore(*_: Any, **__: Any) -> None:
