@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.config.data import Fields
 from bandpo_cli.errors import UserError, nearest, one_line
 from bandpo_cli.extract import final_answer, last_boxed, unwrap
 from bandpo_cli.grading.answers import (
@@ -32,7 +33,7 @@ from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.grading.numbers import read_number, read_unit
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer, as_level, read_question
-from bandpo_cli.tasks.questions import Question, bare_question
+from bandpo_cli.tasks.questions import bare_question, question_key
 from bandpo_cli.types import Problem
 
 LENGTH = 200_000
@@ -85,10 +86,10 @@ def calls(folder: Path) -> dict[str, Callable[[str], Any]]:
         "vote_expression": vote_expression,
         "vote_number": vote_number,
         "vote_countdown": vote_countdown,
-        "read_question": read_question,
+        "read_question": lambda text: read_question({"q": text}, Fields(question="q"), "row 1"),
         "as_answer": as_answer,
         "as_level": as_level,
-        "Question.key": lambda text: Question("q", text, "5", "set", "math").key,
+        "question_key": question_key,
         "bare_question": bare_question,
         "one_line": one_line,
         "nearest": lambda text: nearest(text, ["math", "number"]),

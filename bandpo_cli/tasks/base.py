@@ -51,11 +51,13 @@ def build_task(config: TaskSettings) -> Task:
 class ProblemStream:
     """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
 
-    `position` is where `next` continues. It is the only state: a checkpoint stores it, and a resumed run sets it.
+    Attributes:
+        position: The number of problems returned so far, over all epochs, which is where `next` continues. It is the
+            only state: a checkpoint stores it, and a resumed run sets it.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
-        """Create a stream; raise ValueError if `problems` is empty or `position` is negative."""
+        """Create a stream; raise ValueError if `problems` is empty."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self._problems = problems
@@ -64,21 +66,10 @@ class ProblemStream:
         self._order: list[int] = []
         self.position = position
 
-    @property
-    def position(self) -> int:
-        """The number of problems returned so far, over all epochs."""
-        return self._position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        if position < 0:
-            raise ValueError(f"position {position} must not be negative")
-        self._position = position
-
     def next(self, count: int) -> list[Problem]:
-        """Return the next `count` problems and advance the position; raise ValueError if `count` is negative."""
-        problems = self.take(self._position, count)
-        self._position += count
+        """Return the next `count` problems and advance the position; raise the same error as `take`."""
+        problems = self.take(self.position, count)
+        self.position += count
         return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
@@ -94,11 +85,8 @@ class ProblemStream:
     def _at(self, position: int) -> Problem:
         epoch, offset = divmod(position, len(self._problems))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._permutation(epoch)
+            # Python guarantees the same random() for a seed in every version, but not the same shuffle().
+            rng = random.Random(f"{self._seed}/{epoch}")
+            keys = [rng.random() for _ in self._problems]
+            self._epoch, self._order = epoch, sorted(range(len(keys)), key=keys.__getitem__)
         return self._problems[self._order[offset]]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        # Python guarantees the same random() for a seed in every version, but not the same shuffle().
-        rng = random.Random(f"{self._seed}/{epoch}")
-        keys = [rng.random() for _ in self._problems]
-        return sorted(range(len(keys)), key=keys.__getitem__)

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import Fields, Source
+from bandpo_cli.config.data import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.tasks.fields import (
@@ -24,10 +24,11 @@ from bandpo_cli.tasks.fields import (
     as_answer,
     find_fields,
     read_question,
+    replace_surrogates,
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.questions import grader_columns, text_hash
+from bandpo_cli.tasks.questions import SAMPLE_ROWS, grader_columns, text_hash
 from bandpo_cli.tasks.rows import read_file, source_label
 from bandpo_cli.types import Problem, Prompt
 
@@ -45,7 +46,6 @@ COMPLETION_NAMES = (
 
 _OWN_TABLE_COLUMNS = frozenset({"problem_id", "reference", "text"})
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
-_SAMPLE_ROWS = 1000  # the fields are chosen by these rows
 _MAX_TOKENS = 2**31 - 1  # the table stores lengths as 32-bit integers
 
 
@@ -91,7 +91,7 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
             the row.
     """
     rows = read_file(path)
-    first_rows = list(islice(rows, _SAMPLE_ROWS))
+    first_rows = list(islice(rows, SAMPLE_ROWS))
     if not first_rows:
         raise ConfigError(f"{path}: holds no completions")
     all_rows = chain(first_rows, rows)
@@ -180,7 +180,7 @@ def _read_question_rows(
     """Read rows with a question, an answer and completions; rows with equal question and answer are one problem."""
     completions = next((name for name in COMPLETION_NAMES if any(name in row for row in first_rows)), None)
     other_fields = [{key: value for key, value in row.items() if key != completions} for row in first_rows]
-    names = find_fields(other_fields, Fields(), Fields())
+    names = find_fields(other_fields)
     missing = [
         name
         for name, found in (
@@ -199,10 +199,7 @@ def _read_question_rows(
     problems: dict[str, StoredProblem] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        try:
-            question = read_question(value_at(row, str(names.question)))
-        except ValueError as error:
-            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
+        question = read_question(row, names, where)
         if question is None:
             raise ConfigError(
                 f"{where}: '{names.question}' holds no question: {_short_value(row, names.question)}"
@@ -210,11 +207,11 @@ def _read_question_rows(
         answer = as_answer(answer_value(row, question, names))
         if answer is None:
             raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
-        text, answer = _prompt_text(question.prompt), _replace_surrogates(answer)
+        text = _prompt_text(question.prompt)
         id_ = text_hash(json.dumps([text, answer]))
         columns = {key: value for key, value in row.items() if key != completions}
         extra = grader_columns(columns, grader not in GRADERS)
-        problem = Problem(id_, text, answer, path.stem, grader, _to_json_object(extra))
+        problem = Problem(id_, text, answer, path.stem, grader, extra)
         stored = problems.setdefault(id_, StoredProblem(problem))
         stored.completions_G.extend(_read_texts(row, str(completions), where))
     return list(problems.values())
@@ -237,12 +234,7 @@ def _prompt_text(question: Prompt) -> str:
 def _checked_text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
-    return _replace_surrogates(value)
-
-
-def _replace_surrogates(text: str) -> str:
-    """Return `text` with ? for unpaired surrogates, which JSON can encode and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return replace_surrogates(value)
 
 
 def _optional_number(value: Any, name: str, where: str) -> float | None:
@@ -267,14 +259,7 @@ def _read_extra(value: Any, where: str) -> dict[str, Any]:
         extra = None
     if not isinstance(extra, dict):
         raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(value)}")
-    return _to_json_object(extra)
-
-
-def _to_json_object(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert into values that can be sent to a worker process and stored in a table."""
-    plain: dict[str, Any] = json.loads(
-        _replace_surrogates(json.dumps(to_json_value(extra), ensure_ascii=False))
-    )
+    plain: dict[str, Any] = to_json_value(extra)
     return plain
 
 

@@ -6,12 +6,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.data import Fields
-from bandpo_cli.errors import nearest
+from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.types import Message
 
@@ -21,26 +20,16 @@ ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", _VERL_ANSWER
 LEVEL_NAMES = ("level", "difficulty")
 """The usual names, in the order in which they are tried."""
 
+NO_FIELDS = Fields()
 ROLES = ("system", "user", "assistant")
 
 _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _FIRST_NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
-class FieldNames:
-    """Dotted paths of the fields in each row; None where no field was found.
-
-    Where `answer` equals `question`, the answer is the assistant message at the end of the chat messages.
-    """
-
-    question: str | None
-    answer: str | None
-    level: str | None
-    id: str | None
-
-
-def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_fields: Fields) -> FieldNames:
+def find_fields(
+    rows: Iterable[Mapping[str, Any]], configured: Fields = NO_FIELDS, dataset_fields: Fields = NO_FIELDS
+) -> Fields:
     """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
 
     Names are tried in this order: the verl layout, in which `prompt` is a list of chat messages and the answer is in
@@ -52,6 +41,10 @@ def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_f
         rows: The rows to search, for example the first thousand of a file.
         configured: The fields that the user names (`fields:` of a source).
         dataset_fields: The fields of the known data set that the rows are from; empty for other rows.
+
+    Returns:
+        Dotted paths of the fields; None for a field that was not found. If `answer` equals `question`, the answer is
+        the assistant message at the end of the chat messages.
     """
     rows = list(rows)
     verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
@@ -74,7 +67,7 @@ def find_fields(rows: Iterable[Mapping[str, Any]], configured: Fields, dataset_f
     answer = configured.answer or first(answers, as_answer)
     if answer is None and question and any(_ends_with_assistant(value_at(row, question)) for row in rows):
         answer = question
-    return FieldNames(
+    return Fields(
         question=question,
         answer=answer,
         level=configured.level or first((dataset_fields.level, *LEVEL_NAMES), as_level),
@@ -106,19 +99,24 @@ class QuestionValue(NamedTuple):
     solution: str | None = None
 
 
-def read_question(value: Any) -> QuestionValue | None:
-    """Read a question, a text or chat messages; return None for blank text and for values of other types.
+def read_question(row: Mapping[str, Any], names: Fields, where: str) -> QuestionValue | None:
+    """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
 
     Raises:
-        ValueError: If a list cannot be read as chat messages. The message names the first error.
+        ConfigError: If a list cannot be read as chat messages. The message begins with `where` and names the first
+            error.
     """
+    value = value_at(row, str(names.question))
     if isinstance(value, list):
-        return _read_messages(value)
+        try:
+            return _read_messages(value)
+        except ValueError as error:
+            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
     text = _as_text(value)
     return None if text is None else QuestionValue(text)
 
 
-def answer_value(row: Mapping[str, Any], question: QuestionValue, names: FieldNames) -> Any:
+def answer_value(row: Mapping[str, Any], question: QuestionValue, names: Fields) -> Any:
     """Return the value that is the answer of a row; None if there is none."""
     return question.solution if names.answer == names.question else value_at(row, str(names.answer))
 
@@ -182,14 +180,14 @@ def _read_message(value: Any, where: str) -> Message:
         )
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
-        found = "no role" if role is None else f"the role {role!r:.50}"
+        given = "no role" if role is None else f"the role {role!r:.50}"
         suggestion = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise ValueError(f"{where} has {found}{suggestion}; allowed: {', '.join(ROLES)}")
+        raise ValueError(f"{where} has {given}{suggestion}; allowed: {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "".join(_read_part(part, where) for part in content)
     if not isinstance(content, str):
-        found = "no content" if content is None else f"content of the type {type(content).__name__}"
-        raise ValueError(f"{where} has {found}; a text is expected")
+        given = "no content" if content is None else f"content of the type {type(content).__name__}"
+        raise ValueError(f"{where} has {given}; a text is expected")
     if content.strip() and clean_text(content) is None:
         raise ValueError(f"{where} has text that cannot be encoded as UTF-8")
     return Message(role, content)
@@ -245,26 +243,31 @@ def _plain_number(value: float | Decimal) -> str | None:
 def as_level(value: Any) -> int | None:
     """Read a level: 3 from 3, 3.0, "3" or "Level 3"; return None if `value` has none."""
     if isinstance(value, str):
-        found = _FIRST_NUMBER.search(value)
-        return int(found[0]) if found and len(found[0]) < 10 else None
+        digits = _FIRST_NUMBER.search(value)
+        return int(digits[0]) if digits and len(digits[0]) < 10 else None
     if isinstance(value, float):
         return int(value) if math.isfinite(value) and value == int(value) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:
-    """Convert a value of a Parquet file into JSON values, because graders run in other processes.
+    """Convert a value of a row into JSON values that can be stored in a table and sent to a worker process.
 
     Values nested deeper than 50 levels become None, so that no row can exhaust the stack.
     """
     if depth > 50:
         return None
     if isinstance(value, Mapping):
-        return {str(key): to_json_value(inner, depth + 1) for key, inner in value.items()}
+        return {replace_surrogates(str(key)): to_json_value(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json_value(inner, depth + 1) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, str):  # JSON can encode unpaired surrogates, and UTF-8 cannot
-        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, str):
+        return replace_surrogates(value)
     return value if value is None or isinstance(value, (int, bool)) else str(value)
+
+
+def replace_surrogates(text: str) -> str:
+    """Return `text` with ? for unpaired surrogates, which JSON can encode and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")

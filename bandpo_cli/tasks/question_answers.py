@@ -14,10 +14,11 @@ from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.questions import (
     TEMPLATES,
     LoadedQuestions,
-    Question,
     build_prompt,
     format_counts,
+    hash_order,
     load_questions,
+    question_key,
     text_hash,
 )
 from bandpo_cli.tasks.rows import SplitName, hub_id, source_label
@@ -37,7 +38,7 @@ class QuestionAnswerTask:
         self._config = config
         self._notes: list[str] = []
         self._keep_columns = any(
-            each.grader is not None and each.grader not in GRADERS for each in config.rewards or ()
+            reward.grader is not None and reward.grader not in GRADERS for reward in config.rewards or ()
         )
         self._heldout_sources = config.heldout or _default_heldout(config)
         _check_revisions(config)
@@ -73,28 +74,29 @@ class QuestionAnswerTask:
 
     @cached_property
     def _heldout_problems(self) -> dict[str, Sequence[Problem]]:
-        return {label: self._to_problems(questions) for label, questions in self._heldout.items()}
+        return {label: self._with_prompts(questions) for label, questions in self._heldout.items()}
 
     @cached_property
-    def _heldout(self) -> dict[str, list[Question]]:
+    def _heldout(self) -> dict[str, list[Problem]]:
         if not self._heldout_sources:
             return {self._split_label: self._train_heldout_split[1]}
         sets = {}
         for source in self._heldout_sources:
             loaded = self._load(source, "heldout")
             self._add_note(loaded, "evaluation")
-            sets[loaded.label] = _hash_order(loaded.questions)
+            sets[loaded.label] = hash_order(loaded.questions)
         return sets
 
     @cached_property
     def _train(self) -> list[Problem]:
         self._train_sources  # noqa: B018 - raises if there are none, before any source is read
         if not self._heldout_sources:
-            return self._to_problems(self._train_heldout_split[0])
+            return self._with_prompts(self._train_heldout_split[0])
         heldout = [question for questions in self._heldout.values() for question in questions]
-        keys, ids = {question.key for question in heldout}, {question.id for question in heldout}
+        keys = {question_key(question.prompt) for question in heldout}
+        ids = {question.id for question in heldout}
         questions = self._all_train_questions
-        clean = [question for question in questions if question.key not in keys]
+        clean = [question for question in questions if question_key(question.prompt) not in keys]
         if shared := len(questions) - len(clean):
             self._notes.append(f"train: {_count_problems(shared)} dropped, also in an evaluation set")
         if not clean:
@@ -103,27 +105,29 @@ class QuestionAnswerTask:
                 "name another file in task.heldout"
             )
         # The ids in the files may be the same numbers for training and evaluation problems.
-        return self._to_problems(replace(q, id=f"{q.id}/train") if q.id in ids else q for q in clean)
+        return self._with_prompts(replace(q, id=f"{q.id}/train") if q.id in ids else q for q in clean)
 
     @cached_property
-    def _all_train_questions(self) -> list[Question]:
+    def _all_train_questions(self) -> list[Problem]:
         """The questions of all training sources, mixed in the order of a hash."""
-        questions: dict[str, Question] = {}
+        questions: dict[str, Problem] = {}
         for source in self._train_sources:
             loaded = self._load(source, "train")
             self._add_note(loaded, "training")
             questions |= {question.id: question for question in loaded.questions}
-        return _hash_order(questions.values())
+        return hash_order(questions.values())
 
     @cached_property
-    def _train_heldout_split(self) -> tuple[list[Question], list[Question]]:
+    def _train_heldout_split(self) -> tuple[list[Problem], list[Problem]]:
         """The training and the held-out questions, by a hash of the question alone, so that adding rows moves none."""
         fraction = self._config.heldout_fraction
         questions = self._all_train_questions
-        ranked = sorted((_unit_hash(question.key), question.key) for question in questions)
+        keys = [question_key(question.prompt) for question in questions]
+        ranked = sorted((_unit_hash(key), key) for key in keys)
         heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
-        train = [question for question in questions if question.key not in heldout_keys]
-        heldout = [question for question in questions if question.key in heldout_keys]
+        keyed = list(zip(keys, questions, strict=True))
+        train = [question for key, question in keyed if key not in heldout_keys]
+        heldout = [question for key, question in keyed if key in heldout_keys]
         if not train:
             raise ConfigError(
                 f"task.train: of {_count_problems(len(ranked))}, heldout_fraction = {fraction:g} leaves none to train "
@@ -145,19 +149,13 @@ class QuestionAnswerTask:
         labels = [source_label(source) for source in self._train_sources]
         return labels[0] if len(labels) == 1 else "heldout"
 
-    def _to_problems(self, questions: Iterable[Question]) -> list[Problem]:
-        config = self._config
+    def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
+        """Return the questions in the template of the config; chat messages are complete prompts already."""
+        template, system = self._config.template, self._config.system
         return [
-            Problem(
-                id=question.id,
-                prompt=build_prompt(question.text, config.template, config.system)
-                if isinstance(question.text, str)
-                else question.text,
-                answer=question.answer,
-                source=question.label,
-                grader=question.grader,
-                extra=question.extra,
-            )
+            replace(question, prompt=build_prompt(question.prompt, template, system))
+            if isinstance(question.prompt, str)
+            else question
             for question in questions
         ]
 
@@ -166,7 +164,7 @@ class QuestionAnswerTask:
         self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
         if loaded.note:
             self._notes.append(f"{loaded.label}: {loaded.note}")
-        if any(not isinstance(question.text, str) for question in loaded.questions):
+        if any(not isinstance(question.prompt, str) for question in loaded.questions):
             self._notes.append(
                 f"{loaded.label}: has chat messages; task.template and task.system do not apply"
             )
@@ -180,7 +178,7 @@ def hub_ids(config: DataTask) -> list[str]:
     if not train and config.name in DATASETS and DATASETS[config.name].train_split is not None:
         train = (Source(name=config.name),)
     ids = [hub_id(source) for source in (*train, *(config.heldout or _default_heldout(config)))]
-    return list(dict.fromkeys(each for each in ids if each is not None))
+    return list(dict.fromkeys(filter(None, ids)))
 
 
 def _check_revisions(config: DataTask) -> None:
@@ -235,11 +233,6 @@ def _check_labels(part: str, sources: Iterable[Source]) -> None:
             raise ConfigError(
                 f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
             )
-
-
-def _hash_order(questions: Iterable[Question]) -> list[Question]:
-    """Sort by a hash of the id, so that any prefix is a fair sample, independent of the order of the rows."""
-    return sorted(questions, key=lambda question: (text_hash(question.id), question.id))
 
 
 def _unit_hash(key: str) -> float:

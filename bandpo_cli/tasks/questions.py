@@ -9,17 +9,16 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.data import Source
+from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (
-    FieldNames,
     QuestionValue,
     answer_value,
     as_answer,
@@ -30,13 +29,13 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.rows import SplitName, known_fields, read_rows, source_label
-from bandpo_cli.types import Message, Prompt
+from bandpo_cli.tasks.rows import SplitName, read_rows, source_label
+from bandpo_cli.types import Message, Problem, Prompt
 
 _SLOT = "{question}"
 _MAX_MARKS = 30  # combining characters in a row; no language uses more than four
 _GRAPHEME_JOINER = "\u034f"
-_SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
+SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
 
 TEMPLATES = {
     # The prompt of arXiv 2603.04918 and of DAPO.
@@ -79,49 +78,34 @@ def bare_question(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question with its reference answer, without a template.
-
-    Attributes:
-        id: Stable across runs and machines.
-        text: The question as text, or the complete prompt as chat messages.
-        answer: The reference answer.
-        label: The label of the source.
-        grader: The name of the grader, or `module:function`.
-        extra: Further values for the grader: all columns of the row for a custom one; JSON values.
-    """
-
-    id: str
-    text: str | tuple[Message, ...]
-    answer: str
-    label: str
-    grader: str
-    extra: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """A hash that ignores spacing, case, dollar signs and a known instruction around the question."""
-        messages = (Message("user", self.text),) if isinstance(self.text, str) else self.text
-        turns = [bare_question(message.content) for message in messages if message.role != "system"]
-        text = compatibility_form("\n".join(turns)).casefold()
-        return text_hash(re.sub(r"[\s$]+", "", text))
-
-
-@dataclass(frozen=True)
 class LoadedQuestions:
     """The questions of one source.
 
     Attributes:
         label: The label of the source.
-        questions: The questions, in the order of the rows.
+        questions: The questions as problems whose prompt is the question alone, without a template, or the complete
+            prompt as chat messages. They are in the order of the rows.
         dropped: The number of rows that were dropped, by reason.
         note: A remark about the rows for the user; '' for none.
     """
 
     label: str
-    questions: tuple[Question, ...]
+    questions: tuple[Problem, ...]
     dropped: Mapping[str, int]
     note: str = ""
+
+
+def question_key(prompt: Prompt) -> str:
+    """Return a hash that ignores spacing, case, dollar signs and a known instruction around the question."""
+    messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    turns = [bare_question(message.content) for message in messages if message.role != "system"]
+    text = compatibility_form("\n".join(turns)).casefold()
+    return text_hash(re.sub(r"[\s$]+", "", text))
+
+
+def hash_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Sort by a hash of the id, so that any prefix is a fair sample, independent of the order of the rows."""
+    return sorted(problems, key=lambda problem: (text_hash(problem.id), problem.id))
 
 
 def compatibility_form(text: str) -> str:
@@ -170,23 +154,24 @@ def load_questions(
             are malformed, or has no usable row.
     """
     label = source_label(source)
-    grader = grader or source.grader or (DATASETS[source.name].grader if source.name else "math")
+    place = source.path or source.name
+    known = DATASETS[source.name] if source.name else None
+    grader = grader or source.grader or (known.grader if known else "math")
     rows = read_rows(source, part, revision)
-    first_rows = list(islice(rows, _SAMPLE_ROWS))
+    first_rows = list(islice(rows, SAMPLE_ROWS))
     columns = list(dict.fromkeys(str(name) for row in first_rows for name in row))
-    names = find_fields(first_rows, source.fields, known_fields(source))
+    known_fields = (
+        Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
+    )
+    names = find_fields(first_rows, source.fields, known_fields)
     if not first_rows:
-        raise ConfigError(f"task.{part}: '{source.path or source.name}' holds no rows")
+        raise ConfigError(f"task.{part}: '{place}' holds no rows")
     _check_fields(names, source, columns)
     dropped: Counter[str] = Counter()
-    questions: dict[str, Question] = {}
+    questions: dict[str, Problem] = {}
     solutions = 0
     for number, row in enumerate(chain(first_rows, rows), start=1):
-        try:
-            value = read_question(value_at(row, str(names.question)))
-        except ValueError as error:
-            where = f"{source.path or source.name}, row {number}"
-            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
+        value = read_question(row, names, f"{place}, row {number}")
         question = _question(row, value, names, source.levels, label, grader, keep_columns)
         solutions += value is not None and value.solution is not None
         if isinstance(question, str):
@@ -197,21 +182,19 @@ def load_questions(
             questions[question.id] = question
     if not questions:
         raise ConfigError(
-            f"task.{part}: no row of '{source.path or source.name}' can be used: {format_counts(dropped)}; the "
-            f"question was read from '{names.question}', the answer from '{names.answer}'; its fields: "
-            f"{', '.join(columns)}"
+            f"task.{part}: no row of '{place}' can be used: {format_counts(dropped)}; the question was read from "
+            f"'{names.question}', the answer from '{names.answer}'; its fields: {', '.join(columns)}"
         )
-    selected = _evenly_spread(list(questions.values()), source.limit)
-    if len(selected) < len(questions):
-        dropped["over the limit"] = len(questions) - len(selected)
-    return LoadedQuestions(label, tuple(selected), dropped, _solutions_note(solutions, names))
-
-
-def _solutions_note(count: int, names: FieldNames) -> str:
-    """Return the use of the assistant messages at the end of `count` prompts; '' where there are none."""
-    use = "the reference answer" if names.answer == names.question else "left out"
-    prompts = "1 prompt ends" if count == 1 else f"{count:,} prompts end"
-    return f"{prompts} with an assistant message, which is {use}" if count else ""
+    selected = list(questions.values())
+    if source.limit is not None and source.limit < len(questions):
+        dropped["over the limit"] = len(questions) - source.limit
+        selected = [selected[index * len(questions) // source.limit] for index in range(source.limit)]
+    note = ""
+    if solutions:
+        prompts = "1 prompt ends" if solutions == 1 else f"{solutions:,} prompts end"
+        use = "the reference answer" if names.answer == names.question else "left out"
+        note = f"{prompts} with an assistant message, which is {use}"
+    return LoadedQuestions(label, tuple(selected), dropped, note)
 
 
 def format_counts(dropped: Mapping[str, int]) -> str:
@@ -219,7 +202,7 @@ def format_counts(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
 
 
-def _check_fields(names: FieldNames, source: Source, columns: list[str]) -> None:
+def _check_fields(names: Fields, source: Source, columns: list[str]) -> None:
     missing = [name for name in ("question", "answer") if getattr(names, name) is None]
     if source.levels is not None and names.level is None:
         missing.append("level")
@@ -245,16 +228,16 @@ def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
 def _question(
     row: Mapping[str, Any],
     value: QuestionValue | None,
-    names: FieldNames,
+    names: Fields,
     levels: Collection[int] | None,
     label: str,
     grader: str,
     keep_columns: bool,
-) -> Question | str:
+) -> Problem | str:
     """Return the question of a row, or the reason for dropping the row."""
     if value is None:
         return "without a question"
-    text = value.prompt
+    prompt = value.prompt
     answer = as_answer(answer_value(row, value, names))
     # A text of several lines has no final answer that the known graders could compare with.
     is_proof = answer is not None and "\n" in answer and grader in GRADERS
@@ -266,20 +249,9 @@ def _question(
     extra = grader_columns(row, keep_columns or grader not in GRADERS)
     if level is not None:
         extra["level"] = level
-    name = (_name(value_at(row, names.id)) if names.id else None) or _hash_of(text, answer)
-    return Question(f"{label}/{name}", text, answer, label, grader, extra)
-
-
-def _hash_of(text: str | tuple[Message, ...], answer: str) -> str:
-    content = [text] if isinstance(text, str) else [[turn.role, turn.content] for turn in text]
-    return text_hash(json.dumps([content, answer]))
-
-
-def _name(value: Any) -> str | None:
-    return clean_text(value) if isinstance(value, str) else as_answer(value)
-
-
-def _evenly_spread(questions: list[Question], limit: int | None) -> list[Question]:
-    if limit is None or limit >= len(questions):
-        return questions
-    return [questions[index * len(questions) // limit] for index in range(limit)]
+    id_ = value_at(row, names.id) if names.id else None
+    name = clean_text(id_) if isinstance(id_, str) else as_answer(id_)
+    if not name:
+        content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
+        name = text_hash(json.dumps([content, answer]))
+    return Problem(f"{label}/{name}", prompt, answer, label, grader, extra)

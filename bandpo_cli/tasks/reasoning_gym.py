@@ -14,16 +14,17 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 from bandpo_cli.config.task import ReasoningGymTask
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.questions import hash_order, text_hash
 from bandpo_cli.types import Message, Problem
 
 GRADER = "reasoning-gym"
@@ -69,7 +70,9 @@ class ReasoningGym:
         self._config = config
         self._system = _system_message(config.system)
         self._notes = [
-            f"{name}: options without effect, it is not in task.names" for name in self._unused_options
+            f"{name}: options without effect, it is not in task.names"
+            for name in config.options
+            if name not in config.names
         ]
         if "<answer>" not in f"{self._system}{config.template}":
             self._notes.append(
@@ -104,11 +107,12 @@ class ReasoningGym:
 
     @cached_property
     def _train(self) -> list[Problem]:
-        sizes = {name: self._size(name) for name in self._config.names}
+        sizes = {
+            name: int(self._config.options.get(name, {}).get("size", self._config.size))  # type: ignore[arg-type]
+            for name in self._config.names
+        }
         heldout = {name: [problem.id for problem in problems] for name, problems in self._heldout.items()}
-        return _hash_order(
-            [problem for problems in self._make("train", sizes, heldout).values() for problem in problems]
-        )
+        return hash_order(chain.from_iterable(self._make("train", sizes, heldout).values()))
 
     def _make(
         self, part: str, sizes: Mapping[str, int], excluded: Mapping[str, Sequence[str]]
@@ -134,7 +138,7 @@ class ReasoningGym:
                 )
             if len(entries) < size:
                 self._notes.append(f"{name}: only {len(entries):,} different {part} problems of {size:,}")
-            made[name] = _hash_order([self._problem(name, *entry) for entry in entries])
+            made[name] = hash_order(self._problem(name, *entry) for entry in entries)
         return made
 
     def _problem(self, name: str, question: str, answer: str | None, entry: str) -> Problem:
@@ -151,15 +155,6 @@ class ReasoningGym:
     def _options(self, name: str) -> dict[str, Any]:
         """Return the options of a generator other than its size."""
         return {key: value for key, value in self._config.options.get(name, {}).items() if key != "size"}
-
-    def _size(self, name: str) -> int:
-        size = self._config.options.get(name, {}).get("size", self._config.size)
-        assert isinstance(size, int), "_check_options has checked it"
-        return size
-
-    @property
-    def _unused_options(self) -> list[str]:
-        return [name for name in self._config.options if name not in self._config.names]
 
 
 def describe_generators() -> dict[str, str]:
@@ -188,7 +183,7 @@ def generate(
     """
     from reasoning_gym.factory import create_dataset
 
-    excluded, found = set(excluded), {}
+    excluded, made = set(excluded), {}
     for round_index in range(_MAX_ROUNDS):
         round_seed = derive_seed(seed, round_index)
         random.seed(round_seed)  # list_functions uses the global state
@@ -197,11 +192,11 @@ def generate(
         for index in range(size):
             entry = dataset[index]
             question = entry["question"]
-            if question not in found and _problem_id(name, question) not in excluded:
-                found[question] = (question, entry["answer"], repr(_plain(entry)))
-            if len(found) == size:
-                return [*found.values()]
-    return [*found.values()]
+            if question not in made and _problem_id(name, question) not in excluded:
+                made[question] = (question, entry["answer"], repr(_plain(entry)))
+            if len(made) == size:
+                return [*made.values()]
+    return [*made.values()]
 
 
 def main() -> int:
@@ -244,15 +239,13 @@ def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, s
     reply = json.loads(done.stdout)
     if "error" in reply:
         raise ConfigError(f"task: a generator of reasoning-gym failed with these options: {reply['error']}")
-    return [
-        [(question, answer, entry) for question, answer, entry in entries] for entries in reply["results"]
-    ]
+    return [[tuple(entry) for entry in entries] for entries in reply["results"]]
 
 
 def _plain(value: Any) -> Any:
     """Return a value whose `repr` is a Python literal; raise TypeError if it has none."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [*map(_plain, value)]
     if hasattr(value, "item"):  # a numpy scalar
@@ -266,11 +259,6 @@ def _plain(value: Any) -> Any:
 
 def _problem_id(name: str, question: str) -> str:
     return f"{name}/{text_hash(question)}"
-
-
-def _hash_order(problems: list[Problem]) -> list[Problem]:
-    """Sort by a hash of the id, so that any prefix is a fair sample of all generators."""
-    return sorted(problems, key=lambda problem: (text_hash(problem.id), problem.id))
 
 
 def _registered() -> dict[str, Any]:
@@ -297,11 +285,13 @@ def _default_options(name: str) -> dict[str, Any]:
     Seed and size are not among them, nor options with values that a configuration cannot have (dates, objects).
     """
     _, settings = _registered()[name]
-    values = {each.name: getattr(settings(), each.name) for each in dataclasses.fields(settings)}
+    values = {field.name: getattr(settings(), field.name) for field in dataclasses.fields(settings)}
     return {
         key: value
         for key, value in values.items()
-        if key not in ("seed", "size") and isinstance(value, _SETTABLE) and not isinstance(value, Enum)
+        if key not in ("seed", "size")
+        and (value is None or isinstance(value, tuple(_KINDS)))
+        and not isinstance(value, Enum)
     }
 
 
@@ -333,29 +323,25 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
         ) from None
 
 
-_KINDS: list[tuple[type, str, Callable[[Any], bool]]] = [
-    (bool, "true or false", lambda value: isinstance(value, bool)),
-    (int, "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    (float, "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
-    (str, "a text", lambda value: isinstance(value, str)),
-    (list, "a list", lambda value: isinstance(value, list)),
-    (tuple, "a list", lambda value: isinstance(value, list)),
-]
-"""Types of defaults, with the values that a configuration may replace them with. The annotations of the library are not
-used: some contradict its own defaults."""
-_SETTABLE = (*(kind for kind, _, _ in _KINDS), type(None))
+_KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+    list: (list, "a list"),
+    tuple: (list, "a list"),
+}
+"""Types of defaults, with the types of the values that a configuration may set instead. The annotations of the library
+are not used: some contradict its own defaults."""
 
 
 def _check_type(key: str, value: Any, default: Any) -> None:
-    if default is None:  # an optional value of any type, which the library checks
+    kind = next((kind for kind in _KINDS if isinstance(default, kind)), None)
+    if kind is None:  # None: an optional value of any type, which the library checks
         return
-    for kind, expected, accepts in _KINDS:
-        if isinstance(default, kind):
-            if not accepts(value):
-                raise ConfigError(
-                    f"{key} = {_short(value)}: expected {expected}; its default is {_short(default)}"
-                )
-            return
+    types, expected = _KINDS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{key} = {_short(value)}: expected {expected}; its default is {_short(default)}")
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
+from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.registries import DATASETS
@@ -30,7 +30,7 @@ _LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
 _MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a long worked solution
 
 
-def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[Row]:
     """Read the rows of a source: a local file, a folder, or a data set on the hub.
 
     Args:
@@ -41,23 +41,22 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
     Raises:
         ConfigError: If there is no such file or data set, or it cannot be read.
     """
-    if source.path is None:
-        return _hub_rows(source, part, DATASETS[source.name].hub_id, revision)  # type: ignore[index]  # a name or a path
-    path = user_path(source.path)
+    hub = hub_id(source)
+    if hub is not None:
+        return _hub_rows(source, part, hub, revision)
+    path = user_path(str(source.path))
     exists = path_exists(path)
     if exists and path.is_dir():
         return _hub_rows(source, part, str(path))
-    if (exists and path.is_file()) or path.suffix.lower() in FILE_SUFFIXES:
-        for name in ("subset", "split"):
-            if getattr(source, name) is not None:
-                raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
-        return read_file(path)
-    if _HUB_ID.fullmatch(source.path):
-        return _hub_rows(source, part, source.path, revision)
-    raise ConfigError(
-        f"task.{part} = '{source.path}': no such file, and no known data set of that name"
-        f"{nearest(source.path, DATASETS)}; known: {', '.join(DATASETS)}"
-    )
+    if not exists and path.suffix.lower() not in FILE_SUFFIXES:
+        raise ConfigError(
+            f"task.{part} = '{source.path}': no such file, and no known data set of that name"
+            f"{nearest(str(source.path), DATASETS)}; known: {', '.join(DATASETS)}"
+        )
+    for name in ("subset", "split"):
+        if getattr(source, name) is not None:
+            raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
+    return read_file(path)
 
 
 def hub_id(source: Source) -> str | None:
@@ -92,7 +91,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 def read_hub(
     path: str, subset: str | None, split: str, hint: str, revision: str | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Read the rows of one split of a data set.
 
     Args:
@@ -105,13 +104,33 @@ def read_hub(
     Raises:
         ConfigError: If the hub cannot be reached, or has no such data set, subset or split.
     """
-    rows = _load(path, subset, split, hint, revision)
+    import datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
+    disable_progress_bars()
+    what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
+    what += f", revision '{revision}'" if revision else ""
+    saved_to_disk = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    try:
+        with _only_errors("huggingface_hub", "datasets"):
+            if saved_to_disk:
+                rows = datasets.load_from_disk(path)
+            else:
+                at_revision = {"revision": revision} if revision else {}
+                rows = datasets.load_dataset(path, subset, split=split, **at_revision)
+    except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
+        first = first_line(error)
+        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {hint}") from None
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            raise ConfigError(f"{what}: no such split; it has {', '.join(rows)}")
+        rows = rows[split]
     try:
         for batch in rows.with_format("arrow").iter(batch_size=1024):
             yield from batch.to_pylist()
     except Exception as error:  # noqa: BLE001 - readers raise errors of any type for a damaged file
-        line = first_line(error)
-        raise ConfigError(f"data set '{path}': cannot be read ({line[:200]})") from None
+        raise ConfigError(f"data set '{path}': cannot be read ({first_line(error)[:200]})") from None
 
 
 def source_label(source: Source) -> str:
@@ -132,15 +151,7 @@ def source_label(source: Source) -> str:
     return label
 
 
-def known_fields(source: Source) -> Fields:
-    """Return the fields of the known data set that the source is or copies; empty fields for other sources."""
-    known = DATASETS[source.name] if source.name else None
-    return Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
-
-
-def _hub_rows(
-    source: Source, part: SplitName, path: str, revision: str | None = None
-) -> Iterator[dict[str, Any]]:
+def _hub_rows(source: Source, part: SplitName, path: str, revision: str | None = None) -> Iterator[Row]:
     """Read a data set on the hub or a folder in its layout; a copy of a known set keeps its subset and splits."""
     if source.name is None:
         split = source.split or {"train": "train", "heldout": "test"}[part]
@@ -148,41 +159,13 @@ def _hub_rows(
     known = DATASETS[source.name]
     known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
     if known_split is None:
-        raise ConfigError(f"task.{part}: {_MISSING_PART[part].format(source.name)}")
+        problem = {
+            "train": "is for evaluation only; use it in task.heldout",
+            "heldout": "has no evaluation part; name one of its splits with split:, or another data set",
+        }[part]
+        raise ConfigError(f"task.{part}: '{source.name}' {problem}")
     hint = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
     return read_hub(path, source.subset or known.subset, known_split, hint, revision)
-
-
-_MISSING_PART = {
-    "train": "'{}' is for evaluation only; use it in task.heldout",
-    "heldout": "'{}' has no evaluation part; name one of its splits with split:, or another data set",
-}
-
-
-def _load(path: str, subset: str | None, split: str, hint: str, revision: str | None) -> Any:
-    import datasets
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
-    disable_progress_bars()
-    what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
-    what += f", revision '{revision}'" if revision else ""
-    try:
-        with _only_errors("huggingface_hub", "datasets"):
-            if _was_saved_to_disk(Path(path)):
-                saved = datasets.load_from_disk(path)
-                return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-            at_revision = {"revision": revision} if revision else {}
-            return datasets.load_dataset(path, subset, split=split, **at_revision)
-    except KeyError:
-        raise ConfigError(f"{what}: no such split; it has {', '.join(saved)}") from None
-    except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
-        first = first_line(error)
-        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {hint}") from None
-
-
-def _was_saved_to_disk(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 @contextmanager
@@ -204,8 +187,13 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):  # bytes: only \n ends a line, no other separator
             where = f"{path}, line {number}"
             text = _text(line, where)
-            if text.strip():
-                yield _row(_json(text, where), where)
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text, object_pairs_hook=_unique_keys)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
+            yield _row(row, where)
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -234,7 +222,14 @@ def _read_csv(path: Path) -> Iterator[Row]:
     reader = csv.reader(text, strict=True, skipinitialspace=True)
     try:
         names = [name.strip() for name in next(reader, [])]
-        _check_columns(names, path)
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"{path}, line 1: two columns have the same name; the first line must name the columns"
+            )
+        if len(names) == 1 and (separators := [mark for mark in ";\t" if mark in names[0]]):
+            raise ConfigError(
+                f"{path}, line 1: its columns seem to be separated by {separators[0]!r}; save it with commas"
+            )
         for values in reader:
             if len(values) > len(names):
                 raise ConfigError(
@@ -247,18 +242,6 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from None
     finally:
         csv.field_size_limit(earlier_limit)
-
-
-def _check_columns(names: list[str], path: Path) -> None:
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"{path}, line 1: two columns have the same name; the first line must name the columns"
-        )
-    separator = next((mark for mark in ";\t" if len(names) == 1 and mark in names[0]), None)
-    if separator:
-        raise ConfigError(
-            f"{path}, line 1: its columns seem to be separated by {separator!r}; save it with commas"
-        )
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -288,20 +271,13 @@ def _text(content: bytes, where: str) -> str:
         raise ConfigError(f"{where}: not UTF-8 text; save it as UTF-8") from None
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raise ValueError for a key that it has twice: `json` keeps the last value only."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the key {twice!r:.80} twice")
-    return found
+    return fields
 
 
 def _row(value: Any, where: str) -> Row:

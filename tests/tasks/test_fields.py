@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.data import Fields
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import (
     ANSWER_NAMES,
-    FieldNames,
     QuestionValue,
     as_answer,
     as_level,
@@ -75,11 +75,15 @@ def test_levels(value: Any, level: int | None) -> None:
 
 
 def test_questions_are_texts_or_chat_messages() -> None:
-    assert read_question(" 1+1? \n") == QuestionValue("1+1?")
+    assert read(" 1+1? \n") == QuestionValue("1+1?")
     messages = (Message("system", "Be brief."), Message("user", "1+1?"))
-    assert read_question(CHAT) == QuestionValue(messages)
+    assert read(CHAT) == QuestionValue(messages)
     for nothing in (None, "", " ", 5, {}, "a\udc00"):
-        assert read_question(nothing) is None
+        assert read(nothing) is None
+
+
+def read(value: Any) -> QuestionValue | None:
+    return read_question({"q": value}, Fields(question="q"), "row 1")
 
 
 @given(VALUES)
@@ -87,8 +91,8 @@ def test_any_value_is_converted_or_none(value: Any) -> None:
     """No value raises another error than that of chat messages; every result can be encoded as UTF-8 and JSON."""
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
-    with contextlib.suppress(ValueError):
-        question = read_question(value)
+    with contextlib.suppress(ConfigError):
+        question = read(value)
         assert question is None or question.prompt
     as_level(value)
     json.dumps(to_json_value(value), allow_nan=False)
@@ -131,7 +135,7 @@ def test_dotted_paths() -> None:
     ],
 )
 def test_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | None]) -> None:
-    found = find_fields(rows, NONE, NONE)
+    found = find_fields(rows)
     assert (found.question, found.answer) == names
 
 
@@ -142,7 +146,7 @@ def test_verl_layout_has_priority() -> None:
         "question": "no",
         "answer": "no",
     }
-    assert find_fields([row], NONE, NONE) == FieldNames("prompt", "reward_model.ground_truth", None, None)
+    assert find_fields([row]) == Fields(question="prompt", answer="reward_model.ground_truth")
 
 
 def test_configured_fields_have_priority() -> None:
@@ -154,13 +158,13 @@ def test_configured_fields_have_priority() -> None:
         "hard": 5,
     }
     configured = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
-    assert find_fields([row], configured, NONE) == FieldNames("meta.q", "meta.n", "hard", "meta.q")
+    assert find_fields([row], configured) == configured
 
 
 def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last() -> None:
     known = Fields(question="prompt", answer="solution", level="level")
     row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
-    assert find_fields([row], NONE, known) == FieldNames("prompt", "solution", "level", None)
+    assert find_fields([row], NONE, known) == known
     assert find_fields([{**row, "answer": "1"}], NONE, known).answer == "answer"
 
 
@@ -178,4 +182,4 @@ def test_worked_solution_is_used_only_without_an_answer_field(name: str, known: 
 def test_answer_field_of_a_known_dataset_precedes_the_usual_names() -> None:
     row = {"question": "1+1?", "answer": "a comment", "final_answer": "2"}
     assert find_fields([row], NONE, Fields(answer="final_answer")).answer == "final_answer"
-    assert find_fields([row], NONE, NONE).answer == "answer"
+    assert find_fields([row]).answer == "answer"

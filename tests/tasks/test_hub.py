@@ -59,10 +59,10 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
     )
     (path / "README.md").write_text(f"---\nconfigs:\n{files}\n---\n")
     source = Source(name="gsm8k", path=str(path))
-    assert [q.text for q in load_questions(source, "train").questions] == ["maintrain"]
-    assert [q.text for q in load_questions(source, "heldout").questions] == ["maintest"]
+    assert [q.prompt for q in load_questions(source, "train").questions] == ["maintrain"]
+    assert [q.prompt for q in load_questions(source, "heldout").questions] == ["maintest"]
     other = Source(name="gsm8k", path=str(path), subset="socratic", split="test")
-    assert [q.text for q in load_questions(other, "train").questions] == ["socratictest"]
+    assert [q.prompt for q in load_questions(other, "train").questions] == ["socratictest"]
 
 
 def test_unknown_split_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_known_datasets_are_requested_and_read_as_their_cards_describe(
     splits = [split for split in (known.eval_split, known.train_split) if split]
     assert calls == [(known.hub_id, known.subset, split) for split in splits]
     (question,) = load_questions(Source(name=name, split="any"), "heldout").questions
-    assert (question.text, question.answer, question.grader) == ("q", answer, known.grader)
+    assert (question.prompt, question.answer, question.grader) == ("q", answer, known.grader)
     assert calls[-1][2] == "any"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import Question, load_questions
+from bandpo_cli.tasks.questions import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 
 
@@ -51,7 +51,7 @@ def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: li
     if _first_malformed(rows):
         return
     assert len(loaded.questions) + sum(loaded.dropped.values()) == len(rows) + 1
-    assert all(question.answer.encode() and question.key for question in loaded.questions)
+    assert all(question.answer.encode() and question_key(question.prompt) for question in loaded.questions)
     json.dumps([question.extra for question in loaded.questions], allow_nan=False)
     bare = Source(path=jsonl(tmp_path / "fuzz.jsonl", rows))
     try:
@@ -77,7 +77,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
         {},
     ]
     loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
-    assert [(question.text, question.answer) for question in loaded.questions] == [("good", "1")]
+    assert [(question.prompt, question.answer) for question in loaded.questions] == [("good", "1")]
     assert loaded.dropped == {"repeated": 1, "without a question": 4, "without an answer": 2}
 
 
@@ -139,7 +139,7 @@ def test_levels(tmp_path: Path) -> None:
     rows = [{"problem": f"q{n}", "solution": "\\boxed{1}", "level": level} for n, level in enumerate(levels)]
     path = jsonl(tmp_path / "x.jsonl", rows)
     loaded = load_questions(Source(path=path, levels=(3, 5)), "train")
-    assert [(q.text, q.extra["level"]) for q in loaded.questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
+    assert [(q.prompt, q.extra["level"]) for q in loaded.questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
     assert loaded.dropped == {"of other levels": 3}
     assert len(load_questions(Source(path=path), "train").questions) == 6
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
@@ -190,7 +190,7 @@ def test_file_name_that_cannot_be_a_label() -> None:
 def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path) -> None:
     def key(text: Any) -> str:
         path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
-        return load_questions(Source(path=path), "train").questions[0].key
+        return question_key(load_questions(Source(path=path), "train").questions[0].prompt)
 
     same = [
         "What is $x+1$?",
@@ -220,5 +220,4 @@ def test_extra_keeps_the_fields_for_graders(tmp_path: Path) -> None:
     }
     (question,) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", [row])), "train").questions
     assert question.extra == {"data_source": "aops", "extra_info": {"index": 3, "x": None}}
-    assert isinstance(question, Question)
-    assert question.label == "x"
+    assert question.source == "x"

@@ -84,7 +84,8 @@ def test_stream_starts_at_a_position_and_rejects_a_negative_one() -> None:
     stream = ProblemStream(problems(6), seed=7, position=4)
     assert [problem.id for problem in stream.next(2)] == ["0", "3"]
     with pytest.raises(ValueError, match="negative"):
-        stream.position = -1
-    with pytest.raises(ValueError, match="negative"):
         stream.next(-1)
     assert stream.position == 6
+    stream.position = -1
+    with pytest.raises(ValueError, match="negative"):
+        stream.next(1)
