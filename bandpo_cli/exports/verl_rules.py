@@ -1,4 +1,4 @@
-"""Values of verl's settings that are not those of one setting here, and what verl 0.9.1 computes differently.
+"""Values of verl's settings that follow from several settings here, and what verl 0.9.1 computes differently.
 
 The functions are named after the settings that they read; `verl_settings.RULES` has the complete list.
 """
@@ -9,7 +9,7 @@ import math
 
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
-from bandpo_cli.exports.verl_losses import ACTOR, Overrides
+from bandpo_cli.exports.verl_losses import ACTOR, Overrides, is_corrected
 from bandpo_cli.paths import path_exists, user_path
 
 MODEL = "actor_rollout_ref.model"
@@ -50,12 +50,10 @@ def attention(config: RunConfig) -> Overrides:
     if chosen in ("flash_attention_2", "varlen") or (chosen == "auto" and _dtype(config) == "bfloat16"):
         return {}
     kernel = "sdpa" if chosen == "auto" else chosen
-    implementation: Overrides = {f"+{MODEL}.override_config.attn_implementation": kernel}
-    return (
-        implementation
-        if kernel == "flash_attention_3"
-        else implementation | {f"{MODEL}.use_remove_padding": False}
-    )
+    overrides: Overrides = {f"+{MODEL}.override_config.attn_implementation": kernel}
+    if kernel != "flash_attention_3":
+        overrides[f"{MODEL}.use_remove_padding"] = False
+    return overrides
 
 
 def _dtype(config: RunConfig) -> str:
@@ -65,10 +63,10 @@ def _dtype(config: RunConfig) -> str:
 
 def passes_dtype(config: RunConfig) -> Overrides:
     """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
-    found: Overrides = {f"{ROLLOUT}.dtype": _dtype(config)}
+    overrides: Overrides = {f"{ROLLOUT}.dtype": _dtype(config)}
     if _dtype(config) == "bfloat16":
-        return found
-    return found | {
+        return overrides
+    return overrides | {
         f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}": "fp32"
         for role in ("actor", "ref")
         for part in ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -83,14 +81,14 @@ def lora(config: RunConfig) -> Overrides:
     settings = config.model.lora
     if settings is None:
         return {}
-    found: Overrides = {
+    overrides: Overrides = {
         f"{MODEL}.lora_rank": settings.rank,
         f"{MODEL}.lora_alpha": int(settings.scaling * settings.rank),
         f"{MODEL}.lora.merge": True,
     }
     if settings.target_modules is not None:
-        found[f"{MODEL}.target_modules"] = list(settings.target_modules)
-    return found
+        overrides[f"{MODEL}.target_modules"] = list(settings.target_modules)
+    return overrides
 
 
 def lora_differences(config: RunConfig) -> list[str]:
@@ -99,47 +97,6 @@ def lora_differences(config: RunConfig) -> list[str]:
     if settings is None or (settings.scaling * settings.rank).is_integer():
         return []
     return [f"model.lora.alpha = {settings.scaling * settings.rank:g}: verl has whole numbers only"]
-
-
-def revision_differences(config: RunConfig) -> list[str]:
-    """Return a line for a model of a given revision."""
-    revision = config.model.revision
-    return [] if revision is None else [f"model.revision = {revision}: verl loads the latest one"]
-
-
-def device_differences(config: RunConfig) -> list[str]:
-    """Return a line for a device that is no GPU."""
-    device = config.model.device
-    on_gpu = device == "auto" or device.startswith("cuda")
-    return [] if on_gpu else [f"model.device = {device}: the exported job runs on GPUs"]
-
-
-def engine_differences(config: RunConfig) -> list[str]:
-    """Return a line for an engine that verl does not have."""
-    engine = config.sampling.engine
-    return (
-        []
-        if engine in ("auto", "vllm")
-        else [f"sampling.engine = {engine}: the exported job samples with vLLM"]
-    )
-
-
-def dynamic_batches_differences(config: RunConfig) -> list[str]:
-    """Return a line for the limit of dynamic sampling."""
-    if not config.sampling.dynamic:
-        return []
-    batches = config.sampling.dynamic_batches
-    return [f"sampling.dynamic_batches = {batches}: verl samples until it has all groups, without a limit"]
-
-
-def max_lag_differences(config: RunConfig) -> list[str]:
-    """Return a line for batches that are sampled one step ahead.
-
-    The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
-    weights. `verl.experimental.one_step_off_policy` has a lag of one step, with a main program and settings of its own.
-    """
-    lag = config.sampling.max_lag
-    return [f"sampling.max_lag = {lag}: verl samples each batch with the weights of its step"] if lag else []
 
 
 def overlong(config: RunConfig) -> Overrides:
@@ -160,10 +117,10 @@ def overlong(config: RunConfig) -> Overrides:
 def aggregation(config: RunConfig) -> Overrides:
     """Return the aggregation, and the constant that divides it where there is one."""
     aggregation = config.objective.aggregation
-    found: Overrides = {f"{ACTOR}.loss_agg_mode": AGGREGATIONS[aggregation]}
+    overrides: Overrides = {f"{ACTOR}.loss_agg_mode": AGGREGATIONS[aggregation]}
     if aggregation == "seq-sum-norm":
-        found[f"{ACTOR}.loss_scale_factor"] = config.sampling.max_tokens
-    return found
+        overrides[f"{ACTOR}.loss_scale_factor"] = config.sampling.max_tokens
+    return overrides
 
 
 def reference_kl(config: RunConfig) -> Overrides:
@@ -183,11 +140,6 @@ def reference_kl_differences(config: RunConfig) -> list[str]:
     if config.objective.reference_kl == 0 or not is_corrected(config):
         return []
     return ["objective.reference_kl: verl does not weight the penalty by the importance correction"]
-
-
-def is_corrected(config: RunConfig) -> bool:
-    """Return whether the loss has importance weights; with the sampler's log-probs as π_old there is nothing to do."""
-    return config.objective.importance_cap is not None and config.objective.old_logprobs == "trainer"
 
 
 def importance(config: RunConfig) -> Overrides:
@@ -226,45 +178,23 @@ IMPORTANCE_DIFFERENCES = {
 """What verl computes differently, by the values of `objective.importance` for which it does."""
 
 
-def importance_differences(config: RunConfig) -> list[str]:
-    """Return a line for a correction that verl computes differently."""
-    rule = config.objective.importance
-    if not is_corrected(config) or rule not in IMPORTANCE_DIFFERENCES:
-        return []
-    return [f"objective.importance = {rule}: {IMPORTANCE_DIFFERENCES[rule]}"]
-
-
 LR_SCHEDULES = ("constant", "cosine")
 """The values of `optim.schedule` that verl's FSDP engine has."""
 
 
-def schedule_differences(config: RunConfig) -> list[str]:
-    """Return a line for a schedule that verl does not have, or that changes with every update here."""
-    schedule = config.optim.schedule
-    if schedule not in LR_SCHEDULES:
-        return [f"optim.schedule = {schedule}: verl has {' and '.join(LR_SCHEDULES)} only"]
-    if schedule != "constant" and config.optim.updates > 1:
-        return [
-            f"optim.schedule = {schedule}: verl changes the learning rate once per step, not with every update"
-        ]
-    return []
+def schedule_difference(config: RunConfig) -> str | None:
+    """Return the difference of a schedule that verl does not have, or that changes with every update here."""
+    if config.optim.schedule not in LR_SCHEDULES:
+        return f"verl has {' and '.join(LR_SCHEDULES)} only"
+    if config.optim.schedule != "constant" and config.optim.updates > 1:
+        return "verl changes the learning rate once per step, not with every update"
+    return None
 
 
 def warmup_steps(config: RunConfig) -> Overrides:
     """Return the warm-up in steps, rounded up."""
     steps = math.ceil(config.optim.warmup_steps / config.optim.updates)
     return {f"{ACTOR}.optim.lr_warmup_steps": steps or -1}
-
-
-def warmup_differences(config: RunConfig) -> list[str]:
-    """Return a line for a warm-up, which rises with every update here."""
-    warmup = config.optim.warmup_steps
-    if warmup == 0:
-        return []
-    return [
-        f"optim.warmup_steps = {warmup}: verl raises the learning rate once per step, from 0 in the first; "
-        "optim.warmup_steps=0 is the same in both"
-    ]
 
 
 def evaluation_sampling(config: RunConfig) -> Overrides:
@@ -274,12 +204,6 @@ def evaluation_sampling(config: RunConfig) -> Overrides:
         f"{ROLLOUT}.val_kwargs.top_p": 1.0,
         f"{ROLLOUT}.val_kwargs.top_k": -1,
     }
-
-
-def evaluation_every(config: RunConfig) -> Overrides:
-    """Return the steps between evaluations."""
-    every = config.evaluation.every
-    return {"trainer.test_freq": every or -1, "trainer.val_before_train": every > 0}
 
 
 def longest_row(config: RunConfig) -> int:

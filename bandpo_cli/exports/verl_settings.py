@@ -11,10 +11,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.exports import verl_rules as rules
-from bandpo_cli.exports.verl_losses import ACTOR, LOSSES, Overrides, loss_differences, loss_overrides
+from bandpo_cli.exports.verl_losses import (
+    ACTOR,
+    LOSSES,
+    Overrides,
+    is_corrected,
+    loss_differences,
+    loss_overrides,
+)
 from bandpo_cli.exports.verl_rules import CORRECTION, MODEL, ROLLOUT
 
 
@@ -26,12 +34,14 @@ class Rule:
         reason: where the value goes, or why verl needs none, for the README of an exported folder.
         to: the setting of verl that gets the value unchanged; None where there is none.
         overrides: further settings of verl for a configuration.
-        differences: what verl computes differently for a configuration, one line each, beginning with the setting.
+        difference: what verl computes differently with the setting's value in a configuration; None or '' for nothing.
+        differences: the same as complete lines, for differences that other settings have a part in.
     """
 
     reason: str = ""
     to: str | None = None
     overrides: Callable[[RunConfig], Overrides] = lambda config: {}
+    difference: Callable[[RunConfig], str | None] = lambda config: None
     differences: Callable[[RunConfig], list[str]] = lambda config: []
 
     def describe(self) -> str:
@@ -41,17 +51,26 @@ class Rule:
 
 def overrides_of(config: RunConfig) -> Overrides:
     """Return verl's settings for a configuration, apart from what depends on the machines and on the data."""
-    found = dict(FIXED)
+    overrides = dict(FIXED)
     for key, rule in RULES.items():
         if rule.to is not None:
-            found[rule.to] = reduce(getattr, key.split("."), config)
-        found |= rule.overrides(config)
-    return found
+            overrides[rule.to] = _value(config, key)
+        overrides |= rule.overrides(config)
+    return overrides
 
 
 def differences_of(config: RunConfig) -> list[str]:
     """Return what verl would compute differently, one line each, beginning with the setting."""
-    return [line for rule in RULES.values() for line in rule.differences(config)]
+    lines = []
+    for key, rule in RULES.items():
+        if text := rule.difference(config):
+            lines.append(f"{key} = {_value(config, key)}: {text}")
+        lines += rule.differences(config)
+    return lines
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
 
 
 def is_runnable(config: RunConfig) -> bool:
@@ -91,7 +110,9 @@ RULES: dict[str, Rule] = {
     "model.path": Rule(
         "a hub id or folder as it is; the embedded model is copied", overrides=rules.model_path
     ),
-    "model.revision": Rule("the latest", differences=rules.revision_differences),
+    "model.revision": Rule(
+        "the latest", difference=lambda config: config.model.revision and "verl loads the latest one"
+    ),
     "model.dtype": Rule(
         f"`{ROLLOUT}.dtype`, and that of the passes; `auto` is bfloat16; weights and optimizer are float32",
         overrides=rules.passes_dtype,
@@ -118,10 +139,19 @@ RULES: dict[str, Rule] = {
         overrides=rules.lora,
         differences=rules.lora_differences,
     ),
-    "model.device": Rule("the GPUs of the job", differences=rules.device_differences),
+    "model.device": Rule(
+        "the GPUs of the job",
+        difference=lambda config: (
+            None if config.model.device.startswith(("auto", "cuda")) else "the exported job runs on GPUs"
+        ),
+    ),
     "task": Rule("train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
     "sampling.engine": Rule(
-        "vLLM", overrides=lambda config: {f"{ROLLOUT}.name": "vllm"}, differences=rules.engine_differences
+        "vLLM",
+        overrides=lambda config: {f"{ROLLOUT}.name": "vllm"},
+        difference=lambda config: (
+            None if config.sampling.engine in ("auto", "vllm") else "the exported job samples with vLLM"
+        ),
     ),
     "sampling.prompts": Rule(to="data.train_batch_size"),
     "sampling.samples": Rule(to=f"{ROLLOUT}.n"),
@@ -134,9 +164,19 @@ RULES: dict[str, Rule] = {
         to="algorithm.filter_groups.enable",
         overrides=lambda config: {"algorithm.filter_groups.metric": "reward"},
     ),
-    "sampling.dynamic_batches": Rule("verl has no limit", differences=rules.dynamic_batches_differences),
+    "sampling.dynamic_batches": Rule(
+        "verl has no limit",
+        difference=lambda config: (
+            "verl samples until it has all groups, without a limit" if config.sampling.dynamic else None
+        ),
+    ),
+    # The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
+    # weights. `verl.experimental.one_step_off_policy` has a lag of one step, with another main program and settings.
     "sampling.max_lag": Rule(
-        "0: `trainer.v1.trainer_mode=sync`, verl's default", differences=rules.max_lag_differences
+        "0: `trainer.v1.trainer_mode=sync`, verl's default",
+        difference=lambda config: (
+            "verl samples each batch with the weights of its step" if config.sampling.max_lag else None
+        ),
     ),
     "sampling.weight_transfer": Rule("no engine process"),
     "sampling.top_p": Rule("1 in both", to=f"{ROLLOUT}.top_p"),
@@ -188,7 +228,11 @@ RULES: dict[str, Rule] = {
         overrides=lambda config: {f"{CORRECTION}.bypass_mode": config.objective.old_logprobs == "sampler"},
     ),
     "objective.importance": Rule(
-        f"`{CORRECTION}`", overrides=rules.importance, differences=rules.importance_differences
+        f"`{CORRECTION}`",
+        overrides=rules.importance,
+        difference=lambda config: (
+            rules.IMPORTANCE_DIFFERENCES.get(config.objective.importance) if is_corrected(config) else None
+        ),
     ),
     "objective.importance_cap": Rule("with objective.importance"),
     "objective.importance_floor": Rule("with objective.importance"),
@@ -208,9 +252,16 @@ RULES: dict[str, Rule] = {
         },
     ),
     "optim.warmup_steps": Rule(
-        "steps, not updates", overrides=rules.warmup_steps, differences=rules.warmup_differences
+        "steps, not updates",
+        overrides=rules.warmup_steps,
+        difference=lambda config: (
+            "verl raises the learning rate once per step, from 0 in the first; "
+            "optim.warmup_steps=0 is the same in both"
+            if config.optim.warmup_steps
+            else None
+        ),
     ),
-    "optim.schedule": Rule(to=f"{ACTOR}.optim.lr_scheduler_type", differences=rules.schedule_differences),
+    "optim.schedule": Rule(to=f"{ACTOR}.optim.lr_scheduler_type", difference=rules.schedule_difference),
     "optim.updates": Rule(
         "verl sorts the completions of a step by length first, so that an update has completions of any prompts",
         overrides=lambda config: {
@@ -221,7 +272,13 @@ RULES: dict[str, Rule] = {
         "per GPU; at least a prompt and its completion", overrides=rules.micro_batches
     ),
     "optim.max_skips": Rule("verl skips every update whose gradient is not finite, without a limit"),
-    "evaluation.every": Rule("with the start and the end", overrides=rules.evaluation_every),
+    "evaluation.every": Rule(
+        "with the start and the end",
+        overrides=lambda config: {
+            "trainer.test_freq": config.evaluation.every or -1,
+            "trainer.val_before_train": config.evaluation.every > 0,
+        },
+    ),
     "evaluation.problems": Rule("the rows of heldout.parquet"),
     "evaluation.samples": Rule(to=f"{ROLLOUT}.val_kwargs.n"),
     "evaluation.k": Rule("verl reports best@k for powers of 2, by resampling, which is not pass@k"),
