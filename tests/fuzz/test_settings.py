@@ -150,27 +150,9 @@ def test_anchors_and_number_formats_are_read() -> None:
     assert parse_yaml(text, "") == {"a": inner, "b": inner, "c": [inner] * 2, "d": float("inf"), "e": 750}
 
 
-TOKENS = [
-    "a",
-    "b:",
-    "- ",
-    ": ",
-    "1e-3",
-    "no",
-    "0.5",
-    "[",
-    "]",
-    "{",
-    "}",
-    ",",
-    "'",
-    " #",
-    "\n",
-    "  ",
-    "01",
-    "@",
-    "=",
-]
+TOKENS = (
+    "a", "b:", "- ", ": ", "1e-3", "no", "0.5", "[", "]", "{", "}", ",", "'", " #", "\n", "  ", "01", "@", "=",
+)  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(TOKENS)))

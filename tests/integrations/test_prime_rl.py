@@ -10,10 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from tests.integrations import stand_ins
+from tests.integrations.batches import Batch, assert_equal, ours
 
 
 @pytest.fixture(scope="module", params=["stand-in", "installed"])
@@ -60,26 +59,21 @@ def test_loss_and_gradient_are_those_of_the_runner(
     (gradient,) = torch.autograd.grad(found.loss, given.trainer_logprobs)
 
     bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
-    config = resolve([{"bounds": bounds, "objective": {"dual_clip": None}}])
-    method = policy_loss(config.bounds, config.objective)
-    mask = given.loss_mask
-    old, new, advantages = (
-        tensor[mask]
-        for tensor in (given.inference_logprobs, given.trainer_logprobs.detach(), given.advantages)
-    )
-    lengths = torch.tensor([len(old)])
-    weight = given.loss_weights[mask] if weights else torch.ones_like(old)
-    columns = method.prepare(old, advantages)
-    expected = policy_objective(method, new, LossBatch(lengths, advantages, old, columns), weight)
-    torch.testing.assert_close(found.loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(gradient[mask], expected.gradient, rtol=1e-6, atol=1e-10)
-    assert (gradient[~mask] == 0).all()
-    clipped = method.clip_state(columns, expected.ratios, advantages, expected.gradient_weights)
-    for name, tokens in (("upper", clipped.at_upper), ("lower", clipped.at_lower)):
+    batch = Batch(
+        *(
+            tensor.detach()[None]
+            for tensor in (
+                given.inference_logprobs, given.trainer_logprobs, given.advantages, given.loss_mask,
+            )
+        )
+    )  # fmt: skip
+    expected = ours(batch, bounds, given.loss_weights[None] if weights else torch.ones_like(batch.old))
+    assert_equal(f"prime-rl {bounds}, {spread}", expected.outputs, found.loss, gradient[None], batch.mask)
+    for name, tokens in (("upper", expected.clipped.at_upper), ("lower", expected.clipped.at_lower)):
         assert found.metrics[f"band/{name}_fraction"].item() == pytest.approx(tokens.double().mean().item())
     if spread == 2.0:
-        assert clipped.at_upper.any()
-        assert clipped.at_lower.any()
+        assert expected.clipped.at_upper.any()
+        assert expected.clipped.at_lower.any()
 
 
 def test_values_outside_the_mask_have_no_effect(prime_rl: ModuleType) -> None:

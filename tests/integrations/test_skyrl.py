@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from tests.integrations import stand_ins
-from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
+from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
 PACKAGES = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils")
 
@@ -114,18 +112,13 @@ def test_loss_and_gradient_are_those_of_the_runner(
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
     bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
-    config = resolve([{"bounds": bounds, "objective": {"dual_clip": None}}])
-    method = policy_loss(config.bounds, config.objective)
-    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
-    weights = torch.ones_like(old) if cap is None else (old - engine[batch.mask]).exp().clamp(max=cap)
-    columns = method.prepare(old, advantages)
-    expected = policy_objective(method, new, LossBatch(batch.lengths, advantages, old, columns), weights)
+    ones = torch.ones_like(batch.old)
+    weights = ones if cap is None else (batch.old - engine).exp().clamp(max=cap)
+    expected = ours(batch, bounds, weights)
     # SkyRL computes the importance ratios in float32, whatever the type of the log-probs.
     rtol = 1e-6 if cap is None else 1e-5
-    torch.testing.assert_close(loss.detach(), expected.loss, rtol=rtol, atol=1e-9)
-    torch.testing.assert_close(gradient[batch.mask], expected.gradient, rtol=rtol, atol=1e-10)
-    assert (gradient[~batch.mask] == 0).all()
-    clipped = method.clip_state(columns, expected.ratios, advantages, expected.gradient_weights)
+    assert_equal(f"SkyRL {bounds}, {spread}", expected.outputs, loss, gradient, batch.mask, rtol)
+    clipped = expected.clipped
     for name, tokens in (("", clipped.active), ("_upper", clipped.at_upper), ("_lower", clipped.at_lower)):
         assert metrics[f"clip_ratio{name}"] == pytest.approx(tokens.double().mean().item(), rel=1e-6)
     assert ("tis_token_clip_high_ratio" in metrics) == (cap is not None)

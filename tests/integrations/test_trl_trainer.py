@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import RatioBounds
-from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from bandpo_cli.tasks.base import build_task
-from tests.integrations.test_policy_losses import SPREADS, Batch, random_batch
+from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -255,10 +253,10 @@ def token_weights(loss_type: str, batch: Batch) -> torch.Tensor:
 def test_loss_and_gradient_are_those_of_the_runner(
     band: ModuleType, tmp_path: Path, case: str, loss_type: str, spread: str
 ) -> None:
-    ours: dict[str, Any] = {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0}
+    bounds: dict[str, Any] = {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0}
     if case == "tv without a cap":
-        ours = {"divergence": "tv", "delta": 0.1, "max_ratio": None}
-    theirs = {f"band_{name}": value for name, value in ours.items()} | {"loss_type": loss_type}
+        bounds = {"divergence": "tv", "delta": 0.1, "max_ratio": None}
+    theirs = {f"band_{name}": value for name, value in bounds.items()} | {"loss_type": loss_type}
     dual_clip = 12.0 if case == "delta of TRL" else None
     batch = random_batch(1, SPREADS[spread])
     generator = torch.Generator().manual_seed(0)
@@ -277,19 +275,12 @@ def test_loss_and_gradient_are_those_of_the_runner(
     )
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
-    config = resolve([{"bounds": {"method": "band", **ours}, "objective": {"dual_clip": dual_clip}}])
-    method = policy_loss(config.bounds, config.objective)
-    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
-    weight = token_weights(loss_type, batch) * (1.0 if weights is None else weights)
-    columns = method.prepare(old, advantages)
-    expected = policy_objective(
-        method, new, LossBatch(batch.lengths, advantages, old, columns), weight[batch.mask]
-    )
-    torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(gradient[batch.mask], expected.gradient, rtol=1e-6, atol=1e-10)
-    assert (gradient[~batch.mask] == 0).all()
+    expected = ours(
+        batch, {"method": "band", **bounds}, token_weights(loss_type, batch), dual_clip, correction=weights
+    ).outputs
+    assert_equal(f"TRL {case}, {loss_type}, {spread}", expected, loss, gradient, batch.mask)
     if spread == "far":
-        assert (expected.gradient_weights[advantages != 0] == 0).any()
+        assert (expected.gradient_weights[batch.advantages[batch.mask] != 0] == 0).any()
 
 
 def test_the_example_differs_in_the_bounds_alone(

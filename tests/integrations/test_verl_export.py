@@ -34,7 +34,7 @@ from bandpo_cli.objective.loss import k3
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
-from tests.integrations.test_verl_loss import SPREADS, Batch, assert_equal, ours
+from tests.integrations.batches import SPREADS, assert_equal, ours, random_batch
 from tests.text_model import save_text_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -114,10 +114,10 @@ def test_the_loss_of_an_exported_method_is_that_of_a_run(
     actor = dataclass_of(composed.actor_rollout_ref.actor)
     loss = verl_package.algos.get_policy_loss_fn(actor.policy_loss.loss_mode)
     for spread in SPREADS:
-        batch = Batch(0, SPREADS[spread])
-        logprobs = batch.new.masked_fill(~batch.mask, -1.0).requires_grad_()
+        batch = random_batch(0, SPREADS[spread])
+        logprobs = batch.new.clone().requires_grad_()
         value, _ = loss(
-            old_log_prob=batch.old.masked_fill(~batch.mask, -1.0),
+            old_log_prob=batch.old,
             log_prob=logprobs,
             advantages=batch.advantages,
             response_mask=batch.mask,
@@ -125,8 +125,8 @@ def test_the_loss_of_an_exported_method_is_that_of_a_run(
             config=actor,
         )
         (gradient,) = torch.autograd.grad(value, logprobs)
-        found = ours(batch, config.bounds.model_dump(), "seq-mean-token-mean", 10.0, corrected=False)
-        assert_equal(f"{file.stem}, {spread}", found, value.detach(), gradient, batch.mask)
+        found = ours(batch, config.bounds.model_dump(), "seq-mean-token-mean", 10.0).outputs
+        assert_equal(f"{file.stem}, {spread}", found, value, gradient, batch.mask)
 
 
 def test_most_methods_are_compared() -> None:
@@ -356,8 +356,8 @@ def test_importance_weights_are_those_of_a_run(rule: str, tmp_path: Path, compos
     export_verl(config, tmp_path / "job", gpus_per_node=1)
     correction = compose(tmp_path / "job").algorithm.rollout_correction
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
-    batch = Batch(0, SPREADS["apart"])
-    sampler, trainer = batch.old.masked_fill(~batch.mask, 0.0), batch.new.masked_fill(~batch.mask, 0.0)
+    batch = random_batch(0, SPREADS["apart"])
+    sampler, trainer = (logprobs.masked_fill(~batch.mask, 0.0) for logprobs in (batch.old, batch.new))
     data, mask, _ = helper.compute_rollout_correction_and_rejection_mask(
         old_log_prob=trainer, rollout_log_prob=sampler, response_mask=batch.mask.double(),
         rollout_is=correction.rollout_is, rollout_is_threshold=correction.rollout_is_threshold,

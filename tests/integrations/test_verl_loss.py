@@ -1,7 +1,6 @@
 """The policy loss `band` in verl's registry, compared with this package's loss on random padded batches.
 
-Log-probs are float64, so that differences are those of the formulas; aggregation weights are float32 here, and verl
-adds 1e-8 to the length of a completion. `pytest -s` prints the largest difference per case.
+Aggregation weights are float32 here, and verl adds 1e-8 to the length of a completion.
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, policy_loss, policy_objective
 from bandpo_cli.registries import DIVERGENCES
 from bandpo_cli.training.metrics import clip_counts, clip_metrics
+from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
-COMPLETIONS, LONGEST = 12, 40
-SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
-"""Standard deviation of log r: ratios within most bounds, beyond many of them, and beyond the caps."""
+COMPLETIONS = 12
 
 MODES = {
     "token-mean": "token-mean",
@@ -34,43 +30,17 @@ MODES = {
 """Our aggregations with verl's names; its two sums are compared in a test of their own."""
 
 
-class Batch:
-    """Completions padded on the right, [B, T] float64 and a bool mask; the values of padding must have no effect."""
-
-    def __init__(self, seed: int, spread: float) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (COMPLETIONS, LONGEST)
-        lengths = torch.randint(1, LONGEST + 1, (COMPLETIONS, 1), generator=generator)
-        lengths[0] = LONGEST
-        self.mask = torch.arange(LONGEST) < lengths
-        old = -8 * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3 - 1e-3
-        new = (old + spread * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-4)
-        self.old, self.new = (
-            values.masked_fill(~self.mask, padding) for values, padding in ((old, 3.0), (new, -500.0))
-        )
-        advantages = torch.randn((COMPLETIONS, 1), generator=generator, dtype=torch.float64)
-        advantages[-1] = 0.0
-        self.advantages = advantages.expand(shape).masked_fill(~self.mask, 7.0)
-        self.weights = torch.rand(shape, generator=generator, dtype=torch.float64) * 2
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        return self.mask.sum(-1)
+def padded_batch(seed: int, spread: float) -> Batch:
+    """Return a random batch whose values of padding must have no effect."""
+    batch = random_batch(seed, spread, COMPLETIONS)
+    values = ((batch.old, 3.0), (batch.new, -500.0), (batch.advantages, 7.0))
+    return Batch(*(tensor.masked_fill(~batch.mask, padding) for tensor, padding in values), batch.mask)
 
 
-def ours(
-    batch: Batch, bounds: dict[str, Any], aggregation: str, dual_clip: float | None, corrected: bool
-) -> LossOutputs:
-    """Return this package's loss and gradient of the batch's tokens, in the order of the mask."""
-    config = resolve([{"bounds": bounds, "objective": {"dual_clip": dual_clip, "aggregation": aggregation}}])
-    loss = policy_loss(config.bounds, config.objective)
-    old, new, advantages, correction = (
-        values[batch.mask] for values in (batch.old, batch.new, batch.advantages, batch.weights)
-    )
-    columns = loss.prepare(old, advantages)
-    weights = AGGREGATIONS[aggregation](batch.lengths, LONGEST).double().repeat_interleave(batch.lengths)
-    weights = weights * correction if corrected else weights
-    return policy_objective(loss, new, LossBatch(batch.lengths, advantages, old, columns), weights)
+def importance(batch: Batch) -> torch.Tensor:
+    """Return random importance weights, [B, T]."""
+    generator = torch.Generator().manual_seed(9)
+    return 2 * torch.rand(batch.old.shape, generator=generator, dtype=torch.float64)
 
 
 def actor_config(verl_package: SimpleNamespace, dual_clip: float, **settings: Any) -> Any:
@@ -101,25 +71,10 @@ def theirs(
         response_mask=batch.mask[rows],
         loss_agg_mode=mode,
         config=config,
-        rollout_is_weights=batch.weights[rows] if corrected else None,
+        rollout_is_weights=importance(batch)[rows] if corrected else None,
     )
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient, metrics
-
-
-def assert_equal(
-    case: str, found: LossOutputs, loss: torch.Tensor, gradient: torch.Tensor, mask: torch.Tensor
-) -> None:
-    """Assert that loss and gradient are equal, and that padding has no gradient."""
-    assert (gradient[~mask] == 0).all()
-    gradient = gradient[mask]
-    loss_difference = ((found.loss - loss).abs() / loss.abs()).item()
-    gradient_difference = ((found.gradient - gradient).abs().max() / gradient.abs().max()).item()
-    print(
-        f"{case}: largest relative difference, loss {loss_difference:.1e}, gradient {gradient_difference:.1e}"
-    )
-    torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found.gradient, gradient, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -131,9 +86,9 @@ def test_every_divergence(
     settings = {"divergence": divergence, "delta": 0.05, "max_ratio": 10.0}
     config = actor_config(verl_package, 3.0, **settings)
     for seed in range(3):
-        batch = Batch(seed, SPREADS[spread])
+        batch = padded_batch(seed, SPREADS[spread])
         loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config, corrected=False)
-        found = ours(batch, {"method": "band", **settings}, aggregation, 3.0, corrected=False)
+        found = ours(batch, {"method": "band", **settings}, aggregation, 3.0).outputs
         assert_equal(f"{divergence}, {aggregation}, {spread}", found, loss, gradient, batch.mask)
 
 
@@ -158,15 +113,17 @@ def test_cap_relaxation_and_importance_weights(
         {} if relaxed is None else dict(zip(("relax_eps_low", "relax_eps_high"), relaxed, strict=True))
     )
     config = actor_config(verl_package, 1e9, **settings, **theirs_relax)
-    batch = Batch(0, SPREADS["apart"])
+    batch = padded_batch(0, SPREADS["apart"])
     loss, gradient, _ = theirs(verl_package, batch, "token-mean", config, corrected)
-    found = ours(batch, {"method": "band", **settings, "relax": relax}, "token-mean", None, corrected)
+    bounds = {"method": "band", **settings, "relax": relax}
+    correction = importance(batch) if corrected else None
+    found = ours(batch, bounds, "token-mean", correction=correction).outputs
     assert_equal(f"{settings}, {relaxed}", found, loss, gradient, batch.mask)
 
 
 def test_two_micro_batches_add_up_to_one(verl_package: SimpleNamespace) -> None:
     """verl passes the counts of the complete update in `global_batch_info`; two GPUs average what each of them sums."""
-    batch = Batch(1, SPREADS["apart"])
+    batch = padded_batch(1, SPREADS["apart"])
     for mode in (*MODES.values(), "token-sum", "seq-mean-token-sum"):
         config = actor_config(verl_package, 3.0, delta=0.05)
         config.global_batch_info.update(
@@ -189,7 +146,7 @@ def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(
     verl_package: SimpleNamespace, dual_clip: float
 ) -> None:
     """The relaxation of a Band of radius 1e-12 is the fixed interval, so verl's own loss is the reference."""
-    batch = Batch(2, SPREADS["far"])
+    batch = padded_batch(2, SPREADS["far"])
     config = actor_config(verl_package, dual_clip, delta=1e-12, relax_eps_low=0.2, relax_eps_high=0.28)
     fixed = verl_package.config.FSDPActorConfig(
         strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1,
@@ -210,15 +167,12 @@ def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(
 
 
 def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNamespace) -> None:
-    batch = Batch(3, SPREADS["apart"])
+    batch = padded_batch(3, SPREADS["apart"])
     config = actor_config(verl_package, 10.0, delta=0.05)
     _, _, metrics = theirs(verl_package, batch, "token-mean", config, corrected=False)
-    settings = resolve([{"bounds": {"method": "band", "delta": 0.05}}])
-    loss = policy_loss(settings.bounds, settings.objective)
-    old, new, advantages = (values[batch.mask] for values in (batch.old, batch.new, batch.advantages))
-    columns = loss.prepare(old, advantages)
-    state = loss.clip_state(columns, (new - old).exp(), advantages, torch.ones_like(old))
-    expected = clip_metrics(clip_counts(state, old))
+    found = ours(batch, {"method": "band", "delta": 0.05}, "token-mean", dual_clip=10.0)
+    old, new = batch.old[batch.mask], batch.new[batch.mask]
+    expected = clip_metrics(clip_counts(found.clipped, old))
     for name in ("upper", "lower", "outside"):
         assert expected[f"clip/{name}_fraction"] > 0
         assert metrics[f"actor/band_{name}_fraction"] == pytest.approx(
@@ -230,14 +184,13 @@ def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNa
 
 def test_float_masks_and_infinite_padding(verl_package: SimpleNamespace) -> None:
     """verl's older trainer has masks of 0 and 1; a NaN or infinity at padding must not reach the loss."""
-    batch = Batch(4, SPREADS["near"])
+    batch = padded_batch(4, SPREADS["near"])
     config = actor_config(verl_package, 3.0, delta=0.05)
     expected = theirs(verl_package, batch, "token-mean", config, corrected=False)
-    batch.new = batch.new.masked_fill(~batch.mask, -torch.inf)
-    batch.old = batch.old.masked_fill(~batch.mask, torch.nan)
-    logprobs = batch.new.clone().requires_grad_()
+    logprobs = batch.new.masked_fill(~batch.mask, -torch.inf).requires_grad_()
+    old = batch.old.masked_fill(~batch.mask, torch.nan)
     loss, _ = verl_package.band.band_policy_loss(
-        batch.old, logprobs, batch.advantages, batch.mask.float(), config=config
+        old, logprobs, batch.advantages, batch.mask.float(), config=config
     )
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected[0])

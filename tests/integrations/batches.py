@@ -1,0 +1,122 @@
+"""Random padded batches, and the loss of this package with which the losses of other packages are compared.
+
+Log-probs are float64, so that differences are those of the formulas. `pytest -s` prints the largest difference of each
+case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.objective.loss import (
+    AGGREGATIONS,
+    Columns,
+    LossBatch,
+    LossOutputs,
+    PolicyLoss,
+    policy_loss,
+    policy_objective,
+)
+
+SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
+"""Standard deviation of log r. The largest ratios are 1.03, 2.5 and 88, which exceeds the caps of 3, 5, 10 and 20."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B completions of up to T tokens, padded on the right; all tensors are [B, T] float64 except `mask` (bool)."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Return the tokens per completion, int64 [B]."""
+        return self.mask.sum(-1)
+
+
+def random_batch(seed: int, spread: float, completions: int = 12, max_tokens: int = 40) -> Batch:
+    """Return completions of 1 to `max_tokens` tokens of every probability, with advantages of both signs and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (completions, max_tokens)
+    lengths = torch.randint(1, max_tokens + 1, (completions, 1), generator=generator)
+    lengths[0] = max_tokens
+    old = -8 * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3 - 1e-3
+    new = (old + spread * torch.randn(shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-4)
+    advantages = torch.randn((completions, 1), generator=generator, dtype=torch.float64)
+    advantages[-1] = 0.0
+    return Batch(old, new, advantages.expand(shape).clone(), torch.arange(max_tokens) < lengths)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """This package's loss of the tokens of a batch, in the order of `batch.mask`."""
+
+    loss: PolicyLoss
+    columns: Columns
+    advantages: torch.Tensor
+    outputs: LossOutputs
+
+    @property
+    def clipped(self) -> Any:
+        """Return the `ClipState` of the tokens."""
+        weights = self.outputs.gradient_weights
+        return self.loss.clip_state(self.columns, self.outputs.ratios, self.advantages, weights)
+
+
+def ours(
+    batch: Batch,
+    bounds: dict[str, Any],
+    weights: torch.Tensor | str,
+    dual_clip: float | None = None,
+    correction: torch.Tensor | None = None,
+    columns: Callable[[PolicyLoss], Columns] | None = None,
+) -> Ours:
+    """Return this package's loss and gradient.
+
+    Args:
+        weights: the weight of each token, [B, T], or an aggregation.
+        correction: importance weights, [B, T].
+        columns: what to use in place of `PolicyLoss.prepare`.
+    """
+    objective = {"dual_clip": dual_clip} | ({"aggregation": weights} if isinstance(weights, str) else {})
+    config = resolve([{"bounds": bounds, "objective": objective}])
+    loss = policy_loss(config.bounds, config.objective)
+    old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
+    prepared = columns(loss) if columns else loss.prepare(old, advantages)
+    if isinstance(weights, str):
+        per_completion = AGGREGATIONS[weights](batch.lengths, batch.mask.shape[1]).double()
+        token_weights = per_completion.repeat_interleave(batch.lengths)
+    else:
+        token_weights = weights[batch.mask]
+    if correction is not None:
+        token_weights = token_weights * correction[batch.mask]
+    outputs = policy_objective(loss, new, LossBatch(batch.lengths, advantages, old, prepared), token_weights)
+    return Ours(loss, prepared, advantages, outputs)
+
+
+def assert_equal(
+    case: str,
+    expected: LossOutputs,
+    loss: torch.Tensor,
+    gradient: torch.Tensor,
+    mask: torch.Tensor,
+    rtol: float = 1e-6,
+) -> None:
+    """Assert that a loss and its gradient, [B, T], are those of this package, and that padding has no gradient."""
+    assert (gradient[~mask] == 0).all()
+    gradient, loss = gradient[mask], loss.detach()
+    loss_difference = ((expected.loss - loss).abs() / loss.abs()).item()
+    gradient_difference = ((expected.gradient - gradient).abs().max() / gradient.abs().max()).item()
+    print(
+        f"{case}: largest relative difference, loss {loss_difference:.1e}, gradient {gradient_difference:.1e}"
+    )
+    torch.testing.assert_close(loss, expected.loss, rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(gradient, expected.gradient, rtol=rtol, atol=1e-10)
