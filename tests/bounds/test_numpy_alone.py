@@ -64,11 +64,6 @@ def test_bounds_need_numpy_alone() -> None:
     )
 
 
-def test_the_block_is_effective() -> None:
-    blocked = "try:\n    import pydantic\nexcept ModuleNotFoundError as error:\n    print(error)"
-    assert run(sys.executable, NO_OTHER_PACKAGES + blocked) == "blocked: pydantic\n"
-
-
 def test_every_function_of_the_bounds_can_be_loaded_with_numpy_alone() -> None:
     """The registries name functions as "module:attribute"; those of the methods take settings as arguments only."""
     code = """

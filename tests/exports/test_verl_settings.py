@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +99,6 @@ def test_the_papers_run_has_the_values_of_the_authors_script() -> None:
     found = overrides_of(config)
     assert {key: found[key] for key in expected} == expected
     assert f"{CORRECTION}.rollout_is" not in found
-
-
-def test_the_page_lists_what_becomes_of_each_shipped_method() -> None:
-    """docs/integrations.md, table of shipped configurations: the paper's run with each file of configs/methods."""
-    base = [PAPER / "base.yaml", PAPER / "models" / "qwen2.5-3b-instruct.yaml"]
-    found: dict[str, set[str]] = {
-        "complete": set(),
-        "`--allow-differences` (`bounds.method`)": set(),
-        "refused": set(),
-    }
-    complete, differing, refused = found.values()
-    for file in (PAPER.parent / "methods").glob("*.yaml"):
-        config = resolve(map(read_layer, [*base, file]))
-        chosen = complete if not differences_of(config) else differing if is_runnable(config) else refused
-        chosen.add(file.stem)
-    page = (PAPER.parents[1] / "docs" / "integrations.md").read_text(encoding="utf-8")
-    listed = {
-        outcome: set(names.split(", "))
-        for names, outcome in re.findall(r"\| the same with methods/ (.+) \| (.+) \|", page)
-    }
-    assert listed == found
 
 
 CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [

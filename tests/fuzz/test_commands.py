@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from tests.cli.eval_command import bandpo
 from tests.fuzz.mutate import JSON_TEXTS, YAML_TEXTS, file_variants, not_a_file
 from tests.fuzz.outcome import check_line, deadline
-from tests.text_model import save_text_model
 
 
 def exit_code(place: Path, *arguments: str | Path) -> int:
@@ -61,21 +59,6 @@ def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -
     }.items():
         with not_a_file(tmp_path / name, kind):
             assert exit_code(tmp_path, *arguments) == 2, (kind, name)
-
-
-@pytest.mark.slow
-def test_damaged_models_are_refused(tmp_path: Path) -> None:
-    model = save_text_model(tmp_path / "m", ["1+1=2"] * 5, vocabulary=270, layers=1, hidden=64)
-    kept = shutil.copytree(model, tmp_path / "kept")
-    (tmp_path / "t.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        for content in (b"", b"{}", b"\xff" * 100, b"[" * 20_000):
-            (model / name).write_bytes(content)
-            assert exit_code(tmp_path, "eval", "--model", "m", "--task", "t.jsonl", "--no-mlflow") == 2, (
-                name,
-                content,
-            )
-            shutil.copy(kept / name, model / name)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300, "x\udcff"])

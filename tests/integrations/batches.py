@@ -6,8 +6,10 @@ case.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,3 +122,49 @@ def assert_equal(
     )
     torch.testing.assert_close(loss, expected.loss, rtol=rtol, atol=1e-7)
     torch.testing.assert_close(gradient, expected.gradient, rtol=rtol, atol=1e-10)
+
+
+def trl_trainer(cls: Any, args: Any, logprobs: torch.Tensor, has_ratios_of_vllm: bool = False) -> Any:
+    """Return a GRPOTrainer with the attributes that `_compute_loss` reads, whose model returns the given log-probs.
+
+    Args:
+        cls: GRPOTrainer, or a subclass; its constructor, which would set the attributes, does not run.
+        args: its GRPOConfig.
+    """
+    trainer = object.__new__(cls)
+    copied = (
+        "beta", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold",
+        "top_entropy_quantile",
+    )  # fmt: skip
+    attributes = {name: getattr(args, name) for name in copied} | {
+        "args": args,
+        "accelerator": SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
+        "model": SimpleNamespace(training=True),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        "_metrics": {"train": defaultdict(list)},
+        "_entropy_bonus_enabled": False,
+        "aux_loss_enabled": False,
+        "use_vllm": has_ratios_of_vllm,
+        "vllm_importance_sampling_correction": True,
+        "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "epsilon_low": args.epsilon,
+        "epsilon_high": args.epsilon_high if args.epsilon_high is not None else args.epsilon,
+    }
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def trl_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the inputs of `GRPOTrainer._compute_loss`."""
+    return {
+        "prompt_ids": torch.zeros(len(batch.mask), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(batch.mask), 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old,
+        "num_items_in_batch": batch.mask.sum(),
+    }

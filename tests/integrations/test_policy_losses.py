@@ -20,7 +20,15 @@ import torch
 
 from bandpo_cli.objective.covariance_losses import ClipCovLoss, KlCovLoss, token_covariance
 from bandpo_cli.objective.loss import Columns, LossOutputs, PolicyLoss
-from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
+from tests.integrations.batches import (
+    SPREADS,
+    Batch,
+    assert_equal,
+    ours,
+    random_batch,
+    trl_inputs,
+    trl_trainer,
+)
 
 SEEDS = range(4)
 Reference = Callable[[torch.Tensor], torch.Tensor]
@@ -258,58 +266,14 @@ def trl() -> SimpleNamespace:
 
 
 def trl_reference(trl: SimpleNamespace, folder: Path, batch: Batch, **settings: Any) -> Reference:
-    """Return TRL's loss as a function of the log-probs.
-
-    `GRPOTrainer._compute_loss` runs with a real GRPOConfig on an object that has the attributes which the constructor
-    would set from it, and whose model returns the given log-probs.
-    """
+    """Return TRL's loss as a function of the log-probs."""
     args = trl.config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
-    alone = SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
-    )
-    inputs = {
-        "prompt_ids": torch.zeros(len(batch.mask), 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(len(batch.mask), 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
-        "completion_mask": batch.mask.long(),
-        "advantages": batch.advantages[:, 0],
-        "old_per_token_logps": batch.old,
-        "num_items_in_batch": batch.mask.sum(),
-    }
 
     def reference(logprobs: torch.Tensor) -> torch.Tensor:
-        trainer = SimpleNamespace(
-            args=args,
-            accelerator=alone,
-            model=SimpleNamespace(training=True),
-            _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-            _metrics={"train": _Metrics()},
-            _entropy_bonus_enabled=False,
-            aux_loss_enabled=False,
-            use_vllm=False,
-            current_gradient_accumulation_steps=1,
-            epsilon_low=args.epsilon,
-            epsilon_high=args.epsilon_high if args.epsilon_high is not None else args.epsilon,
-            **{
-                name: getattr(args, name)
-                for name in (
-                    "beta", "importance_sampling_level", "loss_type", "max_completion_length",
-                    "off_policy_mask_threshold", "top_entropy_quantile",
-                )
-            },
-        )  # fmt: skip
-        loss: torch.Tensor = trl.trainer._compute_loss(trainer, None, inputs)
+        loss: torch.Tensor = trl_trainer(trl.trainer, args, logprobs)._compute_loss(None, trl_inputs(batch))
         return loss
 
     return reference
-
-
-class _Metrics(dict[str, list[float]]):
-    """Lists by name, as the trainer's defaultdict."""
-
-    def __missing__(self, name: str) -> list[float]:
-        self[name] = []
-        return self[name]
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}

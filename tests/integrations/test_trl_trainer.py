@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,15 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.tasks.base import build_task
-from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
+from tests.integrations.batches import (
+    SPREADS,
+    Batch,
+    assert_equal,
+    ours,
+    random_batch,
+    trl_inputs,
+    trl_trainer,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,67 +175,11 @@ def test_a_lora_adapter_is_trained(band: ModuleType, tmp_path: Path) -> None:
     assert max(run.logged("clip_ratio/region_mean")) > 0
 
 
-def test_a_plain_config_of_trl_is_refused(band: ModuleType, tmp_path: Path) -> None:
-    from trl import GRPOConfig
-
-    with pytest.raises(band.ConfigError, match=r"needs args=BandGRPOConfig.*not GRPOConfig"):
-        train(band.BandGRPOTrainer, GRPOConfig, tmp_path, steps=1)
+"""`gradient_accumulation_steps` and `max_completion_length` of the following tests."""
 
 
 ACCUMULATION, MAX_TOKENS = 2, 64
-"""`gradient_accumulation_steps` and `max_completion_length` of the following tests."""
-
-# The loss itself: TRL's `_compute_loss` on a trainer with the attributes that its constructor would set, and a model
-# that returns the given log-probs.
-
-
-def trl_loss(
-    band: ModuleType,
-    folder: Path,
-    batch: Batch,
-    logprobs: torch.Tensor,
-    weights: torch.Tensor | None,
-    **settings: Any,
-) -> tuple[torch.Tensor, dict[str, list[float]]]:
-    """Return the loss and the metrics of a micro-batch; `weights` are vLLM's importance ratios, [B, T]."""
-    args = band.BandGRPOConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", num_iterations=2,
-        max_completion_length=MAX_TOKENS, **settings,
-    )  # fmt: skip
-    trainer = object.__new__(band.BandGRPOTrainer)
-    attributes = {
-        "args": args,
-        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        "model": SimpleNamespace(training=True),
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-        "_metrics": {"train": defaultdict(list)},
-        "_entropy_bonus_enabled": False,
-        "aux_loss_enabled": False,
-        "use_vllm": weights is not None,
-        "vllm_importance_sampling_correction": True,
-        "current_gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-    }
-    shared = (
-        "beta", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold",
-        "top_entropy_quantile",
-    )  # fmt: skip
-    for name, value in (attributes | {name: getattr(args, name) for name in shared}).items():
-        setattr(trainer, name, value)
-    inputs = {
-        "prompt_ids": torch.zeros(len(batch.mask), 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(len(batch.mask), 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
-        "completion_mask": batch.mask.long(),
-        "advantages": batch.advantages[:, 0],
-        "old_per_token_logps": batch.old,
-        "num_items_in_batch": batch.mask.sum(),
-        "importance_sampling_ratio": weights,
-    }
-    loss = trainer._compute_loss(None, inputs)
-    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
-    return loss, trainer._metrics["train"]
+"""`gradient_accumulation_steps` and `max_completion_length`."""
 
 
 def token_weights(loss_type: str, batch: Batch) -> torch.Tensor:
@@ -263,16 +214,13 @@ def test_loss_and_gradient_are_those_of_the_runner(
     sampler = torch.rand(batch.mask.shape, generator=generator, dtype=torch.float64) + 0.5
     weights = sampler if case == "importance ratios of vLLM" else None
     logprobs = batch.new.clone().requires_grad_()
-    loss, _ = trl_loss(
-        band,
-        tmp_path,
-        batch,
-        logprobs,
-        weights,
-        delta=dual_clip,
-        gradient_accumulation_steps=ACCUMULATION,
-        **theirs,
-    )
+    args = band.BandGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_iterations=2,
+        max_completion_length=MAX_TOKENS, delta=dual_clip, gradient_accumulation_steps=ACCUMULATION, **theirs,
+    )  # fmt: skip
+    trainer = trl_trainer(band.BandGRPOTrainer, args, logprobs, has_ratios_of_vllm=weights is not None)
+    loss = trainer._compute_loss(None, trl_inputs(batch) | {"importance_sampling_ratio": weights})
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
     expected = ours(

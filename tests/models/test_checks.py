@@ -245,35 +245,38 @@ def test_tokenizer_of_a_larger_model_is_refused(folder: Path, tmp_path: Path) ->
     assert "tokenizer has" in load_error(folder)
 
 
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def with_gguf(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
+
+
+def without_end(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, eos_token_id=None)
+
+
 @pytest.mark.parametrize(
-    ("removed", "words"),
+    ("change", "words"),
     [
-        ("model.safetensors", ["it has no weights", "copy model.safetensors"]),
-        ("tokenizer*", ["it has no tokenizer", "copy tokenizer.json and tokenizer_config.json"]),
+        (without_weights, ["it has no weights", "copy model.safetensors"]),
+        (without_tokenizer, ["it has no tokenizer", "copy tokenizer.json and tokenizer_config.json"]),
+        (with_gguf, ["its weights are in model-q4.gguf; GGUF holds quantized weights"]),
+        (without_end, ["tokenizer_config.json (eos_token)", "generation_config.json (eos_token_id)"]),
     ],
 )
-def test_a_missing_file_is_named(folder: Path, removed: str, words: list[str]) -> None:
-    for path in folder.glob(removed):
-        path.unlink()
+def test_what_a_folder_lacks_is_named(folder: Path, change: Callable[[Path], None], words: list[str]) -> None:
+    change(folder)
     error = load_error(folder)
     assert all(each in error for each in words)
-
-
-def test_a_gguf_file_in_place_of_the_weights_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
-    assert "its weights are in model-q4.gguf; GGUF holds quantized weights" in load_error(folder)
-
-
-def test_a_model_without_an_end_of_sequence_token_is_refused(folder: Path) -> None:
-    for name, key in (
-        ("tokenizer_config.json", "eos_token"),
-        ("config.json", "eos_token_id"),
-        ("generation_config.json", "eos_token_id"),
-    ):
-        edit_json(folder / name, **{key: None})
-    error = load_error(folder)
-    assert "tokenizer_config.json (eos_token)" in error
-    assert "generation_config.json (eos_token_id)" in error
 
 
 def test_loader_prints_nothing_besides_the_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.tasks.countdown import Countdown
-from scripts.embedded_model.build import ALPHABET, build_model, build_tokenizer
+from scripts.embedded_model.build import ALPHABET, build_tokenizer
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.rare_multiplication import FIRST_PRODUCT_TARGET, rarely_multiplying
 from scripts.embedded_model.train import Demonstrations, main, partly_wrong, solutions, solved_problems
@@ -44,16 +44,10 @@ def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
     assert type(model) is Qwen2ForCausalLM
     assert model.dtype == torch.float32
     assert 0.5e6 < model.num_parameters() < 2e6
-
-
-def test_special_tokens_agree_in_all_configs(model: Any) -> None:
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id)
         assert config.bos_token_id is None
     assert model.config.vocab_size == len(TOKENIZER) == len(ALPHABET) + 2
-
-
-def test_sampling_is_not_truncated_by_default(model: Any) -> None:
     settings = model.generation_config
     assert (settings.do_sample, settings.temperature, settings.top_k, settings.top_p) == (True, 1.0, 0, 1.0)
 
@@ -128,15 +122,6 @@ def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.Mo
         for content in (made, shipped):
             content.pop("transformers_version", None)  # of the installation that wrote the file
         assert made == shipped, "train the shipped model again"
-
-
-def test_initial_weights_depend_on_the_seed() -> None:
-    def first_weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return next(iter(build_model(TOKENIZER).parameters()))
-
-    assert torch.equal(first_weights(0), first_weights(0))
-    assert not torch.equal(first_weights(0), first_weights(1))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,20 +46,17 @@ def test_log_probs_agree_under_all_settings() -> None:
     torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
 
 
-def test_automatic_gradient_checkpointing_is_off_without_a_gpu() -> None:
-    """It would take a third more time to save memory that a machine without a GPU has."""
-    policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing="auto"))
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in policy.model.modules())
-
-
-def test_gradient_checkpointing_is_enabled_without_a_warning() -> None:
+@pytest.mark.parametrize(("setting", "enabled"), [("auto", False), (True, True)])
+def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_without_a_warning(
+    setting: Any, enabled: bool
+) -> None:
     """transformers 5.23 has another name for it than 5.22, and prints a warning for the old name."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=True))
+        policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=setting))
     layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers
-    assert all(layer.gradient_checkpointing for layer in layers)
+    assert all(layer.gradient_checkpointing == enabled for layer in layers)
 
 
 def test_the_reference_does_not_change_with_the_policy() -> None:

@@ -216,28 +216,6 @@ def test_untied_head_with_and_without_bias(bias: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("_layout")
-def test_rows_do_not_attend_to_each_other(model: PreTrainedModel) -> None:
-    """Changing one row's prompt and completions leaves every other row's log-probs bit-identical."""
-    changed = [Row([9, 9, 9], [[1, 1], [1], [2, 2, 2, 2]]), *ROWS[1:]]
-    one = token_logprobs(model, collate(ROWS, CPU), with_entropy=True)
-    other = token_logprobs(model, collate(changed, CPU), with_entropy=True)
-    for ours, theirs in zip(one, other, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours[7:], theirs[7:])
-        assert not torch.isclose(ours[:7], theirs[:7]).any()
-
-
-@pytest.mark.usefixtures("_layout")
-def test_completions_of_a_row_do_not_attend_to_each_other() -> None:
-    model = random_model()
-    one = token_logprobs(model, collate([Row([1, 2], [[3, 4], [5, 6]])], CPU)).logprobs
-    other = token_logprobs(model, collate([Row([1, 2], [[7, 8], [5, 6]])], CPU)).logprobs
-    assert torch.equal(one[2:], other[2:])
-    assert not torch.equal(one[:2], other[:2])
-
-
 def test_gradient_is_the_sum_over_micro_batches(model: PreTrainedModel) -> None:
     """An update's gradient does not depend on optim.micro_batch_tokens."""
     rows = ROWS * 2

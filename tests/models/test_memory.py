@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters, save_adapter
 from bandpo_cli.models.memory import (
     Device,
@@ -114,27 +112,6 @@ def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
     assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
 
 
-def test_gradient_checkpointing_saves_fewer_activations(tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path)
-    meta = build_on_meta_device(ModelConfig(path=str(tmp_path)))
-    plain, checkpointed = (
-        activation_bytes(
-            meta,
-            TOKENS,
-            ModelConfig(path=str(tmp_path), gradient_checkpointing=on),
-            2 * (HEADS + KEY_VALUE_HEADS) * TOKENS * WIDTH,
-        )
-        for on in (False, True)
-    )
-    assert checkpointed < 0.7 * plain  # 2 layers: all activations of one, and the inputs of both
-
-
-def test_model_without_a_valid_config_raises_user_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="its config cannot be read"):
-        build_on_meta_device(ModelConfig(path=str(tmp_path)))
-
-
 def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> None:
     """A row with one completion is never split, so a row of 30 + 20 tokens is a forward pass of 50."""
     random_model().save_pretrained(tmp_path)
@@ -222,29 +199,6 @@ def test_estimated_activations_equal_those_of_packed_rows(
     assert estimated == pytest.approx(saved_by_packed_rows(real, [row]), rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "longest", "samples", "copies", "row"),
-    [
-        (1024, 1, 4, 1025 * 4 / 1028, None),  # a row of 1,028 tokens becomes four sequences of 1,025
-        (64, 8, 16, None, 192),  # a row of 64 + 16 × 8 tokens has a mask
-        # Only completions of up to 48 tokens share a row of at most 4,096, the most copies per token with 1 token each.
-        (4000, 4000, 2, 4001 * 2 / 4002, None),
-    ],
-)
-def test_prompts_are_copied_as_packing_copies_them(
-    tmp_path: Path, prompt: int, longest: int, samples: int, copies: float | None, row: int | None
-) -> None:
-    random_model().save_pretrained(tmp_path)
-    text = build_on_meta_device(ModelConfig(path=str(tmp_path))).config
-    config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": longest, "samples": samples}}])
-    if row is None:
-        assert copies is not None
-        expected = 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * math.ceil(16384 * copies)
-    else:
-        expected = 4 * HEADS * 16384 * WIDTH + 16384 * row
-    assert attention_elements(config, text, 16384) == expected
-
-
 @pytest.mark.parametrize("prompt", [64, 700, 3000])
 @pytest.mark.parametrize("samples", [2, 16])
 def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: int, samples: int) -> None:
@@ -269,14 +223,6 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
         measured.append(held / tokens)
     assert max(measured) <= 1.02 * estimate
     assert max(measured) >= 0.8 * estimate
-
-
-def test_a_large_vocabulary_takes_complete_tiles(tmp_path: Path) -> None:
-    random_model().save_pretrained(tmp_path)
-    layer = {"sampling": {"prompts": 2**16}, "optim": {"micro_batch_tokens": 2**20}}
-    config = resolve([{"model": {"path": str(tmp_path)}}, layer])
-    update = estimate_memory(config, MACHINE).update
-    assert update["log-probs and their gradient"] == 2 * TILE_BYTES["cpu"] + 3 * 2**20 * 32 * 4
 
 
 @pytest.fixture
