@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires t
 from shared import command_line
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.experiments.resume import plan_resume, resume
-from bandpo_cli.experiments.train import train
+from bandpo_cli.experiments.resume_run import plan_resume, resume
+from bandpo_cli.experiments.train_run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.run_folder import RunFolder
 

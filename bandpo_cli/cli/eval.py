@@ -222,7 +222,7 @@ def _resume(
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.cli.signals import exit_on_sigterm
-    from bandpo_cli.experiments.evaluate import plan_evaluation_resume, resume_evaluation
+    from bandpo_cli.experiments.eval_run import plan_evaluation_resume, resume_evaluation
     from bandpo_cli.storage.eval_folder import EvalFolder
 
     folder = EvalFolder.open(runs_dir, name)

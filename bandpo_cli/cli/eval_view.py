@@ -24,9 +24,9 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.errors import plural
-from bandpo_cli.experiments.compare import ComparisonResult
+from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
-from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult
+from bandpo_cli.experiments.eval_run import EvalInfo, EvalProgress, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT

@@ -54,7 +54,7 @@ def verl(
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import read_assignments, resolve
-    from bandpo_cli.experiments.export_verl import export_verl
+    from bandpo_cli.experiments.export_folders import export_verl
 
     settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])
     exported = export_verl(
@@ -97,7 +97,7 @@ def merged(
     [bold]bandpo export merged NAME@100 --out model[/bold]  that of step 100
     """
     from bandpo_cli.cli.console import open_console, print_line
-    from bandpo_cli.experiments.export_merged import export_merged
+    from bandpo_cli.experiments.export_folders import export_merged
 
     folder = export_merged(model, out, runs_dir)
     print_line(open_console(), str(folder), "model")

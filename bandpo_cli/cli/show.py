@@ -52,8 +52,10 @@ def _as_json(found: RunDescription) -> dict[str, object]:
     return {
         **overview,
         "config": found.config.model_dump(mode="json"),
-        "changed": {each.key: {"value": each.value, "default": each.default} for each in found.changed},
-        "metrics": {each.key: {"first": each.first, "last": each.last} for each in found.metrics},
+        "changed": {
+            key: {"value": value, "default": default} for key, (value, default) in found.changed.items()
+        },
+        "metrics": {key: {"first": first, "last": last} for key, (first, last) in found.metrics.items()},
         "checkpoints": found.checkpoints,
         "sampled_steps": found.sampled_steps,
         "plots": [str(path) for path in found.plots],
@@ -80,7 +82,9 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         ("bounds", config.bounds.describe()),
         (
             "settings",
-            "\n".join(f"{each.key} = {each.value}  (default {each.default})" for each in found.changed),
+            "\n".join(
+                f"{key} = {value}  (default {default})" for key, (value, default) in found.changed.items()
+            ),
         ),
         ("checkpoints", _steps(found.checkpoints)),
         ("completions", _steps(found.sampled_steps)),
@@ -105,12 +109,10 @@ def _metric_table(found: RunDescription, every_metric: bool) -> Table:
 
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
-    chosen = [each for each in found.metrics if every_metric or each.key in order or _is_score(each.key)]
-    for each in sorted(
-        chosen, key=lambda each: order.get(each.key, len(order) * each.key.startswith("eval/"))
-    ):
-        (first_step, first), (last_step, last) = each.first, each.last
-        table.add_row(Text(each.key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
+    chosen = [key for key in found.metrics if every_metric or key in order or _is_score(key)]
+    for key in sorted(chosen, key=lambda key: order.get(key, len(order) * key.startswith("eval/"))):
+        (first_step, first), (last_step, last) = found.metrics[key]
+        table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
     return table
 
 

@@ -26,8 +26,8 @@ from bandpo_cli.errors import RunError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bandpo_cli.experiments.sweep import Executor
     from bandpo_cli.experiments.sweep_request import SweepRequest
+    from bandpo_cli.experiments.sweep_run import Executor
 
 
 _EXECUTION = {
@@ -155,8 +155,8 @@ def sweep(
     """
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
-    from bandpo_cli.experiments.sweep import Executor, check_executor
     from bandpo_cli.experiments.sweep_request import plan_sweep
+    from bandpo_cli.experiments.sweep_run import Executor, check_executor
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     check_executor(chosen)
@@ -199,7 +199,7 @@ def _dry_run(request: SweepRequest, executor: Executor, runs_dir: Path) -> None:
     """Print the runs and how long they will take."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.sweep_view import SweepView
-    from bandpo_cli.experiments.sweep import dry_run_info
+    from bandpo_cli.experiments.sweep_run import dry_run_info
 
     console = open_console()
     _print_notes(console, request)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_column, print_line
 from bandpo_cli.errors import SignalExit, plural
-from bandpo_cli.experiments.sweep import States, SweepInfo, SweepResult, estimate_time
+from bandpo_cli.experiments.sweep_run import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.sweep.arms import Report
 from bandpo_cli.reports.sweep.metrics import Metric

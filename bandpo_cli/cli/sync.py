@@ -16,9 +16,11 @@ from bandpo_cli.errors import plural
 from bandpo_cli.types import CallbackBase
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
-    from bandpo_cli.experiments.sync import RunToSync, SyncReport
+    from bandpo_cli.experiments.sync_runs import SyncReport
     from bandpo_cli.tracking.sync import SyncResult
 
 log = logging.getLogger("bandpo_cli")
@@ -75,9 +77,9 @@ class SyncView(CallbackBase):
         self._names: deque[str] = deque()
         self._spinner = Spinner(console)
 
-    def start(self, info: Sequence[RunToSync]) -> None:
+    def start(self, info: Sequence[Path]) -> None:
         """Note the names of the runs."""
-        self._names.extend(run.path.name for run in info)
+        self._names.extend(path.name for path in info)
 
     def phase(self, name: str) -> None:
         """Show a spinner with the run that is sent."""

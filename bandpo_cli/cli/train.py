@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bandpo_cli.config.run import RunConfig
     from bandpo_cli.experiments.profile import ProfileCallback
-    from bandpo_cli.experiments.resume import ResumePlan
+    from bandpo_cli.experiments.resume_run import ResumePlan
     from bandpo_cli.storage.run_folder import RunFolder
     from bandpo_cli.types import RunResult
 
@@ -108,7 +108,7 @@ def _train(
     from bandpo_cli.cli.launch import ranks_to_start
     from bandpo_cli.cli.statement import print_memory, print_statement, run_statement
     from bandpo_cli.config.layers import to_yaml
-    from bandpo_cli.experiments.train import check_prompt_lengths, plan_training, train
+    from bandpo_cli.experiments.train_run import check_prompt_lengths, plan_training, train
     from bandpo_cli.rank_process import launched_name, rank_count
     from bandpo_cli.storage.run_folder import RunFolder
 
@@ -143,7 +143,7 @@ def _resume(
     then.
     """
     from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.experiments.resume import locked_resume
+    from bandpo_cli.experiments.resume_run import locked_resume
     from bandpo_cli.rank_process import rank_count
 
     to_start = ranks_to_start(nproc)
@@ -163,7 +163,7 @@ def _resume_plan(
     """Print the plan, and resume the run unless it is a dry run."""
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.statement import print_statement, run_statement
-    from bandpo_cli.experiments.resume import resume
+    from bandpo_cli.experiments.resume_run import resume
 
     console = open_console(long_running=True)
     rows = [] if plan.task is None else run_statement(plan.config, plan.task, ranks)

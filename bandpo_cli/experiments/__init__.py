@@ -10,21 +10,32 @@ Settings are checked before torch is imported. Mistakes are raised as `errors.Us
 `errors.RunError`. Callbacks follow `types.Callback`. Remarks and warnings go to the logger `bandpo_cli`.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.compare import compare
-    from bandpo_cli.experiments.evaluate import evaluate
-    from bandpo_cli.experiments.export_merged import export_merged
-    from bandpo_cli.experiments.export_verl import export_verl
-    from bandpo_cli.experiments.import_verl import import_verl
-    from bandpo_cli.experiments.resume import resume
-    from bandpo_cli.experiments.sweep import sweep
-    from bandpo_cli.experiments.sync import sync
-    from bandpo_cli.experiments.train import train
+    from bandpo_cli.experiments.eval_comparison import compare
+    from bandpo_cli.experiments.eval_run import evaluate
+    from bandpo_cli.experiments.export_folders import export_merged, export_verl
+    from bandpo_cli.experiments.resume_run import resume
+    from bandpo_cli.experiments.sweep_run import sweep
+    from bandpo_cli.experiments.sync_runs import sync
+    from bandpo_cli.experiments.train_run import train
+    from bandpo_cli.experiments.verl_import import import_verl
+
+_MODULES = {
+    "compare": "eval_comparison",
+    "evaluate": "eval_run",
+    "export_merged": "export_folders",
+    "export_verl": "export_folders",
+    "import_verl": "verl_import",
+    "resume": "resume_run",
+    "sweep": "sweep_run",
+    "sync": "sync_runs",
+    "train": "train_run",
+}
+"""The module of each function. It is imported when the function is first used, so that a command imports only what it
+needs."""
 
 __all__ = [
     "compare",
@@ -39,25 +50,11 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """This package: each function is imported from the submodule of the same name when it is first used.
-
-    A command then imports only what it needs. As attributes of the package, the names are always the functions;
-    `import_module` returns the submodules.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{name}"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The import of a submodule binds it to its name in the package, where it would hide the function.
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,6 +13,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, closed_at_end
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
+from bandpo_cli.grading.pool import GraderPool, GraderUse
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.base import Task
@@ -20,7 +21,6 @@ from bandpo_cli.tasks.questions import text_hash
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch
-    from bandpo_cli.grading.pool import GraderUse
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class CompletionSource:
         completions: number of completions of all sets.
         batches: samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
             iterate together, and each gets all completions.
-        errors: the first error of each grader that failed, by name; of all ranks, once `batches` has ended.
-        warnings: a line for each grader that failed; likewise.
+        uses: what the graders of each rank have graded, once `batches` has ended.
         notes: remarks of loading, one line each.
         sampler: description of the sampling engine, for env.json; None where the completions are read.
     """
@@ -43,8 +42,7 @@ class CompletionSource:
     ids: Mapping[str, Sequence[str]]
     completions: int
     batches: Callable[[set[PartKey]], Iterator[Batch]]
-    errors: Callable[[], Mapping[str, str]]
-    warnings: Callable[[], Sequence[str]]
+    uses: Callable[[], Sequence[Mapping[str, GraderUse]]]
     notes: tuple[str, ...] = ()
     sampler: Mapping[str, str] | None = None
 
@@ -81,7 +79,6 @@ def open_completion_source(
 
 def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> CompletionSource:
     from bandpo_cli.evaluation.batches import regrade_batches
-    from bandpo_cli.grading.pool import GraderPool
 
     ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in file.sets.items()}
     total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
@@ -93,8 +90,7 @@ def _open_samples(config: RunConfig, file: SamplesFile, stack: ExitStack) -> Com
         ids,
         total,
         lambda done: regrade_batches(pool.grade, file.sets, config.evaluation.batch, done),
-        lambda: pool.errors,
-        pool.warnings,
+        lambda: [pool.uses()],
     )
 
 
@@ -107,7 +103,6 @@ def _open_model(
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.grading.pool import GraderPool, failure_warnings
         from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
         from bandpo_cli.sampling.base import (
@@ -156,10 +151,6 @@ def _open_model(
             )
         uses[:] = ranks.gather(pool.uses())
 
-    def errors() -> dict[str, str]:
-        found = ((name, use.error) for each in reversed(uses) for name, use in each.items())
-        return {name: error for name, error in found if error is not None}
-
     ids = {label: [problem.id for problem in problems] for label, problems in fitting.items()}
     total = sum(map(len, ids.values())) * settings.samples
     return CompletionSource(
@@ -167,18 +158,7 @@ def _open_model(
         ids,
         total,
         batches,
-        errors,
-        lambda: failure_warnings(uses),
+        lambda: uses,
         tuple(left_out),
         describe_sampler(sampler),
     )
-
-
-def sample_share(source: CompletionSource, stored: set[PartKey]) -> None:
-    """Sample and grade the share of a rank other than 0, which stores nothing.
-
-    Args:
-        stored: keys of the batches that rank 0 has stored.
-    """
-    for _ in source.batches(stored):
-        pass

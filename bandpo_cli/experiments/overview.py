@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -72,22 +72,8 @@ _NOT_STORED = {"name", "path", "status", "error"}
 """Fields of an overview that follow from the folder and from other keys of its summary."""
 
 
-@dataclass(frozen=True)
-class ChangedSetting:
-    """A setting of a run that differs from the default of its task, model and method."""
-
-    key: str
-    value: Any
-    default: Any
-
-
-@dataclass(frozen=True)
-class MetricRange:
-    """First and last value of a metric in a run, each with its step."""
-
-    key: str
-    first: tuple[int, float]
-    last: tuple[int, float]
+MetricRange = tuple[tuple[int, float], tuple[int, float]]
+"""The first and the last value of a metric in a run, each after its step."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +83,8 @@ class RunDescription:
     Attributes:
         overview: the line of `bandpo runs`.
         config: all settings.
-        changed: settings that differ from the defaults.
-        metrics: the metrics of the last record, with first and last value.
+        changed: value and default of the settings that differ from the default of the run's task, model and method.
+        metrics: first and last value of each metric.
         checkpoints: steps of the checkpoints that training can resume from.
         sampled_steps: steps whose completions are stored.
         plots: the plots.
@@ -107,8 +93,8 @@ class RunDescription:
 
     overview: RunOverview
     config: RunConfig
-    changed: tuple[ChangedSetting, ...]
-    metrics: tuple[MetricRange, ...]
+    changed: Mapping[str, tuple[Any, Any]]
+    metrics: Mapping[str, MetricRange]
     checkpoints: tuple[int, ...]
     sampled_steps: tuple[int, ...]
     plots: tuple[Path, ...]
@@ -187,7 +173,7 @@ def _from_summary(name: str, path: Path, summary: Summary) -> RunOverview | None
     fields = summary.content.get("overview")
     if not isinstance(fields, dict) or summary.content.get("overview_of") != _state(path):
         return None
-    about = {"name": name, "path": path, "status": summary.status, "error": _error(summary)}
+    about = {"name": name, "path": path, "status": summary.status, "error": summary.error}
     try:
         return _OVERVIEW.validate_python(fields | about)
     except ValidationError:
@@ -230,14 +216,8 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
         accuracy=_last(lines, "train/accuracy"),
         entropy=_last(lines, "train/entropy"),
         started_ms=run.start_ms,
-        error=None if summary is None or run.status is None else _error(summary),
+        error=None if summary is None or run.status is None else summary.error,
     )
-
-
-def _error(summary: Summary) -> str | None:
-    """Return the exception that ended a run."""
-    error = summary.content.get("error")
-    return None if error is None else str(error)
 
 
 def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
@@ -270,12 +250,12 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     return RunDescription(
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
-        changed=tuple(changed_settings(config, on_gpu=_has_gpu(stored.env))),
-        metrics=tuple(
-            MetricRange(key, _point(first[key], key), _point(last[key], key))
-            for key in first
+        changed=changed_settings(config, on_gpu=_has_gpu(stored.env)),
+        metrics={
+            key: ((line["step"], float(line[key])), (last[key]["step"], float(last[key][key])))
+            for key, line in first.items()
             if key != "step"
-        ),
+        },
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
         plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
@@ -288,29 +268,27 @@ def _name_in(runs_dir: Path, path: Path) -> str:
     return path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
 
 
-def _point(line: Mapping[str, Any], key: str) -> tuple[int, float]:
-    return int(line["step"]), float(line[key])
-
-
-def changed_settings(config: RunConfig, on_gpu: bool = False) -> Iterator[ChangedSetting]:
-    """Yield the settings that differ from the defaults of the run's task, model and method.
+def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Return value and default of the settings that differ from the defaults of the run's task, model and method.
 
     Method, divergence, radius, task and model are left out: they are the first thing that an overview shows.
 
     Args:
         on_gpu: the run's machine has a GPU; the default dtype is the one that `auto` is there.
     """
-    values = config.model_dump(mode="json")
-    chosen = {
-        "task": _task_identity(config),
-        "bounds": _named_settings(values["bounds"]),
-        "seed": values["seed"],
-    }
-    default = with_dtype(resolve([chosen]), on_gpu and config.model.device.startswith(("auto", "cuda")))
+    values, task = config.model_dump(mode="json"), config.task.model_dump(mode="json")
+    if isinstance(config.task, DataTask):  # which questions, not how they are put and graded
+        task = {key: task[key] for key in ("name", "train", "heldout", "revisions")}
+    named = ("method", "divergence", "delta")
+    bounds = {key: value for key, value in values["bounds"].items() if key in named}
+    default = resolve([{"task": task, "bounds": bounds, "seed": values["seed"]}])
+    default = with_dtype(default, on_gpu and config.model.device.startswith(("auto", "cuda")))
     defaults = flatten(default.model_dump(mode="json"))
-    for key, value in flatten(values).items():
-        if key != "model.path" and defaults.get(key) != value:
-            yield ChangedSetting(key, value, defaults.get(key))
+    return {
+        key: (value, defaults.get(key))
+        for key, value in flatten(values).items()
+        if key != "model.path" and defaults.get(key) != value
+    }
 
 
 def _has_gpu(env: Mapping[str, Any]) -> bool:
@@ -394,18 +372,6 @@ def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """Return the last value of a metric; None where no line has one."""
     values = (line.get(key) for line in reversed(lines))
     return next((float(value) for value in values if isinstance(value, int | float)), None)
-
-
-def _named_settings(bounds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a method that its name contains: they are not differences from a default."""
-    return {key: bounds[key] for key in ("method", "divergence", "delta") if key in bounds}
-
-
-def _task_identity(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a task that say which problems it has; of questions, not how they are put and graded."""
-    task = config.task.model_dump(mode="json")
-    kept = ("name", "train", "heldout", "revisions") if isinstance(config.task, DataTask) else task
-    return {key: task[key] for key in kept}
 
 
 def _sampled_steps(folder: RunFolder) -> list[int]:

@@ -35,21 +35,15 @@ def resolved_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
         `engine`, the name of the sampling engine; `dtype` of the weights; `model`, the commit of a model on the hub,
         None for a folder; `data`, the commits of the data sets on the hub by id, without those that are not known.
     """
+    task, commits = config.task, {}
+    if isinstance(task, DataTask):
+        commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
     return {
         "engine": resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda"),
         "dtype": str(policy.dtype).removeprefix("torch."),
         "model": policy.commit,
-        "data": _data_commits(config),
+        "data": {name: commit for name, commit in commits.items() if commit is not None},
     }
-
-
-def _data_commits(config: RunConfig) -> dict[str, str]:
-    if not isinstance(config.task, DataTask):
-        return {}
-    commits = {
-        name: cached_commit(name, "dataset", config.task.revisions.get(name)) for name in hub_ids(config.task)
-    }
-    return {name: commit for name, commit in commits.items() if commit is not None}
 
 
 def stored_resolution(folder: RunFolder) -> Mapping[str, Any]:
@@ -90,7 +84,13 @@ def pin(config: RunConfig, folder: RunFolder) -> RunConfig:
     sampling, model, task = config.sampling, config.model, config.task
     engine, dtype, commit, data = (stored.get(key) for key in ("engine", "dtype", "model", "data"))
     if sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
-        _check_installed(engine, folder)
+        entry = ENGINES[engine]
+        if entry.package is not None and not is_installed(entry.package):
+            raise ConfigError(
+                f"run {folder.name} samples with {engine}, to which sampling.engine = {AUTO_ENGINE} resolved when it "
+                f"started, and the package {entry.package} is not installed here; a run is resumed with its own "
+                f"engine: {entry.install}"
+            )
         sampling = sampling.model_copy(update={"engine": engine})
     if str(model.dtype) == "auto" and dtype in _DTYPES:
         model = model.model_copy(update={"dtype": dtype})
@@ -100,13 +100,3 @@ def pin(config: RunConfig, folder: RunFolder) -> RunConfig:
         commits = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
         task = task.model_copy(update={"revisions": {**task.revisions, **commits}})
     return config.model_copy(update={"sampling": sampling, "model": model, "task": task})
-
-
-def _check_installed(engine: str, folder: RunFolder) -> None:
-    package = ENGINES[engine].package
-    if package is not None and not is_installed(package):
-        raise ConfigError(
-            f"run {folder.name} samples with {engine}, to which sampling.engine = {AUTO_ENGINE} resolved when it "
-            f"started, and the package {package} is not installed here; a run is resumed with its own engine: "
-            f"{ENGINES[engine].install}"
-        )

@@ -34,6 +34,12 @@ class Summary:
     status: RunStatus | None
     content: Mapping[str, Any]
 
+    @property
+    def error(self) -> str | None:
+        """The exception that ended the run."""
+        error = self.content.get("error")
+        return None if error is None else str(error)
+
 
 @dataclass(frozen=True)
 class StoredRun:

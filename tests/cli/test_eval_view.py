@@ -11,7 +11,7 @@ from rich.console import Console
 from bandpo_cli.cli.eval_view import histogram, print_comparison, ungraded_line
 from bandpo_cli.evaluation.compare import compare
 from bandpo_cli.evaluation.scores import Scores, score
-from bandpo_cli.experiments.compare import ComparisonResult
+from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from tests.evaluation.test_scores import row
 
 

@@ -149,7 +149,8 @@ def test_an_exported_job_is_on_gpus() -> None:
 )
 def test_the_dtype_that_auto_was_is_no_changed_setting(dtype: str, on_gpu: bool, changed: list[str]) -> None:
     config = resolve([{"model": {"dtype": dtype}}])
-    assert [each.value for each in changed_settings(config, on_gpu) if each.key == "model.dtype"] == changed
+    found = changed_settings(config, on_gpu)
+    assert [value for key, (value, _) in found.items() if key == "model.dtype"] == changed
 
 
 def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:

@@ -15,8 +15,14 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.eval_request import plan_evaluation
+from bandpo_cli.experiments.eval_run import (
+    EvalInfo,
+    EvalProgress,
+    EvalResult,
+    evaluate,
+    resume_evaluation,
+)
 from bandpo_cli.experiments.eval_source import open_completion_source
-from bandpo_cli.experiments.evaluate import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import Callback
@@ -50,7 +56,7 @@ class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
 def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
     """Evaluate the embedded model; return the record and scores of the result, and the events of this rank."""
     events = Recorder()
-    with mock.patch("bandpo_cli.experiments.evaluate.connected_ranks", return_value=nullcontext(ranks)):
+    with mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(ranks)):
         if resume:
             result = resume_evaluation(name, folder, callbacks=[events])
         else:
@@ -124,7 +130,7 @@ def refused(ranks: Ranks, folder: Path) -> str:
 def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
     (tmp_path / "taken").mkdir()
-    with mock.patch("bandpo_cli.experiments.evaluate.choose_run_name", lambda folder, name, default: name):
+    with mock.patch("bandpo_cli.experiments.eval_run.choose_run_name", lambda folder, name, default: name):
         messages = run_ranks(2, tmp_path / "results", refused, tmp_path)
     assert messages[0].startswith("'taken' already exists")
     assert messages[1] == f"rank 0: {messages[0]}"

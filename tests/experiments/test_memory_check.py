@@ -30,7 +30,7 @@ from bandpo_cli.experiments.memory import (
     settings_that_fit,
     with_memory_fraction,
 )
-from bandpo_cli.experiments.resume import CHANGEABLE_SETTINGS
+from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
 from bandpo_cli.models import device
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE

@@ -11,7 +11,6 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import overview
 from bandpo_cli.experiments.overview import (
-    MetricRange,
     changed_settings,
     describe_line,
     describe_run,
@@ -37,10 +36,9 @@ def test_a_task_of_files_has_their_names(task: dict[str, object], title: str) ->
 def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> None:
     model = {"model": {"dtype": "float32"}}  # a run stores the dtype that it had
     files = {"name": "data", "train": "sums.jsonl", "heldout": "exam.jsonl"}
-    assert list(changed_settings(resolve([model, {"task": files}]))) == []
+    assert changed_settings(resolve([model, {"task": files}])) == {}
     task = {**files, "template": "{question} Number only.", "grader": "gsm8k-flexible"}
-    changed = changed_settings(resolve([model, {"task": task}]))
-    assert {each.key: (each.value, each.default) for each in changed} == {
+    assert changed_settings(resolve([model, {"task": task}])) == {
         "task.template": ("{question} Number only.", "answer-line"),
         "task.grader": ("gsm8k-flexible", None),
     }
@@ -68,8 +66,8 @@ def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
     monkeypatch.setattr(run_record, "_step_times", note)
     shown = describe_run("a", tmp_path)
     assert (parsed["line"], max(held)) == (50, 4)
-    assert MetricRange("x/0", (1, 1.0), (48, 48.0)) in shown.metrics
-    assert MetricRange("x/7", (0, 0.0), (49, 49.0)) in shown.metrics
+    assert shown.metrics["x/0"] == ((1, 1.0), (48, 48.0))
+    assert shown.metrics["x/7"] == ((0, 0.0), (49, 49.0))
     assert len(shown.metrics) == 23
     assert shown.seconds == 100
     parsed.clear()

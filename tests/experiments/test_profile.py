@@ -15,7 +15,7 @@ from bandpo_cli.cli.profile_view import print_profile
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, StepProfile, check_profile_steps
-from bandpo_cli.experiments.train import train
+from bandpo_cli.experiments.train_run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.types import RunInfo, StepReport

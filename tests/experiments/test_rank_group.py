@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
-from bandpo_cli.experiments.train import loaded_components
+from bandpo_cli.experiments.train_run import loaded_components
 from bandpo_cli.grading.pool import GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks, connected
 from tests.training.several_ranks import run_ranks
@@ -96,7 +96,7 @@ def grader_warnings(ranks: Ranks, fails: bool) -> list[str]:
     lines: list[str] = []
     with (
         mock.patch("bandpo_cli.training.components.build_components", return_value=components),
-        mock.patch("bandpo_cli.experiments.train.log.warning", lambda form, line: lines.append(line)),
+        mock.patch("bandpo_cli.experiments.train_run.log.warning", lambda form, line: lines.append(line)),
         contextlib.suppress(RunError),
         lost_rank_errors(),
         loaded_components(RunConfig(), SimpleNamespace(), ranks),  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from rich.console import Console
 from bandpo_cli.cli.sweep_view import SweepView
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import sweep as run_sweep
-from bandpo_cli.experiments.sweep import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
 from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
+from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
 from bandpo_cli.sweeps import estimate
 from bandpo_cli.sweeps import folder as sweep_folder
 from bandpo_cli.sweeps.pool import FinishedJob, Job, LocalPool

@@ -12,8 +12,8 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, SignalExit
-from bandpo_cli.experiments.resume import resume
-from bandpo_cli.experiments.train import train
+from bandpo_cli.experiments.resume_run import resume
+from bandpo_cli.experiments.train_run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder

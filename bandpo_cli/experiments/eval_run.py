@@ -1,4 +1,4 @@
-"""Evaluations: completions sampled or read, graded, stored and scored.
+"""Evaluations: completions sampled from a model or read from a file, graded, stored and scored.
 
 With several ranks, each of them samples and grades a share of the problems; rank 0 alone writes the folder, scores and
 calls callbacks.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
@@ -26,9 +26,10 @@ from bandpo_cli.experiments.eval_request import (
     plan_evaluation,
     request_from_record,
 )
-from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source, sample_share
+from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import connected_ranks, result_of_main
+from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 Rows = dict[str, list[EvalRow]]
 """All completions by evaluation set."""
+Parts = dict[PartKey, list[EvalRow]]
+"""Stored completions of an evaluation that is not complete."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -138,26 +141,13 @@ def evaluate(
     if not isinstance(request, EvalRequest):
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     name = choose_run_name(runs_dir, name, request.default_name())
-    with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config))
-        events = Dispatcher(callbacks if ranks.is_main else ())
-        source = open_completion_source(request, ranks, events.phase, stack)
-        request = replace(request, config=source.config)
-        folder = ranks.on_main(partial(_new_folder, runs_dir, name, source))
-        result = None
-        if ranks.is_main:
-            result = _evaluate(request, source, folder, {}, events)
-        else:
-            sample_share(source, set())
-        result = result_of_main(result, ranks)
-    return _finish(request, result, events, runs_dir) if ranks.is_main else result
 
+    def create_folder(source: CompletionSource) -> tuple[EvalFolder, Parts]:
+        folder = EvalFolder.create(runs_dir, name)
+        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
+        return folder, {}
 
-def _new_folder(runs_dir: Path, name: str, source: CompletionSource) -> EvalFolder:
-    """Create the folder, and describe the machine in it."""
-    folder = EvalFolder.create(runs_dir, name)
-    write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
-    return folder
+    return _run(request, runs_dir, callbacks, create_folder)
 
 
 def resume_evaluation(
@@ -184,50 +174,21 @@ def resume_evaluation(
     folder = EvalFolder.open(runs_dir, name)
     before = folder.read_record()
     request = request or plan_evaluation_resume(folder, tracking)
-    is_complete = folder.samples_path.exists()
-    with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config))
-        events = Dispatcher(callbacks if ranks.is_main else ())
-        result = None
-        if is_complete:
-            if ranks.is_main:
-                result = _rescore(request, folder, events)
-        else:
-            source = open_completion_source(request, ranks, events.phase, stack)
-            request = replace(request, config=source.config)
-            parts: dict[PartKey, list[EvalRow]] = {}
-            stored = ranks.on_main(partial(_read_parts, parts, folder, before, source))
-            if ranks.is_main:
-                result = _evaluate(request, source, folder, parts, events)
-            else:
-                sample_share(source, stored)
-        result = result_of_main(result, ranks)
-    return _finish(request, result, events, runs_dir) if ranks.is_main else result
 
+    def read_parts(source: CompletionSource) -> tuple[EvalFolder, Parts]:
+        """Return the stored completions; of those that are all grader errors the grader failed: grade them again."""
+        stored = folder.read_parts().items()
+        failed = GRADER_ERROR.verdict
+        parts = {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
+        if parts and before["sets"] != source.planned():
+            raise UserError(
+                f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a new "
+                "evaluation"
+            )
+        return folder, parts
 
-def _read_parts(
-    parts: dict[PartKey, list[EvalRow]],
-    folder: EvalFolder,
-    before: Mapping[str, Any],
-    source: CompletionSource,
-) -> set[PartKey]:
-    """Fill `parts` with the stored ones that need not be graded again; return their keys.
-
-    Raises:
-        UserError: they are completions of other problems than those of `source`.
-    """
-    parts |= {key: rows for key, rows in folder.read_parts().items() if not _all_failed(rows)}
-    if parts and before["sets"] != source.planned():
-        raise UserError(
-            f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a new "
-            "evaluation"
-        )
-    return set(parts)
-
-
-def _all_failed(rows: Sequence[EvalRow]) -> bool:
-    """Return whether each row is a grader error, so that the grader failed and not an answer: grade these again."""
-    return all(row["verdict"] == GRADER_ERROR.verdict for row in rows)
+    complete = folder if folder.samples_path.exists() else None
+    return _run(request, runs_dir, callbacks, read_parts, complete)
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
@@ -240,12 +201,55 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
     return request_from_record(folder.read_record(), folder.path, tracking or {}, complete)
 
 
-def _evaluate(
+def _run(
     request: EvalRequest,
-    source: CompletionSource,
-    folder: EvalFolder,
-    parts: dict[PartKey, list[EvalRow]],
-    events: EvalEvents,
+    runs_dir: Path,
+    callbacks: Sequence[EvalCallback],
+    open_folder: Callable[[CompletionSource], tuple[EvalFolder, Parts]],
+    complete: EvalFolder | None = None,
+) -> EvalResult:
+    """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
+
+    Args:
+        open_folder: returns the folder and what it has stored; called on rank 0.
+        complete: the folder of an evaluation that has all its completions, which rank 0 scores again.
+    """
+    with ExitStack() as stack:
+        ranks = stack.enter_context(connected_ranks(request.config))
+        events = Dispatcher(callbacks if ranks.is_main else ())
+        result = None
+        if complete is not None:
+            if ranks.is_main:
+                result = _rescore(request, complete, events)
+        else:
+            source = open_completion_source(request, ranks, events.phase, stack)
+            request = replace(request, config=source.config)
+            opened: list[tuple[EvalFolder, Parts]] = []
+
+            def stored() -> set[PartKey]:
+                opened.append(open_folder(source))
+                return set(opened[0][1])
+
+            keys = ranks.on_main(stored)
+            if ranks.is_main:
+                result = _evaluate(request, source, *opened[0], events)
+            else:  # sample and grade the share of this rank, which stores nothing
+                for _ in source.batches(keys):
+                    pass
+        result = result_of_main(result, ranks)
+    if not ranks.is_main:
+        return result
+    events.end(result)
+    if not request.config.tracking.mlflow:
+        return result
+    # After the callbacks: a slow server does not delay the result.
+    return replace(
+        result, mlflow=_send_to_mlflow(request, EvalFolder(result.folder), result.record, runs_dir)
+    )
+
+
+def _evaluate(
+    request: EvalRequest, source: CompletionSource, folder: EvalFolder, parts: Parts, events: EvalEvents
 ) -> EvalResult:
     """Collect and score all completions; the record has the status while this runs and when it ends early."""
     sets = source.planned()
@@ -269,8 +273,12 @@ def _evaluate(
 def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> EvalResult:
     """Score the stored completions of a complete evaluation."""
     folder.drop_parts()  # a kill between the table and this call leaves them
-    rows = _stored_rows(folder)
-    counts = {label: len({row["problem_id"] for row in each}) for label, each in rows.items()}
+    rows: Rows = {}
+    for row in read_eval_table(folder.samples_path):
+        rows.setdefault(row["task"], []).append(row)
+    if not rows:
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
+    counts = {label: len({row["problem_id"] for row in rows_N}) for label, rows_N in rows.items()}
     total = sum(map(len, rows.values()))
     try:
         events.start(EvalInfo(request, folder.path, counts, total, total, True, ()))
@@ -282,56 +290,47 @@ def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> Ev
 
 
 def _collect_completions(
-    source: CompletionSource, folder: EvalFolder, parts: dict[PartKey, list[EvalRow]], events: EvalEvents
+    source: CompletionSource, folder: EvalFolder, parts: Parts, events: EvalEvents
 ) -> Rows:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
-    with _scoring_imports():
-        for batch in source.batches(set(parts)):
-            folder.write_part(batch.key, batch.rows)
-            parts[batch.key] = batch.rows
-            events.step(EvalProgress(batch.label, len(batch.rows)))
+    imports = Thread(target=_import_scoring, name="scoring imports", daemon=True)
+    imports.start()
+    for batch in source.batches(set(parts)):
+        folder.write_part(batch.key, batch.rows)
+        parts[batch.key] = batch.rows
+        events.step(EvalProgress(batch.label, len(batch.rows)))
+    imports.join()
     labels = [*source.ids]
     rows: Rows = {label: [] for label in labels}
     for key in sorted(parts):
         rows[labels[key.set_index]] += parts[key]
+    completions = [*chain.from_iterable(rows.values())]
     check_not_all_failed(
-        [row["verdict"] for each in rows.values() for row in each],
-        [row["grader"] for each in rows.values() for row in each],
-        source.errors,
+        [row["verdict"] for row in completions],
+        [row["grader"] for row in completions],
+        lambda: {
+            name: use.error
+            for uses in reversed(source.uses())
+            for name, use in uses.items()
+            if use.error is not None
+        },
     )
-    for line in source.warnings():
+    for line in failure_warnings(source.uses()):
         log.warning("%s", line)
     events.phase("record")
-    folder.write_samples(row for each in rows.values() for row in each)
+    folder.write_samples(completions)
     return rows
 
 
-@contextmanager
-def _scoring_imports() -> Iterator[None]:
-    """Import what `_score` and the tables need in a thread: a second, in which this process waits for its workers."""
-    thread = Thread(target=_import_scoring, name="scoring imports", daemon=True)
-    thread.start()
-    yield
-    thread.join()
-
-
 def _import_scoring() -> None:
+    """Import what `_score` and the tables need: a second, in which this process waits for its workers."""
     import pyarrow.json
     import pyarrow.parquet  # noqa: F401
     import scipy.stats  # noqa: F401
 
     import bandpo_cli.evaluation.scores
     import bandpo_cli.reports.run_plots  # noqa: F401
-
-
-def _stored_rows(folder: EvalFolder) -> Rows:
-    rows: Rows = {}
-    for row in read_eval_table(folder.samples_path):
-        rows.setdefault(row["task"], []).append(row)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    return rows
 
 
 def _score(request: EvalRequest, folder: EvalFolder, rows: Rows, events: EvalEvents) -> EvalResult:
@@ -351,16 +350,6 @@ def _score(request: EvalRequest, folder: EvalFolder, rows: Rows, events: EvalEve
     folder.write_record(record)
     plot_success_histogram(folder.path)
     return EvalResult(folder.path, record, scores)
-
-
-def _finish(request: EvalRequest, result: EvalResult, events: EvalEvents, runs_dir: Path) -> EvalResult:
-    """Call `end` of the callbacks, then send the metrics to MLflow: a slow server does not delay the result."""
-    events.end(result)
-    if not request.config.tracking.mlflow:
-        return result
-    return replace(
-        result, mlflow=_send_to_mlflow(request, EvalFolder(result.folder), result.record, runs_dir)
-    )
 
 
 def _send_to_mlflow(

@@ -23,7 +23,7 @@ from bandpo_cli.experiments.preflight import (
     data_warnings,
 )
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
-from bandpo_cli.experiments.train import (
+from bandpo_cli.experiments.train_run import (
     loaded_components,
     recorded_run,
     run_environment,

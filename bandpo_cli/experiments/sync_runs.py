@@ -21,19 +21,6 @@ log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)
-class RunToSync:
-    """A run to send.
-
-    Attributes:
-        path: its folder.
-        named: whether it was named itself, and not a folder that contains it.
-    """
-
-    path: Path
-    named: bool
-
-
-@dataclass(frozen=True)
 class SyncReport:
     """The outcome of one run: exactly one of the last three attributes is not None.
 
@@ -50,8 +37,8 @@ class SyncReport:
     error: str | None = None
 
 
-SyncCallback = Callback[Sequence[RunToSync], SyncReport, Sequence[SyncReport]]
-"""A callback of `sync`."""
+SyncCallback = Callback[Sequence[Path], SyncReport, Sequence[SyncReport]]
+"""A callback of `sync`; `start` has the folders of all runs."""
 
 
 def sync(
@@ -79,16 +66,16 @@ def sync(
         RunError: a store could not be reached or did not accept a run.
         UserError: there is no such run, or a run folder is damaged.
     """
-    chosen = choose_runs(names, all_runs, Path(runs_dir))
+    named = _choose_runs(names, all_runs, Path(runs_dir))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
     events = Dispatcher(callbacks)
     failed_stores: dict[str, str] = {}
     damaged: list[str] = []
     reports: list[SyncReport] = []
     try:
-        events.start(chosen)
-        for run in chosen:
-            reports.append(_send(run, uri, failed_stores, damaged, events))
+        events.start([*named])
+        for path in named:
+            reports.append(_send(path, named[path], uri, failed_stores, damaged, events))
             events.step(reports[-1])
     finally:
         events.end(reports)
@@ -104,8 +91,10 @@ def sync(
     return reports
 
 
-def choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> list[RunToSync]:
-    """Return the runs that `names` name, or every run in `runs_dir`; each once.
+def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[Path, bool]:
+    """Return the folders of the runs that `names` name, or of every run in `runs_dir`; each once.
+
+    The value is True for a run that was named itself, and not a folder that contains it.
 
     Raises:
         UserError: none is named, a name is no run's, or names are given beside --all.
@@ -113,36 +102,43 @@ def choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> list[Ru
     if all_runs == bool(names):
         both = "give runs or --all, not both"
         raise UserError(both if all_runs else "name the runs to send, or give --all for every run")
-    found: dict[Path, RunToSync] = {}
-    chosen = _inside(runs_dir) if all_runs else [each for name in names for each in _named(name, runs_dir)]
-    for run in chosen:
-        found.setdefault(run.path.resolve(), run)
-    if not found:
+    chosen = [(path, False) for path in find_runs(runs_dir)] if all_runs else []
+    for name in names:
+        sweep = find_folder(name, runs_dir, PLAN_FILE)
+        if sweep is not None:
+            chosen += [(path, False) for path in find_runs(sweep)]
+        else:
+            chosen.append((RunFolder.open(runs_dir, name).path, True))
+    if not chosen:
         raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
-    return list(found.values())
+    unique: dict[Path, tuple[Path, bool]] = {}
+    for path, named in chosen:
+        unique.setdefault(path.resolve(), (path, named))
+    return dict(unique.values())
 
 
 def _send(
-    chosen: RunToSync,
+    path: Path,
+    named: bool,
     uri: str | None,
     failed_stores: dict[str, str],
     damaged: list[str],
-    events: Dispatcher[Sequence[RunToSync], SyncReport, Sequence[SyncReport]],
+    events: Dispatcher[Sequence[Path], SyncReport, Sequence[SyncReport]],
 ) -> SyncReport:
     """Send one run; an error is added to `failed_stores`, by the store's URI, or to `damaged`.
 
     Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
     """
-    name = chosen.path.name
+    name = path.name
     try:
-        run = read_stored_run(chosen.path)
-        if not chosen.named and run.tracking.get("mlflow") is False:
+        run = read_stored_run(path)
+        if not named and run.tracking.get("mlflow") is False:
             return SyncReport(name, skipped="tracking.mlflow is false; name it to send it")
         store = store_for_run(run, uri)
         if store.uri in failed_stores:
             return SyncReport(name, error=failed_stores[store.uri])
         events.phase("tracking")
-        return SyncReport(name, result=_sync_one(chosen.path, store))
+        return SyncReport(name, result=_sync_one(path, store))
     except UserError as error:
         damaged.append(str(error))
         return SyncReport(name, error=str(error))
@@ -167,16 +163,3 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
             ) from None
         how = "cannot be reached" if isinstance(error, OSError) else f"did not accept run {path.name}"
         raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None
-
-
-def _named(name: str, runs_dir: Path) -> list[RunToSync]:
-    """Return the run that `name` names, or the runs of the sweep that it names."""
-    sweep = find_folder(name, runs_dir, PLAN_FILE)
-    if sweep is not None:
-        return _inside(sweep)
-    return [RunToSync(RunFolder.open(runs_dir, name).path, named=True)]
-
-
-def _inside(folder: Path) -> list[RunToSync]:
-    """Return the runs of a runs folder or a sweep, those of the sweeps in it included."""
-    return [RunToSync(path, named=False) for path in find_runs(folder)]
