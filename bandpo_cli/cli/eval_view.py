@@ -32,9 +32,9 @@ from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.compare import Comparison
     from bandpo_cli.evaluation.metrics import Interval
     from bandpo_cli.evaluation.scores import Scores
+    from bandpo_cli.experiments.eval_comparison import Comparison
 
 SPINNERS = {"load": "loading torch and the model …", "score": "intervals by bootstrap …"}
 """Text beside the spinner, by phase."""

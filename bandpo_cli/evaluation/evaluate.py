@@ -16,8 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from bandpo_cli.config.run import EvaluationConfig, RewardConfig
-from bandpo_cli.evaluation.background import BackgroundGrading
-from bandpo_cli.evaluation.batches import Batch, chunks, eval_row
+from bandpo_cli.evaluation.batches import BackgroundGrading, Batch, chunks, eval_row
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.base import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.sampling.rollouts import (

@@ -1,20 +1,76 @@
-"""Comparison of two stored evaluations."""
+"""Paired comparison of two evaluations: the difference of each metric over the shared problems, with its interval."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.evaluation.metrics import Interval, mean_intervals, sign_test
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import find_folder, find_run
 
-if TYPE_CHECKING:
-    from bandpo_cli.evaluation.compare import Comparison
+MEAN = "mean"
+"""Name of mean@n in a comparison: its expectation does not depend on n, so n may differ between A and B."""
+
+_COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
+"""Beginnings of the names of the compared metrics, besides `MEAN`."""
+
+_Problems = Mapping[str, Mapping[str, Any]]
+"""The metrics of a set by problem id and name, as read from a record and not yet checked."""
+
+
+@dataclass(frozen=True)
+class MetricDifference:
+    """The mean of a metric in A and in B over the shared problems; `change` is B − A with its interval."""
+
+    a: float
+    b: float
+    change: Interval
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of one evaluation set in A and in B.
+
+    Attributes:
+        shared, only_a, only_b: number of problems in both, only in A and only in B.
+        metrics: by name, those that both evaluations have.
+        wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
+        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
+        changed_problems: (problem id, share in A, share in B) of the problems whose share differs, largest change
+            first.
+    """
+
+    shared: int
+    only_a: int
+    only_b: int
+    metrics: dict[str, MetricDifference]
+    wins: int
+    losses: int
+    ties: int
+    sign_test_p: float | None
+    changed_problems: list[tuple[str, float, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
+        return {
+            "problems": {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b},
+            "figures": {
+                name: {"a": each.a, "b": each.b, **each.change._asdict()}
+                for name, each in self.metrics.items()
+            },
+            "wins": self.wins,
+            "losses": self.losses,
+            "ties": self.ties,
+            "sign_test_p": self.sign_test_p,
+            "moved": [{"problem": id_, "a": a, "b": b} for id_, a, b in self.changed_problems],
+        }
 
 
 @dataclass(frozen=True)
@@ -37,8 +93,6 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs") -> ComparisonResult:
     Raises:
         UserError: there is no such evaluation, or the two share no problem.
     """
-    from bandpo_cli.evaluation.compare import compare as compare_records
-
     path_a, path_b = find_record(a, Path(runs_dir)), find_record(b, Path(runs_dir))
     return ComparisonResult(path_a, path_b, compare_records(read_record(path_a), read_record(path_b)))
 
@@ -75,3 +129,100 @@ def find_record(text: str, runs_dir: Path) -> Path:
     if step not in steps:
         raise UserError(f"{text}: not evaluated at that step; evaluated at: {', '.join(map(str, steps))}")
     return steps[step]
+
+
+def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]:
+    """Compare the evaluation sets that two records (`eval.json`) share.
+
+    The intervals are bootstrap intervals over problems of the differences, so that the difficulty of a problem, which
+    affects both evaluations, cancels.
+
+    Raises:
+        UserError: the records share no set, or no problem of a set, or a shared set has missing or invalid metrics.
+    """
+    sets_a, sets_b = _sets(a, "A"), _sets(b, "B")
+    labels = [label for label in sets_a if label in sets_b]
+    if not labels:
+        raise UserError(
+            f"nothing to compare: A has {', '.join(sets_a) or 'no sets'}, B has {', '.join(sets_b) or 'no sets'}"
+        )
+    return {
+        label: _compare_sets(
+            label, _problems(sets_a[label], label, "A"), _problems(sets_b[label], label, "B")
+        )
+        for label in labels
+    }
+
+
+def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
+    """Return the comparison of one set."""
+    ids = [id_ for id_ in a if id_ in b]
+    if not ids:
+        raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
+    names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
+    values_a = {name: [_number(a, id_, name, label, "A") for id_ in ids] for name in names}
+    values_b = {name: [_number(b, id_, name, label, "B") for id_ in ids] for name in names}
+    changes_FP = [[y - x for x, y in zip(values_a[name], values_b[name], strict=True)] for name in names]
+    metrics = {
+        name: MetricDifference(
+            a=sum(values_a[name]) / len(ids), b=sum(values_b[name]) / len(ids), change=change
+        )
+        for name, change in zip(names, mean_intervals(changes_FP), strict=True)
+    }
+    pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))
+    wins, losses = sum(y > x for _, x, y in pairs), sum(y < x for _, x, y in pairs)
+    changed = sorted(((id_, x, y) for id_, x, y in pairs if x != y), key=lambda each: -abs(each[2] - each[1]))
+    return Comparison(
+        shared=len(ids),
+        only_a=len(a) - len(ids),
+        only_b=len(b) - len(ids),
+        metrics=metrics,
+        wins=wins,
+        losses=losses,
+        ties=len(ids) - wins - losses,
+        sign_test_p=sign_test(wins, losses),
+        changed_problems=changed,
+    )
+
+
+def _sets(record: Mapping[str, Any], which: str) -> Mapping[str, Any]:
+    """Return the evaluation sets of a record. Raise UserError if it has none."""
+    sets = record.get("sets")
+    if not isinstance(sets, Mapping):
+        raise UserError(f"{which} contains no evaluation sets; is it an eval.json?")
+    return sets
+
+
+def _problems(scores: Any, label: str, which: str) -> _Problems:
+    """Return the metrics of a set by problem id and name, mean@n under `MEAN`.
+
+    Raises:
+        UserError: the record has no metrics by problem.
+    """
+    if isinstance(scores, Mapping) and "by_problem" not in scores:
+        raise UserError(f"{which} has no metrics of '{label}' yet: its evaluation is not finished")
+    by_problem = scores["by_problem"] if isinstance(scores, Mapping) else None
+    if not isinstance(by_problem, Mapping) or not all(
+        isinstance(each, Mapping) for each in by_problem.values()
+    ):
+        raise UserError(f"{which} contains no metrics by problem for '{label}'; is it an eval.json?")
+    return {
+        id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in values.items()}
+        for id_, values in by_problem.items()
+    }
+
+
+def _number(problems: _Problems, id_: str, name: str, label: str, which: str) -> float:
+    """Return a metric of a problem. Raise UserError if it is missing, null or not a finite number."""
+    value = problems[id_].get(name)
+    # The limit excludes NaN, infinity, and integers that a float cannot hold.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise UserError(
+        f"{which} contains {_quote(value)} as '{name}' of problem {id_!r:.80} of '{label}'; if it is the record of an "
+        "evaluation, bandpo eval --resume NAME computes its metrics again"
+    )
+
+
+def _quote(value: object) -> str:
+    return "no number" if value is None else f"{value!r:.40}"

@@ -19,8 +19,7 @@ from types import TracebackType
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
-from bandpo_cli.evaluation.background import BackgroundGrading
-from bandpo_cli.evaluation.batches import chunks
+from bandpo_cli.evaluation.batches import BackgroundGrading, chunks
 from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks

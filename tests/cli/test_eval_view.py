@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from bandpo_cli.cli.eval_view import histogram, print_comparison, ungraded_line
-from bandpo_cli.evaluation.compare import compare
 from bandpo_cli.evaluation.scores import Scores, score
-from bandpo_cli.experiments.eval_comparison import ComparisonResult
+from bandpo_cli.experiments.eval_comparison import ComparisonResult, compare_records
 from tests.evaluation.test_scores import row
 
 
@@ -23,7 +22,7 @@ def _printed(ups: int, downs: int, ties: int) -> str:
         for values in ([0.5] * len(changes), [0.5 + change for change in changes])
     )
     out = io.StringIO()
-    result = ComparisonResult(Path("a"), Path("b"), compare(a, b))
+    result = ComparisonResult(Path("a"), Path("b"), compare_records(a, b))
     print_comparison(Console(file=out, width=200), result, 0, "table")
     return out.getvalue()
 

@@ -1,88 +1,158 @@
-"""Batches of an evaluation: sizes, seeds, and equal batches after a resume."""
+"""Batches of an evaluation: sizes, seeds, a resume, grading in a thread beside the sampling, and several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import RunError
 from bandpo_cli.evaluation.batches import Batch, regrade_batches
-from bandpo_cli.evaluation.evaluate import sample_batches
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, sample_batches
+from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.base import SampleRequest, SamplingParams, StaleEngineError, StreamingSampler
 from bandpo_cli.sampling.rollouts import EncodedPrompt
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Problem
+from tests.training.several_ranks import run_ranks
 
-SAMPLES = 4
+SAMPLES = 2
+LIMIT_S = 30.0
+PARAMS = SamplingParams(SAMPLES, 1.0, 10, (0,))
 
 
 def problems(label: str, count: int) -> list[Problem]:
-    return [Problem(f"{label}/{index}", "?", "1", label, "number") for index in range(count)]
+    return [Problem(f"{label}-{index}", "?", "1", label, "number") for index in range(count)]
 
 
-class Recorder:
-    """Sampler, prompt encoder and grader in one; records the seeds of `sample` and the sizes of `grade`."""
+SETS = {"a": problems("a", 11), "b": problems("b", 1), "c": problems("c", 4)}
 
-    def __init__(self) -> None:
+
+class Engine:
+    """Engine, encoder and grader. Completions follow the contract of `Sampler`: prompt i depends on `seed + i`.
+
+    Sampling communicates, as that of a sharded model does, and fails if the ranks are not at the same call.
+    """
+
+    def __init__(self, ranks: Ranks = SINGLE) -> None:
+        self.ranks = ranks
+        self.prompts: list[int] = []  # per call of `sample`
         self.seeds: list[int] = []
         self.graded: list[int] = []
+        self.threads: set[int] = set()
+        self.random = random.Random(ranks.rank)
         self.tokenizer = SimpleNamespace(
-            batch_decode=lambda ids, skip_special_tokens: [str(each) for each in ids]
+            batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids]
         )
 
+    @property
+    def sampled(self) -> int:
+        return len(self.prompts)
+
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
+        self.threads.add(threading.get_ident())
         return [EncodedPrompt("?", (1,)) for _ in problems_P]
 
     def sample(self, prompts_P: Sequence[Any], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        self.threads.add(threading.get_ident())
+        self.prompts.append(len(prompts_P))
         self.seeds.append(seed)
-        each = Completion((seed % 1000,), (-1.0,), "stop", policy_version=0)
-        return [[each] * params.samples for _ in prompts_P]
+        assert self.ranks.gather(("sample", self.sampled)) == [("sample", self.sampled)] * self.ranks.size
+        return [
+            [Completion(((seed + i) % 9973 + k,), (-1.0,), "stop", 0) for k in range(params.samples)]
+            for i in range(len(prompts_P))
+        ]
 
     def grade(self, problems_N: Sequence[Problem], texts_N: Sequence[str]) -> list[Grade]:
+        if self.ranks.size > 1:
+            time.sleep(self.random.choice([0.0, 0.02]))
         self.graded.append(len(texts_N))
-        return [Grade(0.0, correct=False, verdict="wrong") for _ in texts_N]
-
-    def sampled_batches(
-        self, sets: dict[str, list[Problem]], seed: int = 0, done: Sequence[PartKey] = ()
-    ) -> list[Batch]:
-        """Sample batches of two problems."""
-        params = SamplingParams(SAMPLES, 1.0, 10, (0,))
-        encoder: Any = self
-        return list(sample_batches(self, encoder, self.grade, sets, params, 2 * SAMPLES, seed, 0, done))  # type: ignore[arg-type]
+        odd = [sum(map(ord, text)) % 2 == 1 for text in texts_N]
+        return [Grade(float(correct), correct, verdict="wrong") for correct in odd]
 
 
-SETS = {"a": problems("a", 5), "b": problems("b", 4)}
+class Streaming(Engine):
+    """Takes three requests before it returns the completions of the first one."""
+
+    def sample_stream(
+        self, requests: Iterator[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[list[Completion]]]:
+        queue: list[SampleRequest] = []
+        for request in requests:
+            queue.append(request)
+            if len(queue) == 3:
+                first = queue.pop(0)
+                yield self.sample(first.prompts_P, params, first.seed)
+        for request in queue:
+            yield self.sample(request.prompts_P, params, request.seed)
 
 
-def test_seeds_differ_by_batch_set_and_run_seed() -> None:
-    recorder = Recorder()
-    recorder.sampled_batches(SETS, seed=0)
-    recorder.sampled_batches(SETS, seed=1)
-    assert len(recorder.seeds) == len(set(recorder.seeds)) == 2 * 5
+def batches_of(
+    engine: Any,
+    grade: Callable[..., list[Grade]] | None = None,
+    per_batch: int = 3,
+    seed: int = 7,
+    **options: Any,
+) -> Iterator[Batch]:
+    """Return an iterator over batches of `per_batch` problems."""
+    return sample_batches(
+        engine, engine, grade or engine.grade, SETS, PARAMS, per_batch * SAMPLES, seed, 0, **options
+    )
 
 
-def test_sampled_batches_cover_each_problem_once_with_unique_keys() -> None:
-    recorder = Recorder()
-    batches = recorder.sampled_batches(SETS)
-    assert [batch.key for batch in batches] == [(0, 0), (0, 2), (0, 4), (1, 0), (1, 2)]
-    assert [batch.label for batch in batches] == ["a", "a", "a", "b", "b"]
-    assert recorder.graded == [8, 8, 4, 8, 8]
+def test_batches_cover_each_problem_once_with_unique_keys_and_seeds() -> None:
+    engine = Engine()
+    batches = list(batches_of(engine))
+    assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6), (0, 9), (1, 0), (2, 0), (2, 3)]
+    assert [batch.label for batch in batches] == ["a"] * 4 + ["b"] + ["c"] * 2
+    assert engine.graded == [6, 6, 6, 4, 2, 6, 2]
     ids = [row["problem_id"] for batch in batches for row in batch.rows]
-    assert ids == [problem.id for each in SETS.values() for problem in each for _ in range(SAMPLES)]
+    assert ids == [
+        problem.id for problems_P in SETS.values() for problem in problems_P for _ in range(SAMPLES)
+    ]
+    assert {row["accuracy"] for batch in batches for row in batch.rows} == {0.0, 1.0}
+    list(batches_of(engine, seed=8))
+    assert len(engine.seeds) == len(set(engine.seeds)) == 2 * 7
 
 
 def test_a_resume_samples_only_the_missing_batches_unchanged() -> None:
-    all_of_them = Recorder().sampled_batches(SETS)
-    done = [PartKey(0, 2), PartKey(1, 0)]
-    assert Recorder().sampled_batches(SETS, done=done) == [
-        batch for batch in all_of_them if batch.key not in done
-    ]
+    done = [PartKey(0, 3), PartKey(2, 0)]
+    expected = [batch for batch in batches_of(Engine()) if batch.key not in done]
+    assert list(batches_of(Engine(), done=done)) == expected
+
+
+def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches() -> None:
+    """They have a seed per problem; those of two problems and of two sets differ."""
+    small, large = (
+        [
+            (row["problem_id"], row["text"])
+            for batch in batches_of(Engine(), per_batch=n)
+            for row in batch.rows
+        ]
+        for n in (2, 7)
+    )
+    assert small == large
+    assert len({text for _, text in small[::SAMPLES]}) == 16
+
+
+def test_a_streaming_engine_gives_the_same_batches_in_the_same_order() -> None:
+    assert isinstance(Streaming(), StreamingSampler)
+    assert not isinstance(Engine(), StreamingSampler)
+    assert list(batches_of(Streaming())) == list(batches_of(Engine()))
 
 
 def test_the_batch_size_limits_batches_of_stored_completions() -> None:
     """The problem with the most completions sets the size: batches of six are three problems of two."""
-    recorder = Recorder()
+    engine = Engine()
     sizes = [1, 2, 1, 2, 2, 1, 2]
     sets = {
         "a": [
@@ -90,10 +160,114 @@ def test_the_batch_size_limits_batches_of_stored_completions() -> None:
             for problem, size in zip(problems("a", len(sizes)), sizes, strict=True)
         ]
     }
-    batches = list(regrade_batches(recorder.grade, sets, batch_size=6))
+    batches = list(regrade_batches(engine.grade, sets, batch_size=6))
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6)]
-    assert recorder.graded == [1 + 2 + 1, 2 + 2 + 1, 2]
-    again = list(regrade_batches(recorder.grade, sets, batch_size=6, done=[PartKey(0, 3)]))
+    assert engine.graded == [1 + 2 + 1, 2 + 2 + 1, 2]
+    again = list(regrade_batches(engine.grade, sets, batch_size=6, done=[PartKey(0, 3)]))
     assert again == [batches[0], batches[2]]
-    (alone, *_) = list(regrade_batches(recorder.grade, sets, batch_size=1))
+    (alone, *_) = list(regrade_batches(engine.grade, sets, batch_size=1))
     assert len(alone.rows) == 1
+
+
+@pytest.mark.parametrize("engine", [Engine(), Streaming()], ids=["one by one", "streaming"])
+def test_engine_and_tokenizer_are_called_from_the_callers_thread_alone(engine: Engine) -> None:
+    graded_in: set[int] = set()
+
+    def grade(problems_N: Sequence[Problem], texts_N: Sequence[str]) -> list[Grade]:
+        graded_in.add(threading.get_ident())
+        return engine.grade(problems_N, texts_N)
+
+    list(batches_of(engine, grade))
+    assert engine.threads == {threading.get_ident()}
+    assert len(graded_in) == 1
+    assert graded_in.isdisjoint(engine.threads)
+
+
+def test_sampling_goes_on_while_a_batch_is_graded_and_stops_at_the_limit() -> None:
+    """The first grading call waits until the engine has sampled all batches that it may sample meanwhile."""
+    engine = Engine()
+    counts: list[int] = []
+
+    def grade(problems_N: Sequence[Problem], texts_N: Sequence[str]) -> list[Grade]:
+        end = time.monotonic() + LIMIT_S
+        while engine.sampled <= MAX_UNGRADED_BATCHES and time.monotonic() < end:
+            time.sleep(0.001)
+        if not counts:
+            time.sleep(0.1)  # a sampler without limit would be far ahead now
+        counts.append(engine.sampled)
+        return engine.grade(problems_N, texts_N)
+
+    assert len(list(batches_of(engine, grade))) == 7
+    assert counts[0] == MAX_UNGRADED_BATCHES + 1
+
+
+def test_a_graded_batch_is_returned_before_the_next_one_is_sampled() -> None:
+    done = threading.Event()
+
+    class Slow(Engine):
+        def sample(self, *arguments: Any) -> Any:
+            if self.sampled:
+                assert done.wait(LIMIT_S)
+                time.sleep(0.05)  # the future is complete shortly after the function returns
+            return super().sample(*arguments)
+
+        def grade(self, *arguments: Any) -> Any:
+            done.set()
+            return super().grade(*arguments)
+
+    engine = Slow()
+    next(batches_of(engine))
+    assert engine.sampled <= 2
+
+
+@pytest.mark.parametrize(
+    "error", [RunError("the grader failed"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+def test_errors_of_grading_end_the_evaluation(error: BaseException) -> None:
+    def grade(*_: Any) -> list[Grade]:
+        raise error
+
+    with pytest.raises(type(error)):
+        list(batches_of(Engine(), grade))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("grading_")]
+
+
+def test_an_error_of_the_engine_cancels_the_answer_in_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The custom grader sleeps for ever, with a deadline far beyond the test's."""
+    (tmp_path / "sleeper.py").write_text("import time\ndef judge(text, answer):\n    time.sleep(1000)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Stale(Engine):
+        def sample(self, *arguments: Any) -> Any:
+            if self.sampled:
+                raise StaleEngineError("stale")
+            return super().sample(*arguments)
+
+    engine: Any = Stale()
+    sets = {"a": [Problem(f"{index}", "?", "1", "a", "sleeper:judge") for index in range(4)]}
+    with GraderPool(GradingConfig(deadline=1000.0, workers=1)) as pool:
+        with pytest.raises(StaleEngineError):
+            list(sample_batches(engine, engine, pool.grade, sets, PARAMS, 4, 0, 0, cancel=pool.cancel))
+        with pytest.raises(RunError, match="cancelled"):
+            pool.grade(sets["a"], ["1"] * 4)
+
+
+def evaluated(ranks: Ranks, kind: type[Engine]) -> tuple[list[Batch], list[int]]:
+    """Return the batches, and the number of prompts of each sampling call on this rank."""
+    engine = kind(ranks)
+    return list(batches_of(engine, ranks=ranks)), engine.prompts
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Engine, 2), (Streaming, 2), (Engine, 3)])
+def test_several_ranks_give_the_batches_of_one(tmp_path: Path, kind: type[Engine], size: int) -> None:
+    """On every rank, whatever the times of sampling and grading."""
+    expected, prompts = evaluated(SINGLE, kind)
+    results = run_ranks(size, tmp_path, evaluated, kind)
+    for batches, _ in results:
+        assert batches == expected
+    shares = [share for _, share in results]
+    assert [sum(calls) for calls in zip(*shares, strict=True)] == prompts == [3, 3, 3, 2, 1, 3, 1]
+    assert 0 in shares[0], "a rank without a problem of a batch takes part in it"
+    assert max(max(calls) - min(calls) for calls in zip(*shares, strict=True)) == 1

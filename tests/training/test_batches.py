@@ -15,7 +15,7 @@ import pytest
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.evaluation.background import BackgroundGrading
+from bandpo_cli.evaluation.batches import BackgroundGrading
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.base import SampleRequest, SamplingParams

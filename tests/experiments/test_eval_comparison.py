@@ -11,8 +11,8 @@ import pytest
 from scipy.stats import binomtest
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.compare import compare
 from bandpo_cli.evaluation.metrics import mean_intervals, sign_test
+from bandpo_cli.experiments.eval_comparison import compare_records
 from bandpo_cli.storage.files import replace_nonfinite
 
 
@@ -41,7 +41,7 @@ B = record(
 
 def test_a_comparison_by_hand() -> None:
     """n = 4 against n = 8: the means are compared, pass@8 is only in one, and timeouts are not compared."""
-    comparison = compare(A, B)["math"]
+    comparison = compare_records(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
     assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
     mean = comparison.metrics["mean"]
@@ -60,7 +60,7 @@ def test_the_sign_test_is_scipys_exact_binomial_test(ups: int, downs: int) -> No
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
     a = record(s={str(i): {"mean_at_4": 0.5} for i, _ in enumerate(changes)})
     b = record(s={str(i): {"mean_at_4": 0.5 + change} for i, change in enumerate(changes)})
-    comparison = compare(a, b)["s"]
+    comparison = compare_records(a, b)["s"]
     assert (comparison.wins, comparison.losses, comparison.ties) == (ups, downs, 4)
     if ups + downs == 0:
         assert comparison.sign_test_p is None
@@ -80,7 +80,7 @@ def test_sign_test_by_hand() -> None:
 
 
 def test_a_swapped_comparison_has_the_opposite_signs() -> None:
-    there, back = compare(A, B)["math"], compare(B, A)["math"]
+    there, back = compare_records(A, B)["math"], compare_records(B, A)["math"]
     assert set(back.metrics) == set(there.metrics)
     for name, each in there.metrics.items():
         other = back.metrics[name]
@@ -91,7 +91,7 @@ def test_a_swapped_comparison_has_the_opposite_signs() -> None:
 
 
 def test_a_comparison_with_itself_has_no_changes() -> None:
-    comparison = compare(A, A)["math"]
+    comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
     assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.metrics.values())
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
@@ -104,7 +104,7 @@ def test_pairing_removes_the_difficulty_of_problems() -> None:
     rng = np.random.default_rng(1)
     p = rng.beta(0.5, 0.5, 200)
     before, after = rng.binomial(64, p) / 64, rng.binomial(64, np.clip(p + 0.03, 0, 1)) / 64
-    found = compare(
+    found = compare_records(
         record(s={str(i): {"mean_at_64": float(value)} for i, value in enumerate(before)}),
         record(s={str(i): {"mean_at_64": float(value)} for i, value in reversed([*enumerate(after)])}),
     )["s"]
@@ -120,21 +120,21 @@ def test_pairing_removes_the_difficulty_of_problems() -> None:
 
 def test_only_shared_sets_are_compared_and_read() -> None:
     damaged = {"sets": {**A["sets"], "other": None}}
-    assert list(compare(damaged, B)) == ["math"]
+    assert list(compare_records(damaged, B)) == ["math"]
 
 
 def test_metrics_of_one_record_alone_and_uncompared_nulls_are_ignored() -> None:
     a = record(s={"p": {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}})
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
-    assert list(compare(a, b)["s"].metrics) == ["mean"]
-    assert compare(a, b)["s"].metrics["mean"].b == 1.0
+    assert list(compare_records(a, b)["s"].metrics) == ["mean"]
+    assert compare_records(a, b)["s"].metrics["mean"].b == 1.0
 
 
 def test_equal_shares_of_different_n_are_ties() -> None:
     shares = [(count / 3, 2 * count / 6) for count in range(4)]
     a = record(s={str(i): {"mean_at_3": x} for i, (x, _) in enumerate(shares)})
     b = record(s={str(i): {"mean_at_6": y} for i, (_, y) in enumerate(shares)})
-    assert compare(a, b)["s"].ties == 4
+    assert compare_records(a, b)["s"].ties == 4
 
 
 GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}
@@ -181,7 +181,7 @@ def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str
     """As A, with the words of the message, and as B."""
     for pair, expected in (((damaged, record(s=GOOD)), words), ((record(s=GOOD), damaged), "")):
         with pytest.raises(UserError) as error:
-            compare(*pair)
+            compare_records(*pair)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 300
         assert expected in str(error.value)
@@ -189,11 +189,11 @@ def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str
 
 def test_a_problem_that_the_other_record_lacks_is_not_read() -> None:
     damaged = record(s={"only a": {"mean_at_2": None}, "p": GOOD["p"]})
-    assert compare(damaged, record(s=GOOD))["s"].shared == 1
+    assert compare_records(damaged, record(s=GOOD))["s"].shared == 1
 
 
 def test_names_with_line_breaks_do_not_break_the_message() -> None:
     damaged = record(s={"p\nq": {"mean_at_2": None}})
     with pytest.raises(UserError) as error:
-        compare(damaged, damaged)
+        compare_records(damaged, damaged)
     assert "\n" not in str(error.value)
