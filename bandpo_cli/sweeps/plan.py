@@ -6,18 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
-from bandpo_cli.config.base import choice_of
 from bandpo_cli.config.layers import Layer, nest, read_value, resolve, split_values
 from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import METHODS
-from bandpo_cli.registries.methods import method_name
 from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
@@ -43,14 +39,6 @@ class PlannedRun:
     config: RunConfig
 
 
-@dataclass(frozen=True)
-class _Arm:
-    """The settings of an arm, as layers, and its group."""
-
-    layers: list[Layer]
-    group: str
-
-
 def plan_runs(
     sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
 ) -> list[PlannedRun]:
@@ -65,19 +53,7 @@ def plan_runs(
     Raises:
         ConfigError: a setting is unknown or invalid, two arms are equal, or no arm is left.
     """
-    arms = _arm_layers(sweep, [*layers, sweep.fixed], match)
-    _check_baseline(sweep, arms)
-    return [
-        PlannedRun(
-            run_name(arm, seed),
-            arm,
-            settings.group,
-            seed,
-            resolve([*layers, sweep.fixed, *settings.layers, {"seed": seed}]),
-        )
-        for seed in sweep.seeds
-        for arm, settings in arms.items()
-    ]
+    return _with_seeds(sweep, _arms(sweep, [*layers, sweep.fixed], match))
 
 
 def plan_tuned_runs(
@@ -92,20 +68,12 @@ def plan_tuned_runs(
     Raises:
         ConfigError: a setting is not valid, or two arms are equal.
     """
-    _check_baseline(sweep, tuned)
-    runs = [
-        PlannedRun(
-            run_name(arm, seed), arm, arm, seed, resolve([settings, *layers, sweep.fixed, {"seed": seed}])
-        )
-        for seed in sweep.seeds
-        for arm, settings in tuned.items()
-    ]
-    arms: dict[RunConfig, str] = {}
-    for run in runs:
-        other = arms.setdefault(run.config, run.arm)
-        if other != run.arm:
-            raise ConfigError(f"the arms '{other}' and '{run.arm}' are the same runs")
-    return runs
+    arms: dict[RunConfig, tuple[str, str]] = {}
+    for arm, settings in tuned.items():
+        other, _ = arms.setdefault(resolve([settings, *layers, sweep.fixed]), (arm, arm))
+        if other != arm:
+            raise ConfigError(f"the arms '{other}' and '{arm}' are the same runs")
+    return _with_seeds(sweep, arms)
 
 
 def run_name(arm: str, seed: int) -> str:
@@ -151,52 +119,56 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     return axes
 
 
-def _check_baseline(sweep: SweepConfig, arms: Mapping[str, Any]) -> None:
-    if sweep.baseline is not None and sweep.baseline not in arms:
+def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
+    """Return the runs of arms that are given as settings with name and group, one seed after the other."""
+    names = [arm for arm, _ in arms.values()]
+    if sweep.baseline not in (None, *names):
+        near = nearest(str(sweep.baseline), names)
         raise ConfigError(
-            f"baseline = {sweep.baseline!r}: no arm of that name{nearest(sweep.baseline, arms)}; "
-            f"arms: {', '.join(arms)}"
+            f"baseline = {sweep.baseline!r}: no arm of that name{near}; arms: {', '.join(names)}"
         )
+    return [
+        PlannedRun(run_name(arm, seed), arm, group, seed, config.model_copy(update={"seed": seed}))
+        for seed in sweep.seeds
+        for config, (arm, group) in arms.items()
+    ]
 
 
-def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None) -> dict[str, _Arm]:
-    """Return the arms by name."""
+def _arms(
+    sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
+) -> dict[RunConfig, tuple[str, str]]:
+    """Return name and group of each arm by its settings."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    arms: dict[str, _Arm] = {}
-    seen: dict[RunConfig, str] = {}
+    arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
-    unknown = {key: value for excluded in sweep.exclude for key, value in excluded.items()}
+    errors: dict[str, ConfigError | None] = {}
+    if any("seed" in excluded for excluded in sweep.exclude):
+        raise ConfigError(
+            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
+        )
     for arm_name, settings in _combinations(sweep):
-        config_of_method = _config_with_method(base, settings)
-        kept = {
-            key: value
-            for key, value in settings.items()
-            if _method_has_setting(config_of_method, key) or key not in sweep.axes
-        }
-        unused -= set(kept)
-        matches = [
-            {key: _has_value(config_of_method, settings, key, value) for key, value in excluded.items()}
-            for excluded in sweep.exclude
-        ]
-        for values in matches:
-            for key, found in values.items():
-                if found is not None:
-                    unknown.pop(key, None)
-        if any(all(values.values()) for values in matches):
+        # An axis without effect on the arm's method does not multiply it. `resolve` reports an unknown setting.
+        fields = type(
+            resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        )
+        missing = {f"bounds.{name}" for name in _bounds_fields() - fields.model_fields.keys()}
+        kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
+        unused -= kept.keys()
+        if _is_excluded(sweep.exclude, base, kept, errors):
             continue
-        layers: list[Layer] = [*map(nest, _method_before_rest(_resolve_match(kept, base, match)))]
-        config = resolve([*base, *layers])
+        config = resolve([*base, *_layers(_resolve_match(kept, base, match))])
         name = _describe_arm(arm_name, kept, varying, config)
-        if config in seen and seen[config] == name:
-            continue  # differs only in an axis that does not apply to this arm's method
-        if config in seen or name in arms:
-            other = seen.get(config, name)
-            raise ConfigError(f"the arms '{other}' and '{name}' are the same runs; remove one of them")
-        seen[config] = name
         group = _describe_arm(arm_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
-        arms[name] = _Arm(layers, group)
-    if unknown:
-        raise _unknown_exclude(base, *next(iter(unknown.items())))
+        other, _ = arms.get(config, (None, None))
+        if other == name:
+            continue  # differs only in an axis that does not apply to this arm's method
+        if other is not None or name in [arm for arm, _ in arms.values()]:
+            raise ConfigError(
+                f"the arms '{other or name}' and '{name}' are the same runs; remove one of them"
+            )
+        arms[config] = name, group
+    for error in filter(None, errors.values()):
+        raise ConfigError(f"exclude: {error}")
     if unused:
         axis = sorted(unused)[0]
         raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has this setting")
@@ -205,76 +177,57 @@ def _arm_layers(sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher |
     return arms
 
 
-def _has_value(config: RunConfig, settings: Settings, key: str, value: Any) -> bool | None:
-    """Return whether an arm has a value of `exclude`; None where its method has no such setting.
-
-    Values are compared after validation, so that the text 1e-4, a number in YAML 1.2, equals 0.0001, and `grpo` clip.
+def _is_excluded(
+    exclude: Sequence[Settings],
+    base: Sequence[Layer],
+    settings: Settings,
+    errors: dict[str, ConfigError | None],
+) -> bool:
+    """Return whether an arm has all values of an excluded combination: whether giving them changes nothing.
 
     Args:
-        config: the settings of all arms, with the method of this arm.
-        settings: those of the arm, by dotted name.
-
-    Raises:
-        ConfigError: the setting cannot have this value.
+        errors: receives why the arm cannot have a value, by setting, or None once an arm can have it.
     """
-    if key == "seed":
-        raise ConfigError(
-            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
-        )
-    *path, name = key.split(".")
-    section: Any = config
-    for part in path:
-        section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
-    if isinstance(section, Mapping):
-        return settings.get(key, section.get(name)) == value if name in section or key in settings else None
-    if not isinstance(section, BaseModel) or name not in type(section).model_fields:
-        return None
-    field, current = type(section).model_fields[name], getattr(section, name)
-    choice = choice_of(RunConfig.model_fields[path[0]]) if len(path) == 1 else None
-    if choice is not None and name == choice.tag:
-        tag = method_name(str(value)) if key == _METHOD else str(value)
-        if tag not in choice.classes():
-            raise ConfigError(f"exclude: {key} = {value!r}: unknown{nearest(tag, choice.classes())}")
-        return bool(current == tag)
-    if key in settings and settings[key] == value:  # also `match:clip`
-        return True
-    kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    adapter = TypeAdapter(kind)
-    try:
-        wanted = adapter.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"exclude: {key} = {value!r}: {error.errors()[0]['msg']}") from None
-    if key not in settings:
-        return bool(current == wanted)
-    try:
-        return bool(adapter.validate_python(settings[key]) == wanted)
-    except ValidationError:  # reported where the arm is resolved
-        return False
+    # A radius that is not matched yet equals the same text only.
+    unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}
+    config = resolve([*base, *_layers({key: settings[key] for key in settings if key not in unmatched})])
+    layer = config.model_dump(mode="json")
+    excluded = False
+    for values in exclude:
+        equal = []
+        for key, value in values.items():
+            try:
+                equal.append(
+                    unmatched[key] == value
+                    if key in unmatched
+                    else resolve([layer, nest({key: value})]) == config
+                )
+                errors[key] = None
+            except ConfigError as error:
+                equal.append(False)
+                errors.setdefault(key, error)
+        excluded = excluded or all(equal)
+    return excluded
 
 
-def _unknown_exclude(base: Sequence[Layer], key: str, value: Any) -> ConfigError:
-    """Return the error for a key of `exclude` that no arm has."""
-    try:
-        resolve([*base, nest({key: value})])
-    except ConfigError as error:
-        return ConfigError(f"exclude: {error}")
-    return ConfigError(f"exclude: {key}: no arm has this setting")
+def _is_match(key: str, value: Any) -> bool:
+    return key == _DELTA and isinstance(value, str) and value.startswith(MATCH_PREFIX)
 
 
 def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:
     """Return the settings with `match:METHOD` replaced by a radius."""
     delta = settings.get(_DELTA)
-    if not isinstance(delta, str) or not delta.startswith(MATCH_PREFIX):
+    if not _is_match(_DELTA, delta):
         return settings
     if match is None:
         raise ConfigError(
             f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
         )
     others = {key: value for key, value in settings.items() if key != _DELTA}
-    region = resolve([*base, *map(nest, _method_before_rest(others))]).bounds
+    region = resolve([*base, *_layers(others)]).bounds
     if not isinstance(region, TrustRegionSettings):
         raise ConfigError(f"bounds.delta = {delta!r}: the method '{region.method}' has no radius")
-    return {**settings, _DELTA: match(region, delta.removeprefix(MATCH_PREFIX))}
+    return {**settings, _DELTA: match(region, str(delta).removeprefix(MATCH_PREFIX))}
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
@@ -284,28 +237,16 @@ def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
             yield arm_name, {**settings, **dict(zip(sweep.axes, values, strict=True))}
 
 
-def _config_with_method(base: Sequence[Layer], settings: Settings) -> RunConfig:
-    """Return the config with only the method selected; it determines which settings exist."""
-    chosen = {key: value for key, value in settings.items() if key == _METHOD}
-    return resolve([*base, *map(nest, [chosen] if chosen else [])])
-
-
-def _method_has_setting(config: RunConfig, key: str) -> bool:
-    """Return whether a setting applies to the config's method; True for an unknown one, which `resolve` reports."""
-    section, _, name = key.rpartition(".")
-    return section != "bounds" or name in type(config.bounds).model_fields or name not in _bounds_fields()
-
-
 def _bounds_fields() -> set[str]:
     """Return the names of the settings that at least one method has."""
     return {name for settings in method_classes().values() for name in settings.model_fields}
 
 
-def _method_before_rest(settings: Settings) -> list[Settings]:
-    """Split settings into layers so that the method is selected before its own settings."""
+def _layers(settings: Settings) -> list[Layer]:
+    """Return settings as layers, in which the method is selected before its own settings."""
     method = {key: value for key, value in settings.items() if key == _METHOD}
     rest = {key: value for key, value in settings.items() if key != _METHOD}
-    return [layer for layer in (method, rest) if layer]
+    return [nest(layer) for layer in (method, rest) if layer]
 
 
 def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:

@@ -133,7 +133,7 @@ def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], 
         ({"exclude": [{"bounds.eps_low": 0.2}]}, ["exclude: bounds.eps_low: no such setting of 'band'"]),
         (
             {"arms": {"a": {"bounds.method": "clip"}}, "exclude": [{"bounds.delta": 0.1}]},
-            ["exclude: bounds.delta: no arm has this setting"],
+            ["exclude: bounds.delta: no such setting of 'clip'"],
         ),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
         ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
@@ -187,6 +187,9 @@ def test_the_matched_radius_is_computed_for_the_band_of_each_arm() -> None:
     assert calls == [("kl", 7.0, "clip"), ("tv", 7.0, "clip")]
     radii = [(run.config.bounds.divergence, run.config.bounds.delta) for run in runs]
     assert radii == [("kl", 0.5), ("kl", 0.03), ("tv", 0.5), ("tv", 0.04)] * 2
+    exclude = [{"bounds.delta": "match:clip", "bounds.divergence": "tv"}]
+    left = plan_runs(sweep.model_copy(update={"exclude": exclude, "seeds": (0,)}), match=match)
+    assert [run.arm for run in left] == ["kl 0.5", "kl match:clip", "tv 0.5"]
 
 
 def test_an_empty_item_in_a_list_is_refused() -> None:
