@@ -34,6 +34,9 @@ HEIGHT = 6.25
 HEADER = 0.875
 """Height of title and subtitle in inches: the axes begin below, in plots without a legend above the axes."""
 
+LARGE_DOT: dict[str, Any] = {"marker": "o", "markersize": 11, "markeredgecolor": "white", "zorder": 4}
+"""Arguments of `Axes.plot` for a dot that stands out from the dots of a line."""
+
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 _MAX_NAME_CHARS = 30
 
@@ -53,6 +56,11 @@ class ArmStyle:
     color: str
     dash: Any
     width: float
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The line style as arguments of `Axes.plot`."""
+        return {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
 
 
 def new_figure(
@@ -182,10 +190,7 @@ def side_legend(
         shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
     """
     names = sorted(final_values, key=lambda name: -final_values[name])
-    handles: list[Line2D | Patch] = [
-        Line2D([], [], color=styles[name].color, linestyle=styles[name].dash, linewidth=styles[name].width)
-        for name in names
-    ]
+    handles: list[Line2D | Patch] = [Line2D([], [], **styles[name].line) for name in names]
     texts = [styles[name].name for name in names]
     if shading:
         handles.append(Patch(facecolor=MUTED_COLOR, alpha=0.25, linewidth=0))

@@ -9,8 +9,9 @@ from bandpo_cli.reports.sweep.arms import Arm, ArmDifference
 from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, RunKey, percent_text
 from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
-from bandpo_cli.reports.sweep.selection import differing_settings
-from bandpo_cli.reports.sweep.statistics import LEVEL
+from bandpo_cli.reports.sweep.selection import differing_settings, is_within
+from bandpo_cli.reports.sweep.statistics import LEVEL, Estimate
+from bandpo_cli.reports.sweep.tables import interval_text, p_text
 
 _MAX_NAMED = 3
 """Arms that the headline names in each direction."""
@@ -46,23 +47,27 @@ def headline(
     """
     if not differences:
         return _ranking(arms, metric)
-    tested = [each for each in differences if each.p_holm is not None]
+    tested = [difference for difference in differences if difference.p_holm is not None]
     if not tested:
         return f"{_ranking(arms, metric)[:-1]}; with these seeds no difference from {baseline} can be tested."
-    significant = sorted(filter(_is_significant, tested), key=lambda each: -abs(_mean(each)))
+    tested.sort(key=lambda difference: -abs(_change(difference).mean))
+    significant = [difference for difference in tested if (difference.p_holm or 0) <= 1 - LEVEL]
     if significant:
-        others = _others_text(len(differences) - len(significant))
-        return f"Against {baseline}, final held-out accuracy is {_significant_text(significant, metric)}{others}."
-    if len(differences) == 1:
-        (only,) = tested
+        rest = len(differences) - len(significant)
+        others = "the other arm does" if rest == 1 else f"the other {rest} arms do"
+        more = f"; {others} not differ significantly from it" if rest else ""
         return (
-            f"{only.arm} and {baseline} do not differ significantly in final held-out accuracy: "
-            f"the difference is {_evidence_text(only, metric)}."
+            f"Against {baseline}, final held-out accuracy is {_significant_text(significant, metric)}{more}."
         )
-    largest = max(tested, key=lambda each: abs(_mean(each)))
+    largest = tested[0]
+    if len(differences) == 1:
+        return (
+            f"{largest.arm} and {baseline} do not differ significantly in final held-out accuracy: "
+            f"the difference is {_evidence(largest, metric)}."
+        )
     return (
         f"No arm differs significantly from {baseline} in final held-out accuracy; the largest difference is that of "
-        f"{largest.arm}: {_evidence_text(largest, metric)}."
+        f"{largest.arm}: {_evidence(largest, metric)}."
     )
 
 
@@ -76,64 +81,47 @@ def report_notes(
     equal: EqualAccuracy,
 ) -> list[str]:
     """Return what limits the comparison, one sentence per note."""
-    records = [record for runs in arms.values() for record in runs]
     return [
-        *_notes_on_seeds(arms, excluded),
-        *_notes_on_baseline(arms, baseline, differences),
-        *_notes_on_steps(arms),
-        *_notes_on_settings(arms, records),
-        *_notes_on_sets(records, sets, has_pass_at_k),
+        *_notes_on_arms(arms, baseline, differences, excluded),
+        *_notes_on_comparability(arms, sets, has_pass_at_k),
         *_notes_on_equal_accuracy(equal),
     ]
-
-
-def p_text(p: float) -> str:
-    """Return a p-value with two or three digits; `< 0.001` below that."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def _significant_text(differences: Sequence[ArmDifference], metric: Metric) -> str:
     """Return `higher for a (evidence), c (+0.020) and lower for b (evidence)`, the largest differences first."""
     groups = []
     for word, sign in (("higher", 1), ("lower", -1)):
-        group = [each for each in differences if sign * _mean(each) > 0]
-        texts = [f"{each.arm} ({metric.text(_mean(each), sign=True)})" for each in group[1:_MAX_NAMED]]
+        group = [difference for difference in differences if sign * _change(difference).mean > 0]
+        texts = [
+            f"{difference.arm} ({_evidence(difference, metric)})"
+            if difference is group[0]
+            else f"{difference.arm} ({metric.text(_change(difference).mean, sign=True)})"
+            for difference in group[:_MAX_NAMED]
+        ]
         if len(group) > _MAX_NAMED:
             texts.append(plural(len(group) - _MAX_NAMED, "more arm"))
-        if group:
-            first = f"{group[0].arm} ({_evidence_text(group[0], metric)})"
-            groups.append(f"{word} for {_join_with_and([first, *texts])}")
+        if texts:
+            *first, last = texts
+            groups.append(f"{word} for {', '.join(first)} and {last}" if first else f"{word} for {last}")
     return " and ".join(groups)
 
 
-def _others_text(count: int) -> str:
-    """Return a clause that the other arms do not differ significantly; '' if there are none."""
-    others = "the other arm does" if count == 1 else f"the other {count} arms do"
-    return f"; {others} not differ significantly from it" if count else ""
-
-
-def _is_significant(difference: ArmDifference) -> bool:
-    return difference.p_holm is not None and difference.p_holm <= 1 - LEVEL
-
-
-def _mean(difference: ArmDifference) -> float:
+def _change(difference: ArmDifference) -> Estimate:
     assert difference.paired is not None
-    return difference.paired.change.mean
+    return difference.paired.change
 
 
-def _evidence_text(difference: ArmDifference, metric: Metric) -> str:
+def _evidence(difference: ArmDifference, metric: Metric) -> str:
     """Return `+0.031, 95% interval +0.010 to +0.052 over 3 seeds, p = 0.02`."""
+    change, p_holm = _change(difference), difference.p_holm
     assert difference.paired is not None
-    assert difference.p_holm is not None
-    change = difference.paired.change
-    assert change.low is not None
-    assert change.high is not None
-    ends = f"{metric.text(change.low, sign=True)} to {metric.text(change.high, sign=True)}"
-    adjusted = "" if difference.p_holm == difference.paired.p else "Holm-adjusted "
-    p = p_text(difference.p_holm)
+    assert p_holm is not None
+    adjusted = "" if p_holm == difference.paired.p else "Holm-adjusted "
+    p = p_text(p_holm)
     return (
-        f"{metric.text(change.mean, sign=True)}, 95% interval {ends} over {change.n} seeds, "
-        f"{adjusted}p {p if p.startswith('<') else f'= {p}'}"
+        f"{metric.text(change.mean, sign=True)}, 95% interval {interval_text(metric, change, sign=True)} over "
+        f"{change.n} seeds, {adjusted}p {p if p.startswith('<') else f'= {p}'}"
     )
 
 
@@ -156,10 +144,13 @@ def _ranking(arms: Sequence[Arm], metric: Metric) -> str:
     )
 
 
-def _notes_on_seeds(
-    arms: Mapping[str, Sequence[ArmRunData]], excluded: Sequence[ExcludedRun]
+def _notes_on_arms(
+    arms: Mapping[str, Sequence[ArmRunData]],
+    baseline: str | None,
+    differences: Sequence[ArmDifference],
+    excluded: Sequence[ExcludedRun],
 ) -> Iterable[str]:
-    missing = sorted({each.arm for each in excluded if each.arm and each.arm not in arms})
+    missing = sorted({run.arm for run in excluded if run.arm and run.arm not in arms})
     if missing:
         yield f"All runs of {_shorten_list(missing)} were excluded."
     single = [name for name, runs in arms.items() if len(runs) == 1]
@@ -167,11 +158,6 @@ def _notes_on_seeds(
         yield f"One seed, so no interval: {_shorten_list(single)}."
     if len({tuple(record.run.seed for record in runs) for runs in arms.values()}) > 1:
         yield "The arms do not have the same seeds; an arm is compared over the seeds that it shares with the baseline."
-
-
-def _notes_on_baseline(
-    arms: Mapping[str, Sequence[ArmRunData]], baseline: str | None, differences: Sequence[ArmDifference]
-) -> Iterable[str]:
     if len(arms) < 2:
         return
     if baseline is None:
@@ -179,27 +165,26 @@ def _notes_on_baseline(
     elif baseline not in arms:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
     elif len(arms) > 2:
-        metrics = len(dict.fromkeys(each.figure for each in differences))
+        metrics = len({difference.figure for difference in differences})
         yield (
             f"{plural(len(differences), 'comparison')}: {len(arms) - 1} arms against {baseline} in {metrics} metrics. "
             "p-values are adjusted over the arms for each metric (Holm), not over the metrics."
         )
 
 
-def _notes_on_steps(arms: Mapping[str, Sequence[ArmRunData]]) -> Iterable[str]:
+def _notes_on_comparability(
+    arms: Mapping[str, Sequence[ArmRunData]], sets: Sequence[str], has_pass_at_k: bool
+) -> Iterable[str]:
+    """Yield where the runs differ in their length, their settings or their evaluation sets."""
+    records = [record for runs in arms.values() for record in runs]
     unequal = [name for name, runs in arms.items() if len({record.steps for record in runs}) > 1]
     if unequal:
         yield (
             f"Runs of unequal length in {_shorten_list(unequal)}: curves cover the common steps, "
             "final metrics are those of each run's last step."
         )
-    if len({record.steps for runs in arms.values() for record in runs}) > 1:
+    if len({record.steps for record in records}) > 1:
         yield "The runs were not all trained for the same number of steps."
-
-
-def _notes_on_settings(
-    arms: Mapping[str, Sequence[ArmRunData]], records: Sequence[ArmRunData]
-) -> Iterable[str]:
     for name, runs in arms.items():
         keys = differing_settings(record.settings for record in runs)
         if keys:
@@ -207,16 +192,13 @@ def _notes_on_settings(
     incomparable = [
         key
         for key in differing_settings(record.settings for record in records)
-        if any(key == each or key.startswith(f"{each}.") for each in _EVALUATION_KEYS)
+        if is_within(key, _EVALUATION_KEYS)
     ]
     if incomparable:
         yield (
             f"The runs differ in {', '.join(incomparable[:_MAX_LISTED])}: their held-out accuracies come from "
             "different problems or different sampling."
         )
-
-
-def _notes_on_sets(records: Sequence[ArmRunData], sets: Sequence[str], has_pass_at_k: bool) -> Iterable[str]:
     others = sorted({label for record in records for label in record.sets} - set(sets))
     if others:
         yield f"Excluded, since not every run was evaluated on them: {', '.join(others)}."
@@ -263,12 +245,7 @@ def _notes_on_equal_accuracy(equal: EqualAccuracy) -> Iterable[str]:
 
 
 def _run_text(run: RunKey) -> str:
-    arm, seed = run
-    return f"{arm} (seed {seed})"
-
-
-def _join_with_and(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return f"{run[0]} (seed {run[1]})"
 
 
 def _shorten_list(names: Sequence[str]) -> str:

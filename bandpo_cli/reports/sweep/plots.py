@@ -1,6 +1,6 @@
 """Plots of a report.
 
-Metrics over steps with bands, accuracy against learning rate and against entropy.
+Metrics over steps with bands, accuracy against learning rate and against entropy, and a table of clipped tokens.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
@@ -18,8 +21,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
-from bandpo_cli.reports.style import ArmStyle, arm_styles, escape_mathtext, side_legend
-from bandpo_cli.reports.sweep.clip_table import plot_clip_table
+from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
 from bandpo_cli.reports.sweep.equal_accuracy import percent_text
 from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.sweep.selection import format_setting
@@ -37,6 +39,11 @@ _MAX_RATE_TICKS = 8
 
 _SPREAD_POINTS = 24.0
 """Width, in points, over which the lines of the plot against the learning rate are spread, so that bars stay apart."""
+
+_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
+"""Inches: height of a row of the table of clipped tokens where there are few, and of the texts below the table."""
+
+_MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
 @dataclass(frozen=True)
@@ -89,27 +96,18 @@ def plot_all(
         return accuracy_of(record, sets)
 
     ns = {record.sets[label].n for runs in arms.values() for record in runs for label in sets}
-    mean_at_n = (
-        f"mean@{ns.pop() if len(ns) == 1 else 'n'}{f', mean of {len(sets)} sets' if len(sets) > 1 else ''}"
-    )
-    figures: dict[str, Figure | None] = {
+    over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
+    y_label = f"held-out accuracy, mean@{ns.pop() if len(ns) == 1 else 'n'}{over_sets}"
+    entropy_texts = ("Entropy of the policy", subtitle, "entropy, nats per token")
+    lines = accuracy_by_learning_rate(arms, sets)
+    figures = {
         "accuracy": _plot_over_steps(
-            plotted,
-            styles,
-            accuracy,
-            ("Held-out accuracy", subtitle, f"held-out accuracy, {mean_at_n}"),
-            True,
+            plotted, styles, accuracy, ("Held-out accuracy", subtitle, y_label), True
         ),
-        "accuracy_lr": plot_accuracy_lr(
-            accuracy_by_learning_rate(arms, sets), subtitle, f"held-out accuracy, {mean_at_n}"
-        ),
-        "entropy": _plot_over_steps(
-            plotted, styles, entropy_of, ("Entropy of the policy", subtitle, "entropy, nats per token"), False
-        ),
-        "accuracy_entropy": _plot_accuracy_entropy(
-            plotted, styles, accuracy, level, subtitle, f"held-out accuracy, {mean_at_n}"
-        ),
-        "clip_by_probability": plot_clip_table(plotted, styles, subtitle),
+        "accuracy_lr": plot_accuracy_lr(lines, subtitle, y_label),
+        "entropy": _plot_over_steps(plotted, styles, entropy_of, entropy_texts, False),
+        "accuracy_entropy": _plot_accuracy_entropy(plotted, styles, accuracy, level, subtitle, y_label),
+        "clip_by_probability": _plot_clip_table(plotted, styles, subtitle),
     }
     return {
         name: style.save(figure, out / f"{name}.png")
@@ -157,13 +155,10 @@ def plot_accuracy_lr(
     names = sorted(best, key=lambda name: -best[name])[:MAX_ARMS_PLOTTED]
     styles = arm_styles([name for name in lines if name in names], None)
     seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
-    shown_lines = (
-        f"; the {len(names)} most accurate of {len(lines)} methods" if len(names) < len(lines) else ""
-    )
-    figure, (axes,) = style.new_figure(
-        title,
-        f"{subtitle} · means over seeds, a large dot for the best{shown_lines}",
-    )
+    subtitle += " · means over seeds, a large dot for the best"
+    if len(names) < len(lines):
+        subtitle += f"; the {len(names)} most accurate of {len(lines)} methods"
+    figure, (axes,) = style.new_figure(title, subtitle)
     axes.set_xscale("log")
     shown = []
     for index, name in enumerate(styles):
@@ -175,38 +170,15 @@ def plot_accuracy_lr(
             edges = interval_band(values_R[:, np.newaxis])
             low_high = np.clip(edges, 0, 1).ravel() if edges is not None else values_R
             shown.append(low_high)
-            axes.plot(
-                [rate, rate],
-                [low_high.min(), low_high.max()],
-                color=line.color,
-                alpha=0.25,
-                linewidth=6,
-                solid_capstyle="butt",
-                transform=place,
-            )
-        axes.plot(
-            rates,
-            list(means[name].values()),
-            color=line.color,
-            linestyle=line.dash,
-            linewidth=line.width,
-            marker="o",
-            markersize=5,
-            zorder=3,
-            clip_on=False,  # dots at an accuracy of 0
-            transform=place,
-        )
-        axes.plot(
-            max(rates, key=lambda rate: means[name][rate]),
-            best[name],
-            color=line.color,
-            marker="o",
-            markersize=11,
-            markeredgecolor="white",
-            zorder=4,
-            clip_on=False,
-            transform=place,
-        )
+            bar: dict[str, Any] = {"alpha": 0.25, "linewidth": 6, "solid_capstyle": "butt"}
+            ends = [low_high.min(), low_high.max()]
+            axes.plot([rate, rate], ends, color=line.color, transform=place, **bar)
+        # Dots at an accuracy of 0 are not cut off.
+        dots: dict[str, Any] = {"transform": place, "clip_on": False}
+        values = list(means[name].values())
+        axes.plot(rates, values, marker="o", markersize=5, zorder=3, **line.line, **dots)
+        best_rate = max(rates, key=lambda rate: means[name][rate])
+        axes.plot(best_rate, best[name], color=line.color, **style.LARGE_DOT, **dots)
     _fit_y_axis(axes, shown)
     all_rates = sorted({rate for name in names for rate in lines[name]})
     axes.set_xlim(all_rates[0] / 1.5, all_rates[-1] * 1.5)
@@ -266,26 +238,12 @@ def _plot_over_steps(
         if edges is not None:
             low, high = np.clip(edges, 0, 1 if percent else None)
             shown += [low, high]
-            axes.fill_between(
-                curve.steps,
-                low,
-                high,
-                color=line.color,
-                alpha=0.12 if len(curves) <= 2 else 0.07,
-                linewidth=0,
-            )
+            alpha = 0.12 if len(curves) <= 2 else 0.07
+            axes.fill_between(curve.steps, low, high, color=line.color, alpha=alpha, linewidth=0)
             for edge in (low, high) if show_edges else ():
                 axes.plot(curve.steps, edge, color=line.color, alpha=0.45, linewidth=0.8)
-        axes.plot(
-            curve.steps,
-            curve.mean,
-            color=line.color,
-            linestyle=line.dash,
-            linewidth=line.width,
-            marker="o" if len(curve.steps) <= 12 else None,
-            markersize=5,
-            zorder=3,
-        )
+        marker = "o" if len(curve.steps) <= 12 else None
+        axes.plot(curve.steps, curve.mean, marker=marker, markersize=5, zorder=3, **line.line)
     _fit_y_axis(axes, shown)
     style.steps_axis(axes, [step for curve in curves.values() for step in curve.steps])
     if percent:
@@ -320,24 +278,9 @@ def _plot_accuracy_entropy(
     )
     for name, (entropies, accuracies) in paths.items():
         line = styles[name]
-        axes.plot(
-            entropies,
-            accuracies,
-            color=line.color,
-            linestyle=line.dash,
-            linewidth=line.width * 0.8,
-            marker="o",
-            markersize=3.5,
-        )
-        axes.plot(
-            entropies[-1:],
-            accuracies[-1:],
-            color=line.color,
-            marker="o",
-            markersize=11,
-            markeredgecolor="white",
-            zorder=4,
-        )
+        thin = {**line.line, "linewidth": line.width * 0.8}
+        axes.plot(entropies, accuracies, marker="o", markersize=3.5, **thin)
+        axes.plot(entropies[-1:], accuracies[-1:], color=line.color, **style.LARGE_DOT)
     if level is not None:
         axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
         axes.annotate(
@@ -356,6 +299,55 @@ def _plot_accuracy_entropy(
     style.label(axes, "entropy, nats per token", y_label)
     side_legend(figure, axes, {name: float(path[1][-1]) for name, path in paths.items()}, styles)
     return figure
+
+
+def _plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -> Figure | None:
+    """Plot the clipped share of the tokens as a table of arms and bins of π_old; None without data."""
+    clipped = {name: _mean_by_key([record.clipped_by_bin for record in runs]) for name, runs in arms.items()}
+    names = [name for name in arms if clipped[name]]
+    if not names:
+        return None
+    token_shares = _mean_by_key([record.token_share for name in names for record in arms[name]])
+    bins = sorted(token_shares, key=lambda name: float(name.split("_")[1]))
+    values = np.array([[clipped[name].get(key, np.nan) for key in bins] for name in names])
+    figure, (axes,) = style.new_figure(
+        "Clipped tokens by probability",
+        f"{subtitle} · clipped share of the tokens of each bin, mean over steps and seeds",
+        height=min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT),
+    )
+    shares = np.where(values >= _MIN_SHARE, values, _MIN_SHARE)
+    colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
+    axes.imshow(np.where(np.isnan(values), np.nan, shares), cmap=colormap, norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        text = "–" if np.isnan(value) else _share_text(value)
+        dark = not np.isnan(value) and float(np.mean(colormap(norm(shares[row, column]))[:3])) < 0.57
+        color = "white" if dark else style.TEXT_COLOR
+        axes.text(column, row, text, ha="center", va="center", size=11, color=color)
+    axes.grid(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.set_yticks(range(len(names)), [styles[name].name for name in names], color=style.TEXT_COLOR)
+    ranges = [" – ".join(key.split("_")[1:]) for key in bins]
+    texts = [
+        f"{range_}\n{_share_text(token_shares[key])} of all" for key, range_ in zip(bins, ranges, strict=True)
+    ]
+    axes.set_xticks(range(len(bins)), texts)
+    style.label(axes, "probability of the token under the old policy, and the bin's share of all tokens", "")
+    # The left edge of the axes fits the row names; above are the titles, below the names of the bins.
+    figure.canvas.draw()
+    widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
+    left, height = 0.03 + widest + 0.012, figure.get_figheight()
+    axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
+    return figure
+
+
+def _mean_by_key(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each key over the runs that have it."""
+    keys = dict.fromkeys(key for run in values for key in run)
+    return {key: float(np.mean([run[key] for run in values if key in run])) for key in keys}
+
+
+def _share_text(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 0.995 else "100%"
 
 
 def _describe_bands(runs: Collection[int]) -> str:

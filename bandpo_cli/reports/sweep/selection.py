@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return flatten(content, expand_lists=True) | engine
 
 
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a setting is one of `sections`, or lies in one of them."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
     """Return the keys outside `_SAME_ARM` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
     keys = dict.fromkeys(key for run in listed for key in run)
-    return [
-        key
-        for key in keys
-        if not any(key == name or key.startswith(f"{name}.") for name in _SAME_ARM)
-        and len({format_setting(run.get(key, ABSENT)) for run in listed}) > 1
-    ]
+    return [key for key in keys if not is_within(key, _SAME_ARM) and _differs(key, listed)]
 
 
 def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
@@ -148,13 +149,13 @@ def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run)
     chosen: dict[str, None] = {}
     for name in by:
-        found = [key for key in keys if key == name or key.startswith(f"{name}.")]
-        if not found:
+        named = [key for key in keys if is_within(key, [name])]
+        if not named:
             last_part = name.split(".")[-1]
             same_last_part = [key for key in keys if key.split(".")[-1] == last_part]
             hint = f" (did you mean '{same_last_part[0]}'?)" if same_last_part else nearest(name, keys)
             raise UserError(f"--by {name}: no such setting{hint}; write it as in config.yaml, e.g. optim.lr")
-        chosen.update(dict.fromkeys(found))
+        chosen.update(dict.fromkeys(named))
     return list(chosen)
 
 
@@ -164,16 +165,15 @@ def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> li
     Two runs have the same name exactly when these settings are equal.
     """
     compared_keys = differing_settings(runs) if keys is None else list(keys)
-    ids = [tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys) for run in runs]
     shown_keys = _independent_keys(runs, compared_keys) if keys is None else compared_keys
-    candidates = [_arm_name(run, shown_keys, by_method=keys is None) for run in runs]
-    ids_by_name: dict[str, dict[tuple[str, ...], None]] = {}
-    for candidate, id_ in zip(candidates, ids, strict=True):
-        ids_by_name.setdefault(candidate, {})[id_] = None
-    names = []
-    for candidate, id_ in zip(candidates, ids, strict=True):
-        position = list(ids_by_name[candidate]).index(id_)
-        names.append(candidate if position == 0 else f"{candidate} #{position + 1}")
+    names, ids_by_name = [], dict[str, list[tuple[str, ...]]]()
+    for run in runs:
+        name = _arm_name(run, shown_keys, by_method=keys is None)
+        id_ = tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys)
+        ids = ids_by_name.setdefault(name, [])
+        if id_ not in ids:
+            ids.append(id_)
+        names.append(name if id_ == ids[0] else f"{name} #{ids.index(id_) + 1}")
     return names
 
 
@@ -223,11 +223,10 @@ def _find_folder(path: Path, runs_dir: Path) -> Path:
 
 def _runs_in(path: Path) -> list[ArmRun]:
     """Return the runs in a folder; those outside a sweep have neither arm nor seed yet."""
-    if os.path.isfile(path / "config.yaml"):
-        return [ArmRun("", 0, path)]
-    if os.path.isfile(path / PLAN_FILE):
+    if os.path.isfile(path / PLAN_FILE) and not os.path.isfile(path / "config.yaml"):
         return read_sweep(path).runs
-    folders = sorted(file.parent for file in path.glob("*/config.yaml"))
+    here = [path] if os.path.isfile(path / "config.yaml") else []
+    folders = here or sorted(file.parent for file in path.glob("*/config.yaml"))
     if not folders:
         sweeps = sorted(file.parent.name for file in path.glob(f"*/{PLAN_FILE}"))
         hint = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
@@ -241,38 +240,27 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
     """Return the same runs with arms made of their settings. A run without readable settings keeps its arm."""
     settings: dict[Path, dict[str, Any]] = {}
     for run in selection.runs:
-        try:
+        with suppress(UserError):  # the report lists the run with the reason
             settings[run.folder] = read_settings(run.folder)
-        except UserError:
-            continue  # the report lists the run with the reason
     keys = chosen_keys(by, settings.values()) if by else None
     names = dict(zip(settings, arm_names(list(settings.values()), keys), strict=True))
-    runs = [
-        ArmRun(names.get(run.folder, run.arm), _seed(settings.get(run.folder, {}), run.seed), run.folder)
-        for run in selection.runs
-    ]
+    runs = []
+    for run in selection.runs:
+        seed = settings.get(run.folder, {}).get("seed")
+        arm = names.get(run.folder, run.arm)
+        runs.append(ArmRun(arm, seed if isinstance(seed, int) else run.seed, run.folder))
     others = [] if keys is None else [key for key in differing_settings(settings.values()) if key not in keys]
-    notes = list(selection.notes)
-    if others:
-        values = _format_values(others, settings.values())
-        notes.append(f"The arms are grouped by {', '.join(by)} only; the runs also differ in {values}.")
-    baseline = selection.baseline if selection.baseline in names.values() else None
-    return replace(selection, runs=runs, baseline=baseline, notes=tuple(notes))
-
-
-def _format_values(keys: Iterable[str], runs: Iterable[Settings]) -> str:
-    """Return `optim.lr (1e-4, 2e-4), ...`."""
-    listed = list(runs)
-    texts = []
-    for key in keys:
-        values = dict.fromkeys(format_setting(run[key]) for run in listed if key in run)
-        texts.append(f"{key} ({', '.join(values)})")
-    return ", ".join(texts)
-
-
-def _seed(settings: Settings, default: int) -> int:
-    seed = settings.get("seed", default)
-    return seed if isinstance(seed, int) else default
+    values = [
+        f"{key} ({', '.join(dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run))})"
+        for key in others
+    ]
+    note = f"The arms are grouped by {', '.join(by)} only; the runs also differ in {', '.join(values)}."
+    return replace(
+        selection,
+        runs=runs,
+        baseline=selection.baseline if selection.baseline in names.values() else None,
+        notes=(*selection.notes, note) if others else selection.notes,
+    )
 
 
 def _check_unique(folders: Iterable[Path]) -> None:
@@ -284,19 +272,19 @@ def _check_unique(folders: Iterable[Path]) -> None:
         seen.add(folder.resolve())
 
 
+def _differs(key: str, runs: Iterable[Settings]) -> bool:
+    return len({format_setting(run.get(key, ABSENT)) for run in runs}) > 1
+
+
 def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
     """Return `keys` without those that differ only because the runs' methods or tasks have different settings."""
     independent = []
     for key in keys:
-        tag = _TAGS.get(key.split(".")[0])
-        runs_by_tag: dict[str, list[Settings]] = {}
+        tag = _TAGS.get(key.split(".")[0], key)
+        same_tag: dict[str, list[Settings]] = {}
         for run in runs:
-            value = format_setting(run.get(tag, ABSENT)) if tag else ""
-            runs_by_tag.setdefault(value, []).append(run)
-        if key == tag or any(
-            len({format_setting(run.get(key, ABSENT)) for run in same_tag}) > 1
-            for same_tag in runs_by_tag.values()
-        ):
+            same_tag.setdefault(format_setting(run.get(tag, ABSENT)), []).append(run)
+        if key == tag or any(_differs(key, group) for group in same_tag.values()):
             independent.append(key)
     return independent
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.reports.sweep.arms import SPREAD, Arm, Report
-from bandpo_cli.reports.sweep.findings import p_text
 from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.statistics import Estimate, PairedTest
 
@@ -65,6 +64,11 @@ def short_range_text(metric: Metric, arm: Arm) -> str:
         return f"±{metric.text(estimate.high - estimate.mean)}"
     ends = (estimate.low, estimate.high)
     return "–".join(f"{end:g}" if end in metric.limits else metric.text(end) for end in ends)
+
+
+def p_text(p: float) -> str:
+    """Return a p-value with two or three digits; `< 0.001` below that."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | None) -> list[str]:
