@@ -125,18 +125,19 @@ def _shorten(text: str) -> str:
     return text[:_HEAD_CHARS] + _CUT + text[-tail_chars:]
 
 
-class UserError(Exception):
+class _OneLineError(Exception):
+    """An error whose message is one printable line without credentials."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(one_line(redact_credentials(line)))
+
+
+class UserError(_OneLineError):
     """A mistake in the input of the user: printed as one line without a traceback, exit code 2."""
 
-    def __init__(self, line: str) -> None:
-        super().__init__(one_line(redact_credentials(line)))
 
-
-class RunError(Exception):
+class RunError(_OneLineError):
     """A run that cannot continue, without a mistake of the user: one line, exit code 1. The run folder is intact."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__(one_line(redact_credentials(line)))
 
 
 class LostRankError(RunError):
@@ -206,6 +207,12 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     # The time of the search grows with the square of the length: a long name would take minutes.
     matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def unknown_choice(value: object, allowed: Iterable[str]) -> str:
+    """Return `unknown (did you mean 'x'?); allowed: x, y` for a value that is not one of `allowed`."""
+    names = list(allowed)
+    return f"unknown{nearest(str(value), names)}; allowed: {', '.join(names)}"
 
 
 def plural(number: int, noun: str) -> str:

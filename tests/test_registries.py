@@ -70,7 +70,7 @@ def test_an_entry_is_registered_once_and_can_be_removed() -> None:
     registry = Registry("pet", [Entry("cat", "a cat"), Entry("dog", "a dog")])
     with pytest.raises(ValueError, match="pet 'dog' already"):
         registry.register(Entry("dog", "another dog"))
-    registry.unregister("cat")
+    del registry["cat"]
     assert [*registry] == ["dog"]
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,14 @@ MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded and not METHOD
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
     """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
-    found: list[float] = []
+    values: list[float] = []
     for word in words:
-        if word == "-":
-            found += _from_text(sys.stdin.read(), "standard input")
-        else:
-            found.append(_probability(word, "PROB"))
+        values += (
+            _from_text(sys.stdin.read(), "standard input") if word == "-" else [_probability(word, "PROB")]
+        )
     if file is not None:
-        found += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
-    return found
+        values += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
+    return values
 
 
 def _from_text(text: str, source: str) -> list[float]:
@@ -100,7 +99,7 @@ def compared_methods(texts: Iterable[str]) -> list[str]:
                 f"--compare: {name} has no interval of ratios: {METHODS[name].without_bounds}; "
                 f"allowed: {', '.join(PEERS)}"
             )
-        check_choice("--compare", name, tuple(PEERS))
+        check_choice("--compare", name, PEERS)
     return found
 
 
@@ -178,7 +177,7 @@ def print_matches(method: str | None, at: str | None, regions: Sequence[str], st
     if prob == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
     upper = float(ratio_bounds(PEERS[method])(np.log([prob])).upper[0])
-    found = [
+    rows: list[dict[str, Any]] = [
         {
             "divergence": name,
             "method": method,
@@ -188,39 +187,25 @@ def print_matches(method: str | None, at: str | None, regions: Sequence[str], st
         }
         for name in regions
     ]
-    _MATCH_PRINTERS[style](found)
+    if style == "json":
+        print(json.dumps(rows, indent=1))
+    elif style == "csv":
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        console = Console(highlight=False)
+        console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
+        table = make_table("Band", "delta")
+        for row in rows:
+            delta = row["delta"]
+            table.add_row(row["divergence"], _no_match(prob, upper) if delta is None else f"{delta:.9g}")
+        console.print(table)
 
 
-def _print_matches_table(found: list[dict[str, Any]]) -> None:
-    first, console = found[0], Console(highlight=False)
-    method, prob, upper = first["method"], first["prob"], first["upper"]
-    console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
-    table = make_table("Band", "delta")
-    for row in found:
-        table.add_row(row["divergence"], _reason(row) if row["delta"] is None else f"{row['delta']:.9g}")
-    console.print(table)
-
-
-def _reason(row: dict[str, Any]) -> str:
+def _no_match(prob: float, upper: float) -> str:
     """Return why no Band has that upper bound."""
-    limit = 1.0 / row["prob"]
-    if row["upper"] > limit:
+    limit = 1.0 / prob
+    if upper > limit:
         return f"none: a Band never passes the simplex, r ≤ 1/p = {limit:.6g}"
     return f"none: only an infinite radius lets a token become certain, r = 1/p = {limit:.6g}"
-
-
-def _print_matches_json(found: list[dict[str, Any]]) -> None:
-    print(json.dumps(found, indent=1))
-
-
-def _print_matches_csv(found: list[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(sys.stdout, list(found[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-
-
-_MATCH_PRINTERS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
-    "table": _print_matches_table,
-    "json": _print_matches_json,
-    "csv": _print_matches_csv,
-}

@@ -7,12 +7,9 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import complete_shipped_config
+from bandpo_cli.cli.options import command_group
 
-configs_app = typer.Typer(
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+configs_app = command_group(invoke_without_command=True)
 
 
 @configs_app.callback()

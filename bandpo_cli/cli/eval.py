@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +22,7 @@ from bandpo_cli.cli.options import (
     RunsDir,
     TableOrJson,
     Tracking,
+    command_group,
     given_options,
     refuse_with,
     takes_settings,
@@ -29,15 +32,11 @@ from bandpo_cli.registries import tasks_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bandpo_cli.config.layers import Layer
     from bandpo_cli.experiments.eval_request import EvalRequest
+    from bandpo_cli.experiments.eval_run import EvalResult
     from bandpo_cli.storage.eval_folder import EvalFolder
 
-eval_app = typer.Typer(
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+eval_app = command_group(invoke_without_command=True)
 
 _GC_THRESHOLDS = (50_000, 10, 10)
 """Thresholds of the garbage collector. The imports of an evaluation create 175,000 objects and hardly any garbage; with
@@ -153,13 +152,11 @@ def evaluate(
         return None
     gc.set_threshold(*_GC_THRESHOLDS)
     from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
-    from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
+    from bandpo_cli.experiments.eval_run import plan_evaluation_resume, resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name
     from bandpo_cli.rank_process import launched_name
     from bandpo_cli.storage.eval_folder import EvalFolder
@@ -169,13 +166,15 @@ def evaluate(
     if resume is not None:
         extra = [option for option in given if option not in _OF_RESUME]
         refuse_with("--resume", "an evaluation is resumed with its own settings", extra)
-        return _resume(console, format_, resume, runs_dir, nest(tracking).get("tracking", {}), nproc)
-    grader = settings.pop("task.grader", None)
-    files = [*map(read_config, config or []), nest(tracking | settings)]
-    assignments = [read_assignments(set_ or [])]
+        folder = EvalFolder.open(runs_dir, resume)
+        layer = nest(tracking).get("tracking", {})
+        request = plan_evaluation_resume(folder, layer)
+        start = partial(resume_evaluation, resume, runs_dir, layer, request=request)
+        return _execute(start, request, folder, runs_dir, console, format_, nproc)
     if samples is not None:
         extra = [option for option in given if option in _OF_SAMPLING]
         refuse_with("--samples", "nothing is sampled", extra)
+    grader = settings.pop("task.grader", None)
     request = plan_evaluation(
         "embedded" if model is None else model,
         task or [],
@@ -183,19 +182,42 @@ def evaluate(
         n=n,
         k=None if k is None else read_k(k),
         grader=grader,
-        base=files,
-        settings=assignments,
+        base=[*map(read_config, config or []), nest(tracking | settings)],
+        settings=[read_assignments(set_ or [])],
         legacy_best_at_k=legacy_best_at_k,
         runs_dir=runs_dir,
     )
     asked = launched_name() if name is None else name
-    folder_name = choose_run_name(runs_dir, asked, request.default_name())
+    folder = EvalFolder(runs_dir / choose_run_name(runs_dir, asked, request.default_name()))
+    # The name is chosen again at the start: another process may have taken the default one since.
+    start = partial(run_evaluation, request, runs_dir=runs_dir, name=asked)
+    return _execute(start, request, folder, runs_dir, console, format_, nproc)
+
+
+def _execute(
+    start: Callable[..., EvalResult],
+    request: EvalRequest,
+    folder: EvalFolder,
+    runs_dir: Path,
+    console: Console,
+    style: str,
+    nproc: int | None,
+) -> int | None:
+    """Evaluate by `start` with the console view, and print the files; or start the ranks of `--nproc`.
+
+    Returns:
+        The exit code of the ranks; None without them.
+    """
+    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
+    from bandpo_cli.cli.launch import ranks_to_start
+    from bandpo_cli.cli.signals import exit_on_sigterm
+
     if (ranks := ranks_to_start(nproc)) is not None:
-        return _launch(ranks, request, EvalFolder(runs_dir / folder_name), runs_dir)
-    print_request(console, request)
-    with exit_on_sigterm(), closing(EvalView(console, format_, runs_dir)) as view:
-        # The name is chosen again: another process may have taken the default one since.
-        result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
+        return _launch(ranks, request, folder, runs_dir)
+    if not folder.samples_path.exists():
+        print_request(console, request)
+    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
+        result = start(callbacks=[view])
     print_files(console, result)
     return None
 
@@ -213,28 +235,6 @@ def _launch(count: int, request: EvalRequest, folder: EvalFolder, runs_dir: Path
 
     check_rank_settings(request.config, count)
     return launch(count, request.config.model, how_to_continue, folder.path.name)
-
-
-def _resume(
-    console: Console, style: str, name: str, runs_dir: Path, tracking: Layer, nproc: int | None = None
-) -> int | None:
-    """Resume an evaluation, and print its metrics and files. Return the exit code of `--nproc`."""
-    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
-    from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.cli.signals import exit_on_sigterm
-    from bandpo_cli.experiments.eval_run import plan_evaluation_resume, resume_evaluation
-    from bandpo_cli.storage.eval_folder import EvalFolder
-
-    folder = EvalFolder.open(runs_dir, name)
-    request = plan_evaluation_resume(folder, tracking)
-    if (ranks := ranks_to_start(nproc)) is not None:
-        return _launch(ranks, request, folder, runs_dir)
-    if not folder.samples_path.exists():
-        print_request(console, request)
-    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
-        result = resume_evaluation(name, runs_dir, tracking, [view], request)
-    print_files(console, result)
-    return None
 
 
 @eval_app.command()

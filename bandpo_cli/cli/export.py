@@ -8,13 +8,10 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles
+from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, command_group
 
-export_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Write an experiment for verl, or the policy of a run as a model folder.",
+export_app = command_group(
+    help="Write an experiment for verl, or the policy of a run as a model folder.", no_args_is_help=True
 )
 
 

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import RUNS, RunsDir
+from bandpo_cli.cli.options import RUNS, RunsDir, command_group
 
-import_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Read runs of another engine into the runs folder.",
-)
+import_app = command_group(help="Read runs of another engine into the runs folder.", no_args_is_help=True)
 
 
 @import_app.callback()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bandpo_cli.cli.completion import complete_config, complete_task, folder_of, one_of, several_of
-from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.registries import (
     DIVERGENCES,
     ENGINES,
@@ -237,11 +237,10 @@ def refuse_with(flag: str, why: str, extra: Sequence[str]) -> None:
         raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
 
 
-def check_choice(flag: str, value: str, allowed: Iterable[str]) -> str:
+def check_choice(flag: str, value: str, allowed: Collection[str]) -> str:
     """Return `value` if it is one of `allowed`, else raise a UserError."""
-    names = list(allowed)
-    if value not in names:
-        raise UserError(f"{flag} {value}: unknown{nearest(value, names)}; allowed: {', '.join(names)}")
+    if value not in allowed:
+        raise UserError(f"{flag} {value}: {unknown_choice(value, allowed)}")
     return value
 
 
@@ -258,6 +257,12 @@ def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None =
         callback=lambda value: None if value is None else check_choice(flag, value.lower(), allowed),
         autocompletion=one_of(allowed),
     )
+
+
+def command_group(**more: Any) -> typer.Typer:
+    """Return an application for commands of two words, such as `export verl`; `more` are arguments of `typer.Typer`."""
+    help_options = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(rich_markup_mode="rich", context_settings=help_options, **more)
 
 
 ConfigFiles = Annotated[

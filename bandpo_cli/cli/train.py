@@ -185,9 +185,8 @@ def _execute(
     Raises:
         SystemExit: a signal has stopped the run.
     """
-    from bandpo_cli.cli.profile_view import print_profile
     from bandpo_cli.cli.signals import StopSignals
-    from bandpo_cli.cli.statement import print_summary
+    from bandpo_cli.cli.statement import print_profile, print_summary
     from bandpo_cli.cli.train_view import TrainView
 
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from bandpo_cli.errors import nearest
+from bandpo_cli.errors import unknown_choice
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -76,10 +79,8 @@ def choice_of(field: FieldInfo) -> Choice | None:
     return next((each for each in field.metadata if isinstance(each, Choice)), None)
 
 
-def check_known(value: Any, allowed: Iterable[str]) -> str:
+def check_known(value: Any, allowed: Collection[str]) -> str:
     """Return `value` if it is one of `allowed`; raise a pydantic error that lists them otherwise."""
-    names = list(allowed)
-    if isinstance(value, str) and value in names:
+    if isinstance(value, str) and value in allowed:
         return value
-    message = f"unknown{nearest(str(value), names)}; allowed: {', '.join(names)}"
-    raise PydanticCustomError("unknown_name", "{message}", {"message": message})
+    raise PydanticCustomError("unknown_name", "{message}", {"message": unknown_choice(value, allowed)})

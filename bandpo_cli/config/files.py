@@ -102,18 +102,14 @@ def read_config(path: Path, where: str = "--config") -> FileLayer:
         ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
     file = find_config(path, where)
-    content = read_yaml(file, f"{where} {path}")
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{where} {path}: expected `section:` with `key: value` lines, found {kind_of(content)}"
-        )
-    return FileLayer(content, f"{where} {path}", file)
+    return FileLayer(read_mapping(file, f"{where} {path}"), f"{where} {path}", file)
 
 
-def kind_of(value: Any) -> str:
-    """Return what a YAML document holds in place of a mapping: `a list`, `a bare text`, `a bare int`."""
-    return {"list": "a list", "str": "a bare text"}.get(
-        type(value).__name__, f"a bare {type(value).__name__}"
-    )
+def read_mapping(file: Path, where: str) -> dict[str, Any]:
+    """Return the settings by section in a YAML file; raise ConfigError, which begins with `where`, for another file."""
+    content = read_yaml(file, where)
+    if content is None or isinstance(content, dict):
+        return content or {}
+    name = type(content).__name__
+    kind = {"list": "a list", "str": "a bare text"}.get(name, f"a bare {name}")
+    raise ConfigError(f"{where}: expected `section:` with `key: value` lines, found {kind}")

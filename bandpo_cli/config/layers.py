@@ -18,12 +18,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bandpo_cli.config.base import Choice, choice_of
-from bandpo_cli.config.files import FileLayer, kind_of
+from bandpo_cli.config.files import FileLayer, read_mapping
 from bandpo_cli.config.habits import setting_for
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import task_defaults
-from bandpo_cli.config.yaml_loader import parse_yaml, read_yaml
-from bandpo_cli.errors import ConfigError, has_secret, nearest, redact_credentials
+from bandpo_cli.config.yaml_loader import parse_yaml
+from bandpo_cli.errors import ConfigError, has_secret, nearest, redact_credentials, unknown_choice
 from bandpo_cli.registries.methods import method_name
 
 _MAX_PEERS = 7
@@ -57,11 +57,6 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def read_value(text: str, where: str) -> Any:
-    """Return the value that `text` has in YAML. Raise ConfigError, which begins with `where`, if it has none."""
-    return parse_yaml(text, where)
-
-
 def split_values(text: str) -> list[str]:
     """Return the values of a comma-separated list, without the spaces around them: 0.01 and 0.05 of `0.01, 0.05`.
 
@@ -78,14 +73,7 @@ def read_layer(path: Path, where: str = "--config") -> Layer:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
-    content = read_yaml(path, f"{where} {path}")
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{where} {path}: expected `section:` with `key: value` lines, found {kind_of(content)}"
-        )
-    return without_secret(content)
+    return without_secret(read_mapping(path, f"{where} {path}"))
 
 
 def without_secret(layer: Layer) -> Layer:
@@ -290,14 +278,12 @@ def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:
         key = str(error["ctx"]["discriminator"])
         given = value.get(key) if isinstance(value, dict) else value
         allowed = str(error["ctx"]["expected_tags"]).split(", ")
-        return (
-            f"{path}.{key} = {given!r}: unknown{nearest(str(given), allowed)}; allowed: {', '.join(allowed)}"
-        )
+        return f"{path}.{key} = {given!r}: {unknown_choice(given, allowed)}"
     if kind == "literal_error":
         field = owner.model_fields.get(path.split(".")[-1]) if owner else None
         allowed = [str(name) for name in _literal_values(field.annotation)] if field else []
         allowed = allowed or [str(error["ctx"]["expected"])]
-        return f"{path} = {value!r}: unknown{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
+        return f"{path} = {value!r}: {unknown_choice(value, allowed)}"
     message = error["msg"].removeprefix("Value error, ")
     if not path:
         return message

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.base import Choice, Section
+from bandpo_cli.config.base import Choice, Positive, Section
 from bandpo_cli.registries import DIVERGENCES, METHODS, load_attribute
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
@@ -75,8 +75,6 @@ DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
 
 _DEFAULT_POWER = 2.0  # that of BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
 _SCHEDULE_FIELDS = ("delta_schedule", "delta_end", "delta_power", "delta_steps")
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TrustRegionSettings(MethodSettings):

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bandpo_cli.config.methods import MethodSettings, Positive, TrustRegionSettings
+from bandpo_cli.config.base import NotNegative, Positive
+from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 DPPO_DELTAS = {"kl": 0.05, "tv": 0.15}

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
-from bandpo_cli.config.base import Section
+from bandpo_cli.config.base import NotNegative, Positive, Section
 from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
 from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
 from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
@@ -42,8 +42,6 @@ class TrackingConfig(Section):
 
 
 EMBEDDED_MODEL = "embedded"
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class LoraSettings(Section):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
-from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.errors import ConfigError, UserError, plural, unknown_choice
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.rank_group import check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
@@ -209,9 +209,7 @@ def check_executor(executor: Executor) -> None:
     """Raise ConfigError for an executor that is unknown or not installed, or options that do not fit."""
     name, address, margin = executor.name, executor.address, executor.stop_margin
     if name not in EXECUTORS:
-        raise ConfigError(
-            f"--executor {name}: unknown{nearest(name, EXECUTORS)}; allowed: {', '.join(EXECUTORS)}"
-        )
+        raise ConfigError(f"--executor {name}: {unknown_choice(name, EXECUTORS)}")
     if address is not None and name != "ray":
         raise ConfigError(f"--ray-address {address}: goes with --executor ray")
     if name == "ray" and find_spec("ray") is None:

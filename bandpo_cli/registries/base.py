@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-class Registry(Mapping[str, E]):
+class Registry(dict[str, E]):
     """Entries by name, in the order of registration."""
 
     def __init__(
@@ -51,33 +51,19 @@ class Registry(Mapping[str, E]):
         self.kind = kind
         self.custom = custom
         self._is_custom = is_custom or is_function_path
-        self._entries: dict[str, E] = {}
         for entry in entries:
             self.register(entry)
 
-    def __getitem__(self, name: str) -> E:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def register(self, entry: E) -> E:
         """Add an entry and return it. Raise ValueError if its name is taken."""
-        if entry.name in self._entries:
+        if entry.name in self:
             raise ValueError(f"there is a {self.kind} '{entry.name}' already; choose another name")
-        self._entries[entry.name] = entry
+        self[entry.name] = entry
         return entry
-
-    def unregister(self, name: str) -> None:
-        """Remove an entry. Raise KeyError if there is none of that name."""
-        del self._entries[name]
 
     def names_text(self, where: Callable[[E], bool] = lambda entry: True) -> str:
         """Return the names of the entries for which `where` is true, for a help text: "band, clip or none"."""
-        names = [name for name, entry in self._entries.items() if where(entry)]
+        names = [name for name, entry in self.items() if where(entry)]
         if self.custom:
             return f"{', '.join(names)}, or {self.custom}"
         return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

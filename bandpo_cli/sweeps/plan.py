@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bandpo_cli.config.layers import Layer, nest, read_value, resolve, split_values
+from bandpo_cli.config.layers import Layer, nest, resolve, split_values
 from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
+from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import is_valid_name
@@ -115,7 +116,7 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
             raise ConfigError(
                 f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
             )
-        axes[key] = [read_value(item, f"{key}={item}") for item in items]
+        axes[key] = [parse_yaml(item, f"{key}={item}") for item in items]
     return axes
 
 

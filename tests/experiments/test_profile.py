@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bandpo_cli.cli.profile_view import print_profile
+from bandpo_cli.cli.statement import print_profile
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, StepProfile, check_profile_steps

@@ -296,8 +296,8 @@ def stub_engines() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(engine_child, "_SOURCE", STUB_SOURCE)
             yield patch
     finally:
-        ENGINES.unregister("stub")
-        ENGINES.unregister("copy")
+        del ENGINES["stub"]
+        del ENGINES["copy"]
 
 
 def stub_settings(engine: str) -> RunConfig:
