@@ -1,7 +1,8 @@
-"""Prefixes of metric names and of profiler labels."""
+"""Names of metrics, and the prefix of profiler labels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -12,7 +13,15 @@ metrics are: comparisons of runs leave these out."""
 PROFILER_PREFIX = "bandpo/"
 """Prefix of the labels that a profiler trace has for the phases of a step."""
 
+SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
+"""The name of mean@n or pass@k of an evaluation set: the set, the kind, and n or k."""
+
 Value = TypeVar("Value")
+
+
+def is_heldout_accuracy(key: str) -> bool:
+    """Return whether the metric `key` is mean@n of an evaluation set."""
+    return (match := SCORE.fullmatch(key)) is not None and match[2] == "mean"
 
 
 def is_clock_metric(key: str) -> bool:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line
 from bandpo_cli.cli.signals import STOPPING, StopSignals
+from bandpo_cli.metric_names import SCORE
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
@@ -133,10 +134,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
-        prefix, _, metric = key.rpartition("/")
-        if prefix.startswith("eval/") and metric.startswith(("mean_at_", "pass_at_")):
-            label = prefix.removeprefix("eval/")
-            by_set.setdefault(label, []).append(f"{metric.replace('_at_', '@')} {value:.3f}")
+        if match := SCORE.fullmatch(key):
+            by_set.setdefault(match[1], []).append(f"{match[2]}@{match[3]} {value:.3f}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())

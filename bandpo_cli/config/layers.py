@@ -113,16 +113,6 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
     return layer
 
 
-def flag_layer(flags: Mapping[tuple[str, ...], Any]) -> Layer:
-    """Return flags, by the path of their setting, as a layer; a value of None is a flag that was not given."""
-    layer: dict[str, Any] = {}
-    for path, value in flags.items():
-        if value is None:
-            continue
-        _set_nested(layer, path, value, "flags")
-    return layer
-
-
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted settings as sections: {"optim.lr": 1e-4} as {"optim": {"lr": 1e-4}}.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.data import FILE_SUFFIXES, Source
-from bandpo_cli.config.layers import Layer, flag_layer, read_layer, resolve, without_secret
+from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, without_secret
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import DataTask, task_from_arguments
@@ -165,15 +165,16 @@ def plan_evaluation(
     Raises:
         UserError: there is no such model, task or file, or a setting cannot be used.
     """
-    flags: dict[tuple[str, ...], Any] = {
-        ("evaluation",): samples_layer(options.get("n"), options.get("k")) or None,
-        ("evaluation", "temperature"): options.get("temperature"),
-        ("evaluation", "problems"): options.get("limit"),
-        ("sampling", "max_tokens"): options.get("max_tokens"),
-        ("sampling", "engine"): options.get("sampler"),
-        ("seed",): options.get("seed"),
+    flags = {
+        "evaluation": samples_layer(options.get("n"), options.get("k")) or None,
+        "evaluation.temperature": options.get("temperature"),
+        "evaluation.problems": options.get("limit"),
+        "sampling.max_tokens": options.get("max_tokens"),
+        "sampling.engine": options.get("sampler"),
+        "seed": options.get("seed"),
     }
-    layers = [*base, flag_layer(flags), *options.get("settings", ())]
+    given = nest({key: value for key, value in flags.items() if value is not None})
+    layers = [*base, given, *options.get("settings", ())]
     samples, grader = options.get("samples"), options.get("grader")
     legacy = options.get("legacy_best_at_k", False)
     if samples is not None:

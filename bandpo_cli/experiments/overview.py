@@ -16,6 +16,7 @@ from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.metric_names import is_heldout_accuracy
 from bandpo_cli.registries.methods import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
@@ -196,7 +197,7 @@ def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
 @lru_cache  # most lines of a run have the same keys
 def _listed_keys(keys: tuple[str, ...]) -> list[str]:
     needed = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
-    return [key for key in keys if key in needed or "/mean_at_" in key]
+    return [key for key in keys if key in needed or is_heldout_accuracy(key)]
 
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:

@@ -250,7 +250,7 @@ def run_steps(
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
-    stop = stop_requested or _never_stop
+    stop = stop_requested or loop.never_stop
     last = first_step - 1
     with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
         with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
@@ -374,7 +374,3 @@ def _eval_metrics(record: dict[str, Any]) -> dict[str, Any]:
 def _last_step(records: Sequence[dict[str, Any]]) -> int:
     """Return the step of the last record; 0 before the first one."""
     return int(records[-1]["step"]) if records else 0
-
-
-def _never_stop() -> bool:
-    return False

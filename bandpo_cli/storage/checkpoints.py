@@ -22,6 +22,7 @@ from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.metric_names import is_heldout_accuracy
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
 from bandpo_cli.storage.files import (
     file_checksum,
@@ -229,7 +230,7 @@ def record_score(record: Mapping[str, Any], metric: str | None = None) -> float 
     if metric is not None:
         value = record.get(metric)
         return float(value) if isinstance(value, int | float) else None
-    means = [value for key, value in record.items() if key.startswith("eval/") and "/mean_at_" in key]
+    means = [value for key, value in record.items() if is_heldout_accuracy(key)]
     return sum(means) / len(means) if means and None not in means else None
 
 

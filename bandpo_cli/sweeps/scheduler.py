@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.metric_names import is_heldout_accuracy
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, read_metrics
 from bandpo_cli.storage.run_record import read_summary
@@ -215,8 +216,4 @@ def _failure_message(folder: SweepFolder, name: str, code: int) -> str:
 
 def _heldout_means(record: Mapping[str, Any]) -> list[float]:
     """Return mean@n of each evaluation set in a line of metrics.jsonl."""
-    return [
-        value
-        for key, value in record.items()
-        if key.startswith("eval/") and "/mean_at_" in key and isinstance(value, float)
-    ]
+    return [value for key, value in record.items() if is_heldout_accuracy(key) and isinstance(value, float)]

@@ -50,8 +50,8 @@ from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
 
-def _never_stop() -> bool:
-    """Return False; the default of `stop`."""
+def never_stop() -> bool:
+    """Return False: the default of `stop`."""
     return False
 
 
@@ -61,7 +61,7 @@ def train(
     folder: RunFolder,
     watch: Callable[[str], None] = ignore_phase,
     first: int = 0,
-    stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = never_stop,
 ) -> Generator[StepReport, None, None]:
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 

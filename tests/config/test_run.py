@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.config.layers import flag_layer, resolve
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import ConfigError
 
@@ -93,9 +93,3 @@ def test_adamw_defaults_equal_those_of_torch() -> None:
     expected = inspect.signature(torch.optim.AdamW).parameters
     assert OptimConfig().betas == expected["betas"].default
     assert OptimConfig().eps == expected["eps"].default
-
-
-def test_a_flag_of_zero_is_a_value_and_none_is_not() -> None:
-    flags = {("seed",): 0, ("bounds", "delta"): None, ("optim", "warmup_steps"): 0, ("optim", "lr"): 1e-4}
-    assert flag_layer(flags) == {"seed": 0, "optim": {"warmup_steps": 0, "lr": 1e-4}}
-    assert resolve([{"seed": 3}, flag_layer(flags)]).seed == 0

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.metric_names import SCORE
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
 from bandpo_cli.reports.sweep.statistics import area_under
 from bandpo_cli.storage.run_folder import iterate_metrics
 from bandpo_cli.storage.run_record import read_summary
 
-_EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 _BIN = re.compile(r"clip/active_fraction/(p_[\d.e-]+_[\d.e-]+)")
 
 _MAX_STEPS = 10**12
@@ -191,7 +191,7 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
 
 def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
     """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
-    final = {match[0]: match for name in (records[-1] if records else {}) if (match := _EVAL.fullmatch(name))}
+    final = {match[0]: match for name in (records[-1] if records else {}) if (match := SCORE.fullmatch(name))}
     means = {match[1]: match for match in final.values() if match[2] == "mean"}
     found = {}
     for label, match in means.items():
