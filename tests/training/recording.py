@@ -89,9 +89,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Update:
-    """An AdamW step: its learning rate, the largest gradient entry, and the weights after it."""
+    """An AdamW step: the largest gradient entry, and the weights after it."""
 
-    lr: float
     largest_gradient: float
     weights: Weights
 
@@ -187,42 +186,25 @@ class RecordingSampler:
     """Samples from a copy of the weights that only `sync` replaces, and records every call.
 
     Args:
-        shift: added to the reported log-prob of each token, by token id: an engine with other kernels,
-                which reports no entropy.
         stale: `sync` replaces the weights but not the version that completions report.
     """
 
-    def __init__(
-        self,
-        components: Components,
-        shares_weights: bool = True,
-        shift: Callable[[int], float] | None = None,
-        stale: bool = False,
-    ) -> None:
+    shares_weights = True
+
+    def __init__(self, components: Components, stale: bool = False) -> None:
         self.recording: Recording
-        self.shares_weights = shares_weights
-        self._shift, self._stale, self._version = shift, stale, 0
+        self._stale = stale
         self._model = copy.deepcopy(components.policy.model)
         self._sampler = TransformersSampler(self._model, components.policy.pad_id)
 
     def sample(
         self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        completions_PG = [
-            [self._reported(completion) for completion in group]
-            for group in self._sampler.sample(prompts_P, params, seed)
-        ]
+        completions_PG = self._sampler.sample(prompts_P, params, seed)
         step = self.recording.current
         step.order.append("sample")
         step.samples.append(SampleCall([tuple(ids) for ids in prompts_P], params, seed, completions_PG))
         return completions_PG
-
-    def _reported(self, completion: Completion) -> Completion:
-        if self._shift is None:
-            return completion
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        shifted = tuple(logprob + self._shift(token) for token, logprob in pairs)
-        return replace(completion, logprobs=shifted, entropies=())
 
     def sleep(self) -> None:
         self.recording.current.order.append("sleep")
@@ -339,9 +321,7 @@ def execute(recording: Recording, first: int = 0, stop: Callable[[], bool] = lam
         (group,) = optimizer.param_groups
         largest = max(each.grad.abs().max().item() for each in group["params"] if each.grad is not None)
         recording.current.order.append("update")
-        recording.current.updates.append(
-            Update(group["lr"], largest, weights_of(recording.components.policy.model))
-        )
+        recording.current.updates.append(Update(largest, weights_of(recording.components.policy.model)))
 
     hook = register_optimizer_step_post_hook(note_update)
     config, components, folder = recording.config, recording.components, recording.folder

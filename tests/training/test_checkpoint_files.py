@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bandpo_cli.config.run import ModelConfig
@@ -48,25 +48,6 @@ def test_updates_after_loading_equal_uninterrupted_ones(
     for name, tensor in tensors(other).items():
         assert torch.equal(tensor, expected[name]), name
     assert one.optimizer.lr == other.optimizer.lr
-
-
-def test_the_saved_state_is_that_of_adamw(embedded: Policy, tmp_path: Path) -> None:
-    """Compared with the definition of the moments: exponential means of one gradient and its square."""
-    trained = fresh(embedded, torch.bfloat16)
-    parameter = trained.policy.model.get_parameter("model.norm.weight")
-    before = parameter.detach().float().clone()
-    update(trained, 1)
-    save_checkpoint(*trained, STEP, tmp_path / "step-000010")
-    state = load_file(tmp_path / "step-000010" / "trainer" / "optimizer.safetensors")
-    mean, square = (state[f"model.norm.weight.{name}"] for name in ("exp_avg", "exp_avg_sq"))
-    assert state["model.norm.weight.step"] == 1
-    gradient = mean / 0.1
-    torch.testing.assert_close(square, 0.001 * gradient**2)
-    master = state["model.norm.weight.master"]
-    assert master.dtype == torch.float32
-    torch.testing.assert_close(master, before - 1e-2 * gradient.sign(), atol=1e-5, rtol=0)
-    assert torch.equal(parameter, master.bfloat16())
-    assert "lm_head.weight.master" not in state  # tied to the embedding
 
 
 def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -100,18 +99,3 @@ def test_masked_tokens_are_not_counted_as_clipped(method: str) -> None:
     used = (kept == 1) & (experience.advantages != 0)
     assert metrics["gradient/zero_fraction"] == pytest.approx(clipped.sum().item() / used.sum().item())
     assert metrics["gradient/weight_max"] == pytest.approx(ratios[used & ~clipped].max().item(), rel=1e-4)
-
-
-def test_truncated_completions_scale_their_gradient() -> None:
-    """All tokens have the ratio e: the weight is the cap, for tokens and for completions."""
-    gradients = []
-    for rule, cap in (("token-truncate", 1.5), ("sequence-truncate", 1.5), ("sequence-truncate", 10.0)):
-        config = config_of(
-            objective={"importance": rule, "importance_cap": cap}, optim={"max_grad_norm": None}
-        )
-        policy = policy_of()
-        groups = shifted_groups(graded_groups(policy), by=-1.0)
-        updated(policy, experience_of(policy, groups, config), config)
-        gradients.append(gradient_of(policy))
-    torch.testing.assert_close(gradients[1], gradients[0])
-    torch.testing.assert_close(gradients[2], gradients[0] * math.e / 1.5, rtol=1e-4, atol=1e-6)

@@ -113,46 +113,6 @@ def test_every_method_trains(tmp_path: Path, method: str) -> None:
         assert record["clip/active_fraction"] == 0
 
 
-def test_dynamic_sampling_trains_only_on_groups_with_spread(tmp_path: Path) -> None:
-    """Every group trained on has correct and wrong answers; dropped groups are still counted and stored."""
-    config = resolve([SMALL, {"steps": 2, "sampling": {"dynamic": True}, "evaluation": {"every": 1}}])
-    components = build_components(config, build_task(config.task))
-    folder = RunFolder.create(tmp_path, "a")
-    for _ in train(config, components, folder):
-        pass
-    position = 0
-    for record in folder.read_metrics()[1:]:
-        samples = pd.read_parquet(folder.path / "samples" / f"step-{record['step']:06d}.parquet")
-        assert len(samples) == 4 * record["train/groups_drawn"]
-        position += int(record["train/groups_drawn"])
-        spread = samples.groupby("problem_id")["reward"].nunique() > 1
-        assert record["train/uniform_group_fraction"] == pytest.approx(1 - spread.mean())
-        tokens = pd.read_parquet(folder.path / "tokens" / f"step-{record['step']:06d}.parquet")
-        assert (tokens["advantage"].abs() > 0.1).all()
-    assert components.stream.position == position > 8, "nothing was refilled, so nothing was tested"
-
-
-def test_dynamic_sampling_stops_at_its_limit_of_batches(tmp_path: Path) -> None:
-    """With rewards that cannot differ, two batches are sampled and the step uses zero-variance groups."""
-    unsolvable = {
-        "steps": 1,
-        "sampling": {"dynamic": True, "dynamic_batches": 2, "max_tokens": 2},  # too short for any answer
-        "evaluation": {"every": 0},
-    }
-    _, folder, _ = run(tmp_path, "a", unsolvable)
-    (record,) = folder.read_metrics()
-    assert record["train/groups_drawn"] == 8
-    assert record["train/uniform_group_fraction"] == 1.0
-    assert record["optim/grad_norm"] == 0.0
-
-
-def test_the_reference_stays_the_initial_policy(tmp_path: Path) -> None:
-    gentle = {"objective": {"reference_kl": 1e-3}, "evaluation": {"every": 0}, "optim": {"lr": 1e-5}}
-    _, folder, _ = run(tmp_path, "a", gentle)
-    reference_kl = [record["kl/ref"] for record in folder.read_metrics()]
-    assert 0 <= reference_kl[0] < reference_kl[-1] < 0.1
-
-
 def test_held_out_and_training_problems_are_disjoint(tmp_path: Path) -> None:
     config, folder, _ = run(tmp_path, "a")
     trained: set[str] = set()

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.training import recording as recording_module
-from tests.training.by_hand import shaped
 from tests.training.recording import (
     Recording,
     Sampled,
@@ -35,44 +35,6 @@ def share(groups: list[list[Sampled]], holds: Callable[[Sampled], bool]) -> floa
     return mean([holds(each) for group in groups for each in group])
 
 
-def check_sample_metrics(recording: Recording, step: int) -> None:
-    """Require the sample-level metrics of a step to be those of everything that it sampled."""
-    groups, config = recording.steps[step].training_groups(), recording.config
-    rewards = [[shaped(each, config) for each in group] for group in groups]
-    line = recording.line(step)
-    expected = {
-        "train/reward": mean([reward for group in rewards for reward in group]),
-        "train/accuracy": share(groups, lambda each: each.grade.correct),
-        "train/response_length": mean([len(each.completion.token_ids) for group in groups for each in group]),
-        "train/truncated_fraction": share(groups, lambda each: each.completion.finish_reason == "length"),
-        "train/uniform_group_fraction": mean([len(set(group)) == 1 for group in rewards]),
-        "train/groups_drawn": len(groups),
-        "grade/malformed_fraction": share(groups, lambda each: each.grade.verdict == "malformed"),
-        "grade/timeout_fraction": share(groups, lambda each: each.grade.verdict == "timeout"),
-        "grade/error_fraction": share(groups, lambda each: each.grade.verdict == "grader-error"),
-    }
-    assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("step", range(1, 6))
-def test_sample_metrics_are_those_of_the_recorded_rollouts(recorded: Recording, step: int) -> None:
-    check_sample_metrics(recorded, step)
-
-
-def test_the_recorded_run_distinguishes_the_sample_metrics(recorded: Recording) -> None:
-    """The run has truncated and finished completions, and no two shares are always the same."""
-    names = (
-        "train/accuracy",
-        "train/truncated_fraction",
-        "grade/malformed_fraction",
-        "grade/timeout_fraction",
-    )
-    columns = [[recorded.line(step)[name] for step in range(1, 6)] for name in names]
-    assert all(one != other for one, other in combinations(columns, 2))
-    truncated = columns[1]
-    assert any(0 < value < 1 and value != 0.5 for value in truncated)
-
-
 def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
     tmp_path: Path, small_model: Path
 ) -> None:
@@ -85,8 +47,17 @@ def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
     )
     assert len(recording.steps[1].training_groups()) == 8
     assert recording.line(1)["train/uniform_group_fraction"] == 3 / 8
-    check_sample_metrics(recording, 1)
     check_samples(recording, 1)
+
+
+def shaped(each: Sampled, config: RunConfig) -> float:
+    """Return the grader's reward on the scale from wrong to correct, less the penalty for the last tokens."""
+    reward, length = config.reward, len(each.completion.token_ids)
+    scaled = reward.wrong + (reward.correct - reward.wrong) * each.grade.reward
+    if not reward.overlong_buffer:
+        return scaled
+    free = config.sampling.max_tokens - reward.overlong_buffer
+    return scaled - reward.overlong_penalty * max(0, length - free) / reward.overlong_buffer
 
 
 def check_samples(recording: Recording, step: int) -> None:

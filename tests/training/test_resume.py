@@ -102,6 +102,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": {"lora": {"rank": 4}},
     },
     "no-evaluation": {"evaluation": {"every": 0}},
+    "radius": {"bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"}},
+    "reference": {"objective": {"reference_kl": 1e-3}, "seed": 1},
+    "masters": {"model": {"dtype": "bfloat16"}, "optim": {"lr": 1e-5}},  # steps below the spacing of bfloat16
 }
 
 
@@ -120,23 +123,6 @@ def test_resume_at_the_boundary_of_an_epoch(tmp_path: Path) -> None:
     for prompts in (14, 42):  # with 42 each step is two epochs, and the checkpoint is exactly at a boundary
         place = tmp_path / str(prompts)
         check_same(*both(place, few, {"sampling": {"prompts": prompts}, "evaluation": {"problems": 2}}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", [0.0, 1e-2])
-def test_resume_of_bfloat16_weights_with_float32_masters(tmp_path: Path, kl: float) -> None:
-    """Each step is too small to change a bfloat16 weight, so the masters must be restored."""
-    layer = {"model": {"dtype": "bfloat16"}, "optim": {"lr": 1e-5}, "objective": {"reference_kl": kl}}
-    check_same(*both(tmp_path, layer))
-
-
-@pytest.mark.slow
-def test_the_reference_after_a_resume_is_the_initial_policy(tmp_path: Path) -> None:
-    uninterrupted, resumed = both(tmp_path, {"objective": {"reference_kl": 1e-3}, "seed": 1})
-    check_same(uninterrupted, resumed)
-    reference_kl = [line["kl/ref"] for line in record(resumed)[1:]]
-    assert reference_kl[-1] > reference_kl[0] > 0
-    assert reference_kl[2] > 0.1 * reference_kl[-1], "the third step is the first after the resume"
 
 
 @pytest.mark.slow
@@ -209,17 +195,3 @@ def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trained on other problems"):
         components.resume_from(folder.checkpoint_dir(1))
     components.close()
-
-
-def test_a_stop_request_saves_a_checkpoint_of_the_last_complete_step(tmp_path: Path) -> None:
-    config = resolve([SMALL, {"checkpoint": {"every": 0}}])
-    folder = RunFolder.create(tmp_path, "a")
-    components = build_components(config, build_task(config.task))
-    steps = [
-        report.step for report in train(config, components, folder, stop=lambda: len(record(folder)) == 4)
-    ]
-    components.close()
-    assert steps == [0, 1, 2, 3]
-    state = json.loads((folder.checkpoint_dir(3) / "trainer" / "state.json").read_text())
-    assert (state["step"], state["updates"], state["position"]) == (3, 6, 12)
-    assert list(complete_checkpoints(folder).complete) == [3]
