@@ -16,8 +16,9 @@ import copy
 import logging
 import socket
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -31,7 +32,6 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import (
-    Progress,
     complete_checkpoints,
     is_written_in_background,
     prune_checkpoints,
@@ -45,22 +45,11 @@ from bandpo_cli.training.checkpoint_files import (
     write_checkpoint,
 )
 from bandpo_cli.training.components import Components
-from bandpo_cli.training.sampled_groups import SampledGroups
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
 
 log = logging.getLogger("bandpo_cli")
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A checkpoint whose state is copied and not yet written."""
-
-    policy: Policy
-    state: TrainedState
-    progress: Progress
-    ahead: SampledGroups | None
 
 
 class StateCopy:
@@ -175,7 +164,7 @@ class CheckpointWriter:
         self._thread_ranks = self._ranks.for_thread() if self._in_background else self._ranks
         self._copy = StateCopy()
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._pending: _Pending | None = None
+        self._pending: Callable[[], None] | None = None  # writes the state that is copied
         self._thread: threading.Thread | None = None
         self._is_writing = False
         self._error: BaseException | None = None
@@ -213,10 +202,13 @@ class CheckpointWriter:
         if copied is None:
             self._write_directly(state, step)
         else:
-            self._pending = _Pending(
+            self._pending = partial(
+                write_checkpoint,
                 self._policy_of_thread(),
                 copied,
                 self._components.progress(step),
+                self._folder.checkpoint_dir(step),
+                self._check_abandoned,
                 self._components.ahead,
             )
 
@@ -308,23 +300,16 @@ class CheckpointWriter:
             ahead=self._components.ahead,
         )
 
-    def _write(self, pending: _Pending) -> None:
+    def _write(self, pending: Callable[[], None]) -> None:
         """Write a pending checkpoint and keep its error; runs in the thread."""
+        device = self._components.policy.device
         try:
-            if pending.policy.device.type == "cuda":
+            if device.type == "cuda":
                 # A new thread has GPU 0, and DCP synchronizes a stream of its thread's GPU: each rank would take
                 # memory of GPU 0 for a context.
-                torch.cuda.set_device(pending.policy.device)
+                torch.cuda.set_device(device)
             self._thread_ranks.on_main(self._folder.sync_metrics)
-            folder = self._folder.checkpoint_dir(pending.progress.step)
-            write_checkpoint(
-                pending.policy,
-                pending.state,
-                pending.progress,
-                folder,
-                self._check_abandoned,
-                pending.ahead,
-            )
+            pending()
             self._prune(self._thread_ranks)
         except AbandonedError:
             pass

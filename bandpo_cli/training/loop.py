@@ -16,7 +16,7 @@ Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,7 @@ from bandpo_cli.training.metrics import (
     token_metrics,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, packed_work
+from bandpo_cli.training.performance import packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
@@ -87,75 +87,65 @@ def train(
         packed_work(components.policy.model, components.ranks) as work,
         RolloutBatches(config, components) as batches,
     ):
-        yield from _train_steps(config, components, folder, writer, batches, watch, first, stop, work)
-
-
-def _train_steps(
-    config: RunConfig,
-    components: Components,
-    folder: RunFolder,
-    writer: CheckpointWriter,
-    batches: RolloutBatches,
-    watch: Callable[[str], None],
-    first: int,
-    stop: Callable[[], bool],
-    work: PackedWork,
-) -> Iterator[StepReport]:
-    """Yield a report per step; see `train`.
-
-    `writer` writes the checkpoints, `batches` has the rollouts, `work` counts the forward passes.
-    """
-    if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
-        yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
-    for step in range(max(1, first), config.steps + 1):
-        writer.check()
-        if components.ranks.any(stop()):
-            watch("checkpoint")
-            writer.save_on_stop(step - 1)
-            return
-        timer = StepTimer(watch)
-        # problems → rollouts → graded groups
-        rollouts = batches.take(step, timer)
-        lag = components.optimizer.update - rollouts.version
-        components.sampler.sleep()
-        batches.start(step + 1)  # only with sampling.max_lag
-        with timer.phase("logprobs"):
-            # → advantages
-            advantages_PG = _advantages(config, rollouts.groups)
-            # → token batches → old log-probs → bounds
-            loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
-            # The log-probs of older weights are not the trainer's, whichever engine computed them.
-            exact = config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy)
-            experiences = prepare_updates(
-                components.policy, components.reference, rollouts.groups, advantages_PG, loss, config, exact
-            )
-        with timer.phase("update"):
-            # → loss → optimizer step, once per experience
-            is_main = components.ranks.is_main
-            handler = BadUpdateHandler(config, components.optimizer, folder.path, step, writes=is_main)
-            updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
-            components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
-        with timer.phase("record"):
-            # → metrics
-            trained = updates.trained or experiences
-            record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
-            record |= schedule_metrics(config, step)
-            record |= work.metrics(timer, rollouts, trained)
-            if config.sampling.max_lag:
-                record["sampler/lag"] = float(lag)
-            if is_main:
-                folder.write_samples(step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled))
-                if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
-                    folder.write_tokens(step, clip_map_columns(updates))
-            # No values per token are held while the sampler wakes up and samples.
-            del experiences, updates, trained, handler
-        batches.wait(timer)
-        with timer.phase("sync"):
-            # → weight sync
-            components.sampler.sync(components.policy.model, components.optimizer.update)
-        # → evaluation and checkpoint where due → the step's line
-        sample = rollouts.groups[0].rollouts_G[0]
-        yield _finish_step(config, components, folder, writer, step, record, timer, sample)
+        if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
+            yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
+        for step in range(max(1, first), config.steps + 1):
+            writer.check()
+            if components.ranks.any(stop()):
+                watch("checkpoint")
+                writer.save_on_stop(step - 1)
+                return
+            timer = StepTimer(watch)
+            # problems → rollouts → graded groups
+            rollouts = batches.take(step, timer)
+            lag = components.optimizer.update - rollouts.version
+            components.sampler.sleep()
+            batches.start(step + 1)  # only with sampling.max_lag
+            with timer.phase("logprobs"):
+                # → advantages
+                advantages_PG = _advantages(config, rollouts.groups)
+                # → token batches → old log-probs → bounds
+                loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
+                # The log-probs of older weights are not the trainer's, whichever engine computed them.
+                exact = config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy)
+                experiences = prepare_updates(
+                    components.policy,
+                    components.reference,
+                    rollouts.groups,
+                    advantages_PG,
+                    loss,
+                    config,
+                    exact,
+                )
+            with timer.phase("update"):
+                # → loss → optimizer step, once per experience
+                is_main = components.ranks.is_main
+                handler = BadUpdateHandler(config, components.optimizer, folder.path, step, writes=is_main)
+                updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
+                components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
+            with timer.phase("record"):
+                # → metrics
+                trained = updates.trained or experiences
+                record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
+                record |= schedule_metrics(config, step)
+                record |= work.metrics(timer, rollouts, trained)
+                if config.sampling.max_lag:
+                    record["sampler/lag"] = float(lag)
+                if is_main:
+                    folder.write_samples(
+                        step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled)
+                    )
+                    if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
+                        folder.write_tokens(step, clip_map_columns(updates))
+                # No values per token are held while the sampler wakes up and samples.
+                del experiences, updates, trained, handler
+            batches.wait(timer)
+            with timer.phase("sync"):
+                # → weight sync
+                components.sampler.sync(components.policy.model, components.optimizer.update)
+            # → evaluation and checkpoint where due → the step's line
+            sample = rollouts.groups[0].rollouts_G[0]
+            yield _finish_step(config, components, folder, writer, step, record, timer, sample)
 
 
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:

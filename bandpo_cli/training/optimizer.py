@@ -24,22 +24,12 @@ class NonFiniteError(RunError):
     """A loss, gradient, log-prob or weight is NaN or infinite; raised before the weights change."""
 
 
-def constant(progress: float) -> float:
-    """Return 1, the factor of a constant learning rate."""
-    return 1.0
-
-
-def linear(progress: float) -> float:
-    """Return the factor of a linear decay to 0; `progress` runs from 0 to 1."""
-    return 1.0 - progress
-
-
-def cosine(progress: float) -> float:
-    """Return the factor of a half-cosine decay to 0; `progress` runs from 0 to 1."""
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear": linear, "cosine": cosine}
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""Factors on the learning rate by `optim.schedule`; the progress after the warm-up runs from 0 to 1."""
 
 
 def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:

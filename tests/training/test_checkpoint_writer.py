@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.storage.checkpoints import (
-    Progress,
     complete_checkpoints,
     model_checkpoints,
     remove_checkpoints_after,
@@ -30,26 +29,13 @@ from bandpo_cli.training import checkpoint_files, checkpoint_writer
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
-from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.training.held_writes import Gate
-from tests.training.trained import STEP, Trained, fresh, tensors, update
+from tests.training.trained import State, Trained, contents, fresh, tensors, update
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Policy:
     return load_policy(ModelConfig())
-
-
-@dataclass(frozen=True)
-class State:
-    """A small policy in place of a run's components."""
-
-    policy: Policy
-    optimizer: Any
-    ahead: SampledGroups | None = None
-
-    def progress(self, step: int) -> Progress:
-        return replace(STEP, step=step, skipped_in_a_row=0)
 
 
 @dataclass(frozen=True)
@@ -89,12 +75,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     yield gate
     gate.open.set()
     assert [each.name for each in threading.enumerate() if each.name == "checkpoint"] == []
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -27,7 +27,7 @@ from bandpo_cli.models import shards
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.storage.checkpoints import Progress, complete_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_files
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
@@ -35,7 +35,7 @@ from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
 from tests.training.several_ranks import run_ranks
-from tests.training.trained import STEP, Trained
+from tests.training.trained import STEP, State, Trained
 
 CASES = [("qwen2", torch.float32), ("qwen2", torch.bfloat16), ("narrow", torch.bfloat16)]
 """Models and the dtype of their forward passes. `narrow` has matrices of 2 rows, fewer than 4 ranks have shards for."""
@@ -249,17 +249,6 @@ def fail_on_ranks(ranks: Ranks, root: Path) -> None:
     scenario.fails("killed", lambda context: context.setattr(os, "fsync", die))
 
 
-class State:
-    """A small policy in place of a run's components."""
-
-    def __init__(self, one: Trained) -> None:
-        self.policy, self.optimizer = one
-        self.ahead = None
-
-    def progress(self, step: int) -> Progress:
-        return replace(STEP, step=step, skipped_in_a_row=0)
-
-
 def writes_in_order(ranks: Ranks, one: Trained, run: RunFolder, outcomes: dict[str, list[str]]) -> None:
     """Write steps 6 and 7 with the writer of a run, and stop after 7 and after 8."""
     config = resolve([{"steps": 100, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}])
@@ -267,7 +256,7 @@ def writes_in_order(ranks: Ranks, one: Trained, run: RunFolder, outcomes: dict[s
     def note(name: str) -> None:
         outcomes[name] = ranks.gather(",".join(map(str, complete_checkpoints(run).complete)))
 
-    with CheckpointWriter(config, State(one), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(config, State(*one), run) as writer:  # type: ignore[arg-type]
         for step in (6, 7):
             writer.prepare(step)
             if ranks.is_main:
@@ -286,7 +275,7 @@ def writes_in_order(ranks: Ranks, one: Trained, run: RunFolder, outcomes: dict[s
 def writes_a_copy(scenario: Scenario) -> None:
     """Save step 9 directly, and by threads that start after all tensors have changed."""
     one, run, direct = scenario.one, scenario.run, scenario.root / "direct" / "step-000009"
-    state = State(one)
+    state = State(*one)
     save_checkpoint(*one, state.progress(9), direct)
     with CheckpointWriter(resolve([{"steps": 100}]), state, run) as writer:  # type: ignore[arg-type]
         writer.prepare(9)
@@ -325,7 +314,7 @@ def threads_fail(scenario: Scenario) -> None:
     """Save step 10 by threads, of which that of rank 1 finds a full disk; note the errors at the next step."""
     run, error = scenario.run, "none"
     config = resolve([{"steps": 100, "checkpoint": {"keep_last": 1, "keep_best": 0}}])
-    with CheckpointWriter(config, State(scenario.one), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(config, State(*scenario.one), run) as writer:  # type: ignore[arg-type]
         writer.prepare(10)
         with pytest.MonkeyPatch.context() as context:
             scenario.only_on(1, os, "fsync", no_space)(context)

@@ -6,7 +6,7 @@ import math
 import shutil
 import struct
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
-from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import ProblemStream
 from bandpo_cli.training.batches import select_groups
@@ -29,7 +28,7 @@ from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, Train
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
-from tests.training.trained import STEP, fresh, update
+from tests.training.trained import State, fresh, update
 
 PROBLEMS = [Problem(f"p{n}", f"{n} {n}={2 * n}:", str(n), "t", "g", {"n": n}) for n in range(5)]
 VERSION = 6
@@ -142,18 +141,6 @@ def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) ->
 def one_batch(policy: Policy, step: int) -> SampledGroups:
     group = [Completion((3, step), (-0.5, -1.0), "length", VERSION)] * 2
     return replace(batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1), step=step)
-
-
-@dataclass
-class State:
-    """A small policy in place of a run's components."""
-
-    policy: Policy
-    optimizer: Any
-    ahead: SampledGroups | None
-
-    def progress(self, step: int) -> Progress:
-        return replace(STEP, step=step, skipped_in_a_row=0)
 
 
 def test_a_thread_writes_the_batch_of_its_step(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.conftest import random_model
 
 STEP = Progress(step=10, updates=3, skipped_in_a_row=1, position=640, problems="abc")
@@ -21,6 +23,24 @@ class Trained(NamedTuple):
 
     policy: Policy
     optimizer: Optimizer
+
+
+@dataclass
+class State:
+    """A small policy in place of a run's components."""
+
+    policy: Policy
+    optimizer: Optimizer
+    ahead: SampledGroups | None = None
+
+    def progress(self, step: int) -> Progress:
+        return replace(STEP, step=step, skipped_in_a_row=0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file by its name relative to the folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def fresh(embedded: Policy, dtype: torch.dtype, kind: str = "qwen2") -> Trained:
