@@ -14,25 +14,31 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.experiments.resume_run import resume
 from bandpo_cli.experiments.train_run import train
-from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished, read_summary
 from bandpo_cli.training import checkpoint_writer
 from bandpo_cli.types import CallbackBase, StepReport
+from tests.training import trained
 from tests.training.held_writes import Gate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
 SMALL: dict[str, Any] = {
+    **trained.SMALL,
     "steps": 6,
-    "task": {"max_number": 5},
-    "sampling": {"prompts": 4, "samples": 4},
-    "optim": {"updates": 2, "lr": 1e-3},
-    "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
     "checkpoint": {"every": 2, "keep_last": 1, "keep_best": 1},
     "tracking": {"mlflow": False},
 }
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    return trained.record(RunFolder(folder))
+
+
+def check_equal(folder: Path, uninterrupted: Path) -> None:
+    trained.check_equal(RunFolder(folder), RunFolder(uninterrupted))
 
 
 class AtStep(CallbackBase):
@@ -44,29 +50,6 @@ class AtStep(CallbackBase):
     def step(self, report: StepReport) -> None:
         if report.step == self._step:
             self._act()
-
-
-def record(folder: Path) -> list[dict[str, Any]]:
-    lines = RunFolder(folder).read_metrics()
-    return [without_clock(line) for line in lines]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Return the files that do not depend on the clock: completions, tokens, evaluations and checkpoints."""
-    paths = [
-        path
-        for name in ("samples", "tokens", "evals", "checkpoints")
-        for path in (folder / name).rglob("*")
-        if path.is_file()
-    ]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def check_equal(folder: Path, uninterrupted: Path) -> None:
-    assert record(folder) == record(uninterrupted)
-    ours, theirs = files(folder), files(uninterrupted)
-    assert sorted(ours) == sorted(theirs)
-    assert not [name for name in ours if ours[name] != theirs[name]]
 
 
 @pytest.fixture(scope="module")

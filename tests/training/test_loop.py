@@ -14,21 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.metric_names import without_clock
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
-
-SMALL: dict[str, Any] = {
-    "steps": 3,
-    "task": {"max_number": 5},  # a seventh of the problems: building a run takes half of these tests' time
-    "sampling": {"prompts": 4, "samples": 4},
-    "optim": {"updates": 2, "lr": 1e-3},
-    "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
-    "checkpoint": {"every": 2},
-}
+from tests.training.trained import SMALL, record
 
 CONTRACT = {
     "train": ["reward", "accuracy", "entropy", "response_length"],
@@ -52,16 +43,12 @@ def run(runs_dir: Path, name: str, *layers: dict[str, Any]) -> tuple[RunConfig, 
     return config, folder, components.policy.model
 
 
-def records_of(folder: RunFolder) -> list[dict[str, Any]]:
-    return [without_clock(record) for record in folder.read_metrics()]
-
-
 def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
     _, folder, model = run(tmp_path, "a")
     records = folder.read_metrics()
-    assert [record["step"] for record in records] == [0, 1, 2, 3]
-    for record in records[1:]:
-        assert not KEYS - set(record)
+    assert [line["step"] for line in records] == [0, 1, 2, 3]
+    for line in records[1:]:
+        assert not KEYS - set(line)
     for step in (0, 2, 3):
         assert {
             f"eval/countdown/{name}" for name in ("mean_at_4", "pass_at_1", "pass_at_4", "maj_at_4")
@@ -95,7 +82,7 @@ def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
     first, second, other = (
-        records_of(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
+        record(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
     )
     assert first == second
     assert first != other
@@ -105,12 +92,12 @@ def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
 def test_every_method_trains(tmp_path: Path, method: str) -> None:
     bounds = {"method": method}
     _, folder, _ = run(tmp_path, "a", {"bounds": bounds, "steps": 1, "evaluation": {"every": 0}})
-    (record,) = folder.read_metrics()
-    assert record["optim/grad_norm"] > 0
-    assert all(math.isfinite(value) for value in record.values())
-    assert record["gradient/weight_max"] > 0
+    (line,) = folder.read_metrics()
+    assert line["optim/grad_norm"] > 0
+    assert all(math.isfinite(value) for value in line.values())
+    assert line["gradient/weight_max"] > 0
     if METHODS[method].control:
-        assert record["clip/active_fraction"] == 0
+        assert line["clip/active_fraction"] == 0
 
 
 def test_held_out_and_training_problems_are_disjoint(tmp_path: Path) -> None:

@@ -11,23 +11,18 @@ import pytest
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
+from tests.training import trained
+from tests.training.trained import check_equal, contents, record
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL: dict[str, Any] = {
-    "steps": 5,
-    "task": {"max_number": 5},
-    "sampling": {"prompts": 4, "samples": 4},
-    "optim": {"updates": 2, "lr": 1e-3},
-    "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
-    "checkpoint": {"every": 2},
-}
+
+SMALL = {**trained.SMALL, "steps": 5}
 
 
 def run_until(
@@ -53,25 +48,11 @@ def resume(config: RunConfig, folder: RunFolder, last: int) -> Components:
     return run_until(config, folder, components, step + 1, last)
 
 
-def record(folder: RunFolder) -> list[dict[str, Any]]:
-    return [without_clock(line) for line in folder.read_metrics()]
-
-
-def files(folder: RunFolder) -> dict[str, bytes]:
-    """Return the files of a run that do not depend on the clock: samples, tokens, evaluations and checkpoints."""
-    folders = ("samples", "tokens", "evals", "checkpoints")
-    paths = [path for name in folders for path in (folder.path / name).rglob("*") if path.is_file()]
-    return {path.relative_to(folder.path).as_posix(): path.read_bytes() for path in paths}
-
-
 def check_same(one: RunFolder, other: RunFolder) -> None:
     """Require two runs to be equal, with non-zero gradients before and after step 3."""
-    trained = [line["step"] for line in record(one) if line.get("optim/grad_norm", 0) > 0]
-    assert min(trained) < 3 < max(trained)
-    assert record(one) == record(other)
-    ours, theirs = files(one), files(other)
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if ours[name] != theirs[name]]
+    learned = [line["step"] for line in record(one) if line.get("optim/grad_norm", 0) > 0]
+    assert min(learned) < 3 < max(learned)
+    check_equal(one, other)
 
 
 def both(tmp_path: Path, *layers: dict[str, Any], stop: int = 3) -> tuple[RunFolder, RunFolder]:
@@ -166,11 +147,8 @@ def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: p
         run_until(config, folder, build_components(config, build_task(config.task)), 0, config.steps)
     assert record(one) == record(two)
     assert any(line["optim/grad_norm"] > 0 for line in record(one)[1:])
-    ours, theirs = (
-        {name: data for name, data in files(folder).items() if not name.startswith("checkpoints")}
-        for folder in (one, two)
-    )
-    assert ours == theirs
+    for name in ("samples", "tokens", "evals"):
+        assert contents(one.path / name) == contents(two.path / name)
 
 
 @pytest.mark.slow

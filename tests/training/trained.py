@@ -1,21 +1,37 @@
-"""A small policy with its optimizer, for tests of checkpoints."""
+"""Small policies and runs for tests of checkpoints, and comparisons of what they have written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.conftest import random_model
 
+FOLDERS = ("samples", "tokens", "evals", "checkpoints")
 STEP = Progress(step=10, updates=3, skipped_in_a_row=1, position=640, problems="abc")
+
+
+SMALL: dict[str, Any] = {
+    "steps": 3,
+    "task": {
+        "max_number": 5
+    },  # a seventh of the problems: building a run takes half of the time of some tests
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2, "lr": 1e-3},
+    "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
+    "checkpoint": {"every": 2},
+}
+"""Settings of a run on the embedded model that takes about a second."""
 
 
 class Trained(NamedTuple):
@@ -61,3 +77,19 @@ def update(trained: Trained, *seeds: int) -> None:
 
 def tensors(trained: Trained) -> dict[str, torch.Tensor]:
     return {**trained.policy.model.state_dict(), **trained.optimizer.state()}
+
+
+def record(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what depends on the clock."""
+    return [without_clock(line) for line in folder.read_metrics()]
+
+
+def check_equal(one: RunFolder, other: RunFolder) -> None:
+    """Require two runs to have the same lines and, byte by byte, the same files that do not depend on the clock."""
+    assert record(one) == record(other)
+    ours, theirs = (
+        {(name, path): data for name in FOLDERS for path, data in contents(folder.path / name).items()}
+        for folder in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if ours[name] != theirs[name]]
