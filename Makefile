@@ -15,10 +15,11 @@ train: $(VENV)/installed            ## a first learning curve: the embedded mode
 test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)
 	$(PYTEST) -m "not slow and not real_models"
 
-test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server, and more random examples
-	$(PYTEST) -m "(slow or hypothesis) and not real_models" --hypothesis-profile=thorough
+test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server
+	$(PYTEST) -m "slow and not real_models" --hypothesis-profile=thorough
 
-test-all: test test-slow
+test-all: $(VENV)/installed-dev     ## both in one run, with more random examples
+	$(PYTEST) -m "not real_models" --hypothesis-profile=thorough
 
 test-oldest: $(VENV)-oldest/installed  ## the fast tests with the oldest versions of the dependencies, in an environment of its own
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow and not real_models"

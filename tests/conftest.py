@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Examples are not timed: the machine may be busy. `make test-slow` runs the tests with more of them.
+# Examples are not timed: the machine may be busy. `make test-all` runs the tests with more of them.
 settings.register_profile("default", deadline=None, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 
