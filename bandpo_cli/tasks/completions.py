@@ -30,18 +30,11 @@ from bandpo_cli.tasks.fields import (
 )
 from bandpo_cli.tasks.questions import SAMPLE_ROWS, grader_columns, text_hash
 from bandpo_cli.tasks.rows import read_file, source_label
-from bandpo_cli.types import Problem, Prompt
+from bandpo_cli.types import Problem
 
 COMPLETION_NAMES = (
-    "completions",
-    "completion",
-    "responses",
-    "response",
-    "outputs",
-    "output",
-    "generations",
-    "predictions",
-)
+    "completions", "completion", "responses", "response", "outputs", "output", "generations", "predictions",
+)  # fmt: skip
 """The usual names of the field with the completions, in a file that is not a table of this package."""
 
 _OWN_TABLE_COLUMNS = frozenset({"problem_id", "reference", "text"})
@@ -97,18 +90,11 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     all_rows = chain(first_rows, rows)
     if set(first_rows[0]) >= _OWN_TABLE_COLUMNS:
         return _read_own_table(path, all_rows, grader)
-    return {
-        _file_label(path): _read_question_rows(
-            path, first_rows, all_rows, "math" if grader is None else grader
-        )
-    }
-
-
-def _file_label(path: Path) -> str:
     try:
-        return source_label(Source(path=str(path)))
+        label = source_label(Source(path=str(path)))
     except ConfigError:  # no character of the file name is allowed in a metric name
-        return "samples"
+        label = "samples"
+    return {label: _read_question_rows(path, first_rows, all_rows, grader or "math")}
 
 
 def _read_own_table(
@@ -118,9 +104,8 @@ def _read_own_table(
     sets: dict[str, dict[str, StoredProblem]] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        label = _set_label(row.get("task") or row.get("source"), where)
-        problem = _read_problem(row, label, grader, where)
-        stored = sets.setdefault(label, {}).setdefault(problem.id, StoredProblem(problem))
+        problem = _read_problem(row, grader, where)
+        stored = sets.setdefault(problem.source, {}).setdefault(problem.id, StoredProblem(problem))
         if stored.problem.answer != problem.answer or stored.problem.grader != problem.grader:
             raise ConfigError(
                 f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
@@ -130,34 +115,36 @@ def _read_own_table(
     return {label: list(problems.values()) for label, problems in sets.items()}
 
 
-def _set_label(value: Any, where: str) -> str:
-    label = _checked_text(value, "task", where)
+def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Problem:
+    """Return the problem of a row of a table of this package; its source is the label of the set.
+
+    A table never decides which code runs: a custom grader in it is refused unless the user names it.
+    """
+    label = _checked_text(row.get("task") or row.get("source"), "task", where)
     if not _LABEL.fullmatch(label):
         raise ConfigError(
             f"{where}: 'task' = {_short_repr(label)} cannot be part of a metric name; use at most 60 "
             "letters, digits, _ . and -"
         )
-    return label
-
-
-def _read_problem(row: Mapping[str, Any], label: str, grader: str | None, where: str) -> Problem:
-    """Return the problem of a row of a table of this package.
-
-    A table never decides which code runs: a custom grader in it is refused unless the user names it.
-    """
     name = _checked_text(row.get("grader", "math"), "grader", where) if grader is None else grader
     if grader is None and is_custom_grader(name):
         raise ConfigError(
             f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
             f"add --grader {name:.100}"
         )
+    try:
+        extra = json.loads(row.get("extra") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        extra = None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(row.get('extra'))}")
     return Problem(
         id=_checked_text(row.get("problem_id"), "problem_id", where),
         prompt=_checked_text(row.get("prompt", ""), "prompt", where),
         answer=_checked_text(row.get("reference"), "reference", where),
         source=label,
         grader=name,
-        extra=_read_extra(row.get("extra"), where),
+        extra=to_json_value(extra),
     )
 
 
@@ -179,20 +166,18 @@ def _read_question_rows(
 ) -> list[StoredProblem]:
     """Read rows with a question, an answer and completions; rows with equal question and answer are one problem."""
     completions = next((name for name in COMPLETION_NAMES if any(name in row for row in first_rows)), None)
-    other_fields = [{key: value for key, value in row.items() if key != completions} for row in first_rows]
-    names = find_fields(other_fields)
-    missing = [
-        name
-        for name, found in (
-            ("question", names.question),
-            ("answer", names.answer),
-            ("completions", completions),
-        )
-        if found is None
-    ]
-    if missing:
+    names = find_fields(
+        {key: value for key, value in row.items() if key != completions} for row in first_rows
+    )
+    if names.question is None or names.answer is None or completions is None:
+        fields = {"question": names.question, "answer": names.answer, "completions": completions}
+        missing = " and the ".join(name for name, field in fields.items() if field is None)
+        columns = [
+            *map(_short_repr, islice(first_rows[0], 20)),
+            *(["..."] if len(first_rows[0]) > 20 else []),
+        ]
         raise ConfigError(
-            f"{path}: no field found for the {' and the '.join(missing)}; its fields: {_column_names(first_rows[0])}; "
+            f"{path}: no field found for the {missing}; its fields: {', '.join(columns)}; "
             'expected {"question": ..., "answer": ..., "completions": ["...", ...]} in each row, '
             "or the samples.parquet of an evaluation"
         )
@@ -201,34 +186,26 @@ def _read_question_rows(
         where = f"{path}, row {number}"
         question = read_question(row, names, where)
         if question is None:
-            raise ConfigError(
-                f"{where}: '{names.question}' holds no question: {_short_value(row, names.question)}"
-            )
+            value = _short_repr(value_at(row, names.question))
+            raise ConfigError(f"{where}: '{names.question}' holds no question: {value}")
         answer = as_answer(answer_value(row, question, names))
         if answer is None:
-            raise ConfigError(f"{where}: '{names.answer}' holds no answer: {_short_value(row, names.answer)}")
-        text = _prompt_text(question.prompt)
-        id_ = text_hash(json.dumps([text, answer]))
-        columns = {key: value for key, value in row.items() if key != completions}
-        extra = grader_columns(columns, grader not in GRADERS)
-        problem = Problem(id_, text, answer, path.stem, grader, extra)
+            value = _short_repr(value_at(row, names.answer))
+            raise ConfigError(f"{where}: '{names.answer}' holds no answer: {value}")
+        texts = row.get(completions)
+        if not isinstance(texts, str | list) or texts == []:
+            raise ConfigError(f"{where}: '{completions}' must be a list of texts, not {_short_repr(texts)}")
+        prompt = question.prompt
+        if not isinstance(prompt, str):
+            prompt = "\n\n".join(message.content for message in prompt)
+        id_ = text_hash(json.dumps([prompt, answer]))
+        columns_of_row = {key: value for key, value in row.items() if key != completions}
+        extra = grader_columns(columns_of_row, grader not in GRADERS)
+        problem = Problem(id_, prompt, answer, path.stem, grader, extra)
         stored = problems.setdefault(id_, StoredProblem(problem))
-        stored.completions_G.extend(_read_texts(row, str(completions), where))
+        for text in [texts] if isinstance(texts, str) else texts:
+            stored.completions_G.append(StoredCompletion(_checked_text(text, completions, where)))
     return list(problems.values())
-
-
-def _read_texts(row: Mapping[str, Any], name: str, where: str) -> list[StoredCompletion]:
-    value = row.get(name)
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts:
-        raise ConfigError(f"{where}: '{name}' must be a list of texts, not {_short_value(row, name)}")
-    return [StoredCompletion(_checked_text(text, name, where)) for text in texts]
-
-
-def _prompt_text(question: Prompt) -> str:
-    if isinstance(question, str):
-        return question
-    return "\n\n".join(message.content for message in question)
 
 
 def _checked_text(value: Any, name: str, where: str) -> str:
@@ -250,26 +227,6 @@ def _optional_number(value: Any, name: str, where: str) -> float | None:
     if not math.isfinite(number):
         raise ConfigError(f"{where}: '{name}' must be a finite number, not {_short_repr(value)}")
     return number
-
-
-def _read_extra(value: Any, where: str) -> dict[str, Any]:
-    try:
-        extra = json.loads(value) if value else {}
-    except (TypeError, ValueError, RecursionError):
-        extra = None
-    if not isinstance(extra, dict):
-        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(value)}")
-    plain: dict[str, Any] = to_json_value(extra)
-    return plain
-
-
-def _column_names(row: Mapping[str, Any]) -> str:
-    limit = 20
-    return ", ".join(map(_short_repr, islice(row, limit))) + (", ..." if len(row) > limit else "")
-
-
-def _short_value(row: Mapping[str, Any], name: str | None) -> str:
-    return _short_repr(value_at(row, str(name)))
 
 
 _short = reprlib.Repr()

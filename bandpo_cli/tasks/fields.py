@@ -63,7 +63,7 @@ def find_fields(
             (name for name in names if name and any(usable(value_at(row, name)) for row in rows)), None
         )
 
-    question = configured.question or first(questions, lambda value: is_chat(value) or _as_text(value))
+    question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
     answer = configured.answer or first(answers, as_answer)
     if answer is None and question and any(_ends_with_assistant(value_at(row, question)) for row in rows):
         answer = question
@@ -112,17 +112,13 @@ def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question
             return _read_messages(value)
         except ValueError as error:
             raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
-    text = _as_text(value)
+    text = clean_text(value)
     return None if text is None else QuestionValue(text)
 
 
 def answer_value(row: Mapping[str, Any], question: QuestionValue, names: Fields) -> Any:
     """Return the value that is the answer of a row; None if there is none."""
     return question.solution if names.answer == names.question else value_at(row, str(names.answer))
-
-
-def _as_text(value: Any) -> str | None:
-    return clean_text(value) if isinstance(value, str) else None
 
 
 def is_chat(value: Any) -> bool:
@@ -139,8 +135,11 @@ def _ends_with_assistant(value: Any) -> bool:
     return is_chat(value) and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant"
 
 
-def clean_text(value: str) -> str | None:
-    """Strip a text; return None if it is empty or has unpaired surrogates (JSON can encode them, UTF-8 cannot)."""
+def clean_text(value: Any) -> str | None:
+    """Strip a text; return None if it is empty or has unpaired surrogates (JSON can encode them, UTF-8 cannot), and for
+    values of other types."""
+    if not isinstance(value, str):
+        return None
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -184,21 +183,19 @@ def _read_message(value: Any, where: str) -> Message:
         suggestion = nearest(role, ROLES) if isinstance(role, str) else ""
         raise ValueError(f"{where} has {given}{suggestion}; allowed: {', '.join(ROLES)}")
     if isinstance(content, list):
-        content = "".join(_read_part(part, where) for part in content)
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"{where} has a part of the type {kind!r:.50} in its content; only text is supported"
+                )
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         given = "no content" if content is None else f"content of the type {type(content).__name__}"
         raise ValueError(f"{where} has {given}; a text is expected")
     if content.strip() and clean_text(content) is None:
         raise ValueError(f"{where} has text that cannot be encoded as UTF-8")
     return Message(role, content)
-
-
-def _read_part(value: Any, where: str) -> str:
-    """Return the text of a part {type: text, text: ...} of a content; raise ValueError for images and others."""
-    if isinstance(value, Mapping) and value.get("type") == "text" and isinstance(value.get("text"), str):
-        return str(value["text"])
-    kind = value.get("type") if isinstance(value, Mapping) else type(value).__name__
-    raise ValueError(f"{where} has a part of the type {kind!r:.50} in its content; only text is supported")
 
 
 def as_answer(value: Any) -> str | None:
@@ -208,36 +205,25 @@ def as_answer(value: Any) -> str | None:
     list are joined by commas, a mapping becomes JSON with sorted keys.
     """
     if isinstance(value, str):
-        return _answer_in_text(value)
-    if isinstance(value, bool):
+        text = clean_text(value)
+        if text is None:
+            return None
+        answer = final_answer(text) or (text if "\n" in text else unwrap(text))
+        integer = _INTEGER_VALUED.fullmatch(answer)
+        return (integer[1] if integer else answer) or None
+    if isinstance(value, int):
         return str(value)
-    if isinstance(value, (int, float, Decimal)):
-        return _plain_number(value)
+    if isinstance(value, (float, Decimal)):
+        number = value if isinstance(value, Decimal) else Decimal(repr(value))
+        if not number.is_finite() or abs(number.adjusted()) > 400:  # more digits than any float has
+            return None
+        return str(int(number)) if number == int(number) else format(number, "f")
     if isinstance(value, list):
         answers = [as_answer(entry) for entry in value if not isinstance(entry, (list, Mapping))]
         return ", ".join(answer for answer in answers if answer) or None
     if isinstance(value, Mapping) and value:
         return json.dumps(to_json_value(value), ensure_ascii=False, sort_keys=True)
     return None
-
-
-def _answer_in_text(value: str) -> str | None:
-    text = clean_text(value)
-    if text is None:
-        return None
-    answer = final_answer(text) or (text if "\n" in text else unwrap(text))
-    if match := _INTEGER_VALUED.fullmatch(answer):
-        answer = match[1]
-    return answer or None
-
-
-def _plain_number(value: float | Decimal) -> str | None:
-    if isinstance(value, int):
-        return str(value)
-    number = value if isinstance(value, Decimal) else Decimal(repr(value))
-    if not number.is_finite() or abs(number.adjusted()) > 400:  # more digits than any float has
-        return None
-    return str(int(number)) if number == int(number) else format(number, "f")
 
 
 def as_level(value: Any) -> int | None:

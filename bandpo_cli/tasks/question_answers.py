@@ -83,7 +83,6 @@ class QuestionAnswerTask:
         sets = {}
         for source in self._heldout_sources:
             loaded = self._load(source, "heldout")
-            self._add_note(loaded, "evaluation")
             sets[loaded.label] = hash_order(loaded.questions)
         return sets
 
@@ -113,7 +112,6 @@ class QuestionAnswerTask:
         questions: dict[str, Problem] = {}
         for source in self._train_sources:
             loaded = self._load(source, "train")
-            self._add_note(loaded, "training")
             questions |= {question.id: question for question in loaded.questions}
         return hash_order(questions.values())
 
@@ -123,7 +121,8 @@ class QuestionAnswerTask:
         fraction = self._config.heldout_fraction
         questions = self._all_train_questions
         keys = [question_key(question.prompt) for question in questions]
-        ranked = sorted((_unit_hash(key), key) for key in keys)
+        # Another hash than in the countdown task: both decide which problems are held out, and must not change.
+        ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key in keys)
         heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
         keyed = list(zip(keys, questions, strict=True))
         train = [question for key, question in keyed if key not in heldout_keys]
@@ -140,9 +139,26 @@ class QuestionAnswerTask:
         return train, heldout
 
     def _load(self, source: Source, part: SplitName) -> LoadedQuestions:
-        config = self._config
+        """Return the questions of a source, and add notes on them."""
+        config, purpose = self._config, {"train": "training", "heldout": "evaluation"}[part]
         revision = config.revisions.get(hub_id(source) or "")
-        return load_questions(source, part, config.answer_grader, self._keep_columns, revision)
+        loaded = load_questions(source, part, config.answer_grader, self._keep_columns, revision)
+        dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
+        self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
+        if loaded.note:
+            self._notes.append(f"{loaded.label}: {loaded.note}")
+        grader = loaded.questions[0].grader
+        readable = GRADERS[grader].templates if grader in GRADERS else ()
+        if any(not isinstance(question.prompt, str) for question in loaded.questions):
+            self._notes.append(
+                f"{loaded.label}: has chat messages; task.template and task.system do not apply"
+            )
+        elif readable and config.template in TEMPLATES and config.template not in ("plain", *readable):
+            self._notes.append(
+                f"{loaded.label}, {purpose}: the grader '{grader}' does not read the answers that task.template = "
+                f"'{config.template}' asks for; use task.template = {' or '.join(readable)}"
+            )
+        return loaded
 
     @property
     def _split_label(self) -> str:
@@ -158,18 +174,6 @@ class QuestionAnswerTask:
             else question
             for question in questions
         ]
-
-    def _add_note(self, loaded: LoadedQuestions, purpose: str) -> None:
-        dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
-        self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
-        if loaded.note:
-            self._notes.append(f"{loaded.label}: {loaded.note}")
-        if any(not isinstance(question.prompt, str) for question in loaded.questions):
-            self._notes.append(
-                f"{loaded.label}: has chat messages; task.template and task.system do not apply"
-            )
-        elif unread := _unread_form(self._config.template, loaded.questions[0].grader):
-            self._notes.append(f"{loaded.label}, {purpose}: {unread}")
 
 
 def hub_ids(config: DataTask) -> list[str]:
@@ -216,28 +220,9 @@ def _count_problems(count: int, purpose: str = "") -> str:
     return f"{count:,} {purpose} problem{'' if count == 1 else 's'}".replace("  ", " ")
 
 
-def _unread_form(template: str, grader: str) -> str | None:
-    """Return a note if a known template asks for a form of the answer that a known grader does not read."""
-    readable = GRADERS[grader].templates if grader in GRADERS else ()
-    if not readable or template not in TEMPLATES or template in ("plain", *readable):
-        return None
-    return (
-        f"the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
-        f"use task.template = {' or '.join(readable)}"
-    )
-
-
 def _check_labels(part: str, sources: Iterable[Source]) -> None:
     for label, count in Counter(source_label(source) for source in sources).items():
         if count > 1:
             raise ConfigError(
                 f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
             )
-
-
-def _unit_hash(key: str) -> float:
-    """Return a number in [0, 1) that decides whether a question is held out.
-
-    Another hash than that of the countdown task: both decide which problems are held out, and must not change.
-    """
-    return int(text_hash(f"heldout/{key}"), 16) / 2**64

@@ -159,10 +159,7 @@ class ReasoningGym:
 
 def describe_generators() -> dict[str, str]:
     """Return the options of each usable generator with their defaults as a text, by name."""
-    return {
-        name: " ".join(f"{key}={_short(value)}" for key, value in _default_options(name).items())
-        for name in sorted(_registered())
-    }
+    return {name: _listed(_default_options(name), " ") for name in sorted(_registered())}
 
 
 def generate(
@@ -269,9 +266,9 @@ def _registered() -> dict[str, Any]:
 
 
 def _check_name(key: str, name: str) -> None:
-    known = _registered()
     if name in EXCLUDED:
         raise ConfigError(f"{key}: the generator '{name}' cannot be used: {EXCLUDED[name]}")
+    known = _registered()
     if name not in known:
         raise ConfigError(
             f"{key}: reasoning-gym has no generator '{name}'{nearest(name, known)}; "
@@ -298,28 +295,33 @@ def _default_options(name: str) -> dict[str, Any]:
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the generator has these options and accepts their values."""
     defaults = _default_options(name)
+    known = {"size": 500, **defaults}
     where = f"task.options.{name}"
     if "seed" in options:
         raise ConfigError(f"{where}.seed: the seed of all generators is task.seed")
     for key, value in options.items():
-        if key != "size" and key not in defaults:
-            known = ["size", *defaults]
+        if key not in known:
             raise ConfigError(
                 f"{where}.{key}: no option of that name can be set{nearest(key, known)}; known: {', '.join(known)}"
             )
-        _check_type(f"{where}.{key}", value, 500 if key == "size" else defaults[key])
+        kind = next((kind for kind in _KINDS if isinstance(known[key], kind)), None)
+        if kind is None:  # the default None: an optional value of any type, which the library checks
+            continue
+        types, expected = _KINDS[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(
+                f"{where}.{key} = {_short(value)}: expected {expected}; its default is {_short(known[key])}"
+            )
     if options.get("size", 1) < 1:
         raise ConfigError(f"{where}.size = {options['size']}: expected a whole number above 0")
-    _, settings = _registered()[name]
     try:
-        config = settings(**options)
+        config = _registered()[name][1](**options)
         if hasattr(config, "validate"):  # two generators accept any value
             config.validate()
     except Exception as error:  # noqa: BLE001 - most raise AssertionError, some TypeError or ValueError
-        given = ", ".join(f"{key}={_short(value)}" for key, value in options.items())
-        accepts = ", ".join(f"{key}={_short(value)}" for key, value in defaults.items())
         raise ConfigError(
-            f"{where}: {given} not accepted: {first_line(error)}; defaults: {accepts}"
+            f"{where}: {_listed(options, ', ')} not accepted: {first_line(error)}; "
+            f"defaults: {_listed(defaults, ', ')}"
         ) from None
 
 
@@ -335,13 +337,8 @@ _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
 are not used: some contradict its own defaults."""
 
 
-def _check_type(key: str, value: Any, default: Any) -> None:
-    kind = next((kind for kind in _KINDS if isinstance(default, kind)), None)
-    if kind is None:  # None: an optional value of any type, which the library checks
-        return
-    types, expected = _KINDS[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{key} = {_short(value)}: expected {expected}; its default is {_short(default)}")
+def _listed(options: Mapping[str, Any], separator: str) -> str:
+    return separator.join(f"{key}={_short(value)}" for key, value in options.items())
 
 
 def _short(value: Any) -> str:
