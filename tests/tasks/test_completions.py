@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.storage.tables import SampleRow, write_eval_table, write_sample_table
@@ -64,14 +62,11 @@ def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
     assert {stored.problem.grader for stored in again} == {"number"}
 
 
-@pytest.mark.parametrize(
-    "name", ["completion", "response", "responses", "output", "generations", "predictions"]
-)
-def test_usual_names_of_the_completions_field(tmp_path: Path, name: str) -> None:
-    (problems,) = read_completions(
-        jsonl(tmp_path / "a.jsonl", {"problem": "q", "answer": "1", name: "x"})
-    ).values()
-    assert problems[0].completions_G == [StoredCompletion("x")]
+def test_usual_names_of_the_completions_field(tmp_path: Path) -> None:
+    for name in ("completion", "response", "responses", "output", "generations", "predictions"):
+        path = jsonl(tmp_path / "a.jsonl", {"problem": "q", "answer": "1", name: "x"})
+        (problems,) = read_completions(path).values()
+        assert problems[0].completions_G == [StoredCompletion("x")]
 
 
 def test_chat_messages_and_the_verl_layout(tmp_path: Path) -> None:
@@ -85,23 +80,6 @@ def test_chat_messages_and_the_verl_layout(tmp_path: Path) -> None:
     assert problems[0].problem.prompt == "be short\n\n1+1?"
     assert problems[0].problem.answer == "2"
     assert problems[0].problem.extra == {"extra_info": {"index": 7}}
-
-
-@pytest.mark.parametrize("ending", [".json", ".csv", ".parquet"])
-def test_other_file_formats(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"a{ending}"
-    rows = [
-        {"question": "q", "answer": "1", "completion": "x, y"},
-        {"question": "r", "answer": "2", "completion": ""},
-    ]
-    if ending == ".json":
-        path.write_text(json.dumps(rows))
-    elif ending == ".csv":
-        path.write_text('question,answer,completion\nq,1,"x, y"\nr,2,\n')
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    (problems,) = read_completions(path).values()
-    assert [stored.completions_G[0].text for stored in problems] == ["x, y", ""]
 
 
 def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
@@ -130,13 +108,9 @@ def test_labels_of_unusual_file_names(tmp_path: Path, name: str) -> None:
 def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
     """JSON can encode unpaired surrogates and Parquet cannot: the values must fit into the table."""
     surrogate = "\ud800"
+    odd = {surrogate: [surrogate]}
     rows = [
-        {
-            "question": "q",
-            "answer": {surrogate: surrogate},
-            "completions": [f"a{surrogate}b"],
-            "extra_info": {surrogate: [surrogate]},
-        },
+        {"question": "q", "answer": odd, "completions": [f"a{surrogate}b"], "extra_info": odd},
         {"question": "r", "answer": "1", "completions": ["x"], "data_source": surrogate},
     ]
     (problems,) = read_completions(jsonl(tmp_path / "a.jsonl", *rows)).values()
@@ -182,25 +156,16 @@ def test_requested_grader_replaces_that_of_a_table(tmp_path: Path, grader: str) 
     path = write_eval_table(
         tmp_path / "samples.parquet", [ROW, {**ROW, "problem_id": "p2", "grader": "math"}]
     )
-    graders = {stored.problem.id: stored.problem.grader for stored in read_completions(path)["aime24"]}
-    assert graders == {"p1": "number", "p2": "math"}
-    graders = {
-        stored.problem.id: stored.problem.grader for stored in read_completions(path, grader)["aime24"]
-    }
-    assert graders == {"p1": grader, "p2": grader}
+    assert [stored.problem.grader for stored in read_completions(path)["aime24"]] == ["number", "math"]
+    assert [stored.problem.grader for stored in read_completions(path, grader)["aime24"]] == [grader] * 2
 
 
 def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path) -> None:
     """Each completion is graded with the answer in its row."""
-    rows = [
-        {"question": "A root of x^2 = 4?", "answer": "2", "completions": ["Answer: 2", "Answer: 3"]},
-        {"question": "A root of x^2 = 4?", "answer": "-2", "completions": ["Answer: -2"]},
-        {"question": "A root of x^2 = 4?", "answer": "2", "completions": ["Answer: 5"]},
-    ]
-    path = tmp_path / "roots.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, second = read_completions(path)["roots"]
+    answers = [("2", ["Answer: 2", "Answer: 3"]), ("-2", ["Answer: -2"]), ("2", ["Answer: 5"])]
+    rows = [{"question": "A root of x^2 = 4?", "answer": a, "completions": texts} for a, texts in answers]
+    first, second = read_completions(jsonl(tmp_path / "roots.jsonl", *rows))["roots"]
     assert first.problem.id != second.problem.id
     assert (first.problem.answer, second.problem.answer) == ("2", "-2")
-    assert [each.text for each in first.completions_G] == ["Answer: 2", "Answer: 3", "Answer: 5"]
-    assert [each.text for each in second.completions_G] == ["Answer: -2"]
+    assert [completion.text for completion in first.completions_G] == ["Answer: 2", "Answer: 3", "Answer: 5"]
+    assert [completion.text for completion in second.completions_G] == ["Answer: -2"]

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.errors import ConfigError
 from bandpo_cli.storage.tables import write_eval_table
 from bandpo_cli.tasks.completions import read_completions
-from tests.tasks.stored_completions import FOREIGN, ROW, error_of, jsonl, mutations, nested, swaps
+from tests.fuzz.outcome import accepts
+from tests.tasks.stored_completions import ROW, error_of, jsonl, mutations, nested, swaps
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,9 @@ from tests.tasks.stored_completions import FOREIGN, ROW, error_of, jsonl, mutati
         (b'{"question": "q", "completions": ["x"]}', ["no field found for the answer"]),
         (b'{"question": "q", "answer": "1", "completions": []}', ["row 1", "'completions'", "list of texts, not []"]),
         (b'{"question": "q", "answer": "1", "completions": null}', ["row 1", "not None"]),
-        (b'{"question": "q", "answer": "1", "completions": 5}', ["row 1", "not 5"]),
         (b'{"question": "q", "answer": "1", "completions": {"a": 1}}', ["row 1", "{'a': 1}"]),
         (b'{"question": "q", "answer": "1", "completions": [["x"]]}', ["row 1", "must hold text, not ['x']"]),
-        (b'{"question": "q", "answer": "1", "completions": ["x", null]}', ["row 1", "not None"]),
         (b'{"question": "q", "answer": "1", "completions": ["x", 5]}', ["row 1", "not 5"]),
-        (b'{"question": "q", "answer": null, "completions": ["x"]}', ["no field found for the answer"]),
-        (b'{"question": "q", "answer": NaN, "completions": ["x"]}', ["no field found for the answer"]),
-        (b'{"question": "q", "answer": {}, "completions": ["x"]}', ["no field found for the answer"]),
-        (b'{"question": "q", "answer": [], "completions": ["x"]}', ["no field found for the answer"]),
-        (b'{"question": 7, "answer": "1", "completions": ["x"]}', ["no field found for the question"]),
         (b'{"question": " ", "answer": "1", "completions": ["x"]}', ["no field found for the question"]),
         (b'{"question": "q", "answer": "1", "completions": ["\xff"]}', ["line 1", "UTF-8"]),
         (b'{"question": "q", "answer": "1", "completions": ["x"', ["line 1", "not readable as JSON"]),
@@ -79,20 +72,16 @@ def test_error_in_a_later_row_names_the_row(tmp_path: Path, second: dict, parts:
     [
         ({"text": None}, ["row 2", "'text' must hold text, not None"]),
         ({"text": 5}, ["'text'", "not 5"]),
-        ({"problem_id": None}, ["'problem_id'"]),
         ({"reference": 2}, ["'reference'"]),
         ({"grader": None}, ["'grader'"]),
         ({"prompt": ["x"]}, ["'prompt'"]),
-        ({"task": None}, ["'task'"]),
         ({"task": "a/b"}, ["'task' = 'a/b'", "metric"]),
-        ({"task": "[/x]"}, ["'task' = '[/x]'"]),
         ({"length": -1}, ["'length'", "-1"]),
         ({"length": 1.5}, ["'length'", "1.5"]),
         ({"length": 2**31}, ["'length'"]),
         ({"length": "x"}, ["'length'", "'x'"]),
         ({"length": True}, ["'length'"]),
         ({"length": [1]}, ["'length'"]),
-        ({"length": 10**400}, ["'length'"]),
         ({"logprob_sum": math.inf}, ["'logprob_sum'", "inf"]),
         ({"logprob_sum": 10**400}, ["'logprob_sum'"]),
         ({"finish_reason": 3}, ["'finish_reason'"]),
@@ -150,32 +139,14 @@ def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> N
         assert f"'{name}'" in error_of(tmp_path / "odd.parquet")
 
 
-def is_accepted(path: Path, content: bytes) -> bool:
-    """Return True if the file is read; if it is rejected, the message must be one line."""
-    path.write_bytes(content)
-    try:
-        sets = read_completions(path)
-    except ConfigError as error:
-        lines = str(error).splitlines()
-    else:
-        for stored in (stored for problems in sets.values() for stored in problems):
-            assert all(isinstance(each.text, str) for each in stored.completions_G)
-            stored.problem.answer.encode()
-        return True
-    assert len(lines) == 1
-    return False
-
-
 def test_mutated_files_are_read_or_rejected_in_one_line(tmp_path: Path) -> None:
-    """1,600 files with fixed seeds: mutated bytes of a Parquet table and of JSON rows, and values of other types."""
+    """Mutated bytes of a table, and values of other types in its rows; `tests.fuzz` has the other layout."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
-    text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    read = [is_accepted(tmp_path / "m.parquet", each) for each in mutations(table, 1, 400)]
-    read += [is_accepted(tmp_path / "m.jsonl", each) for each in mutations(text, 2, 400)]
-    for seed, rows in ((3, [dict(ROW), dict(ROW)]), (4, FOREIGN)):
-        for changed in swaps(rows, seed, 400):
-            read.append(
-                is_accepted(tmp_path / "s.jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
-            )
-    assert len(read) == 1600
-    assert 0.05 < sum(read) / len(read) < 0.95, "some files are read and some are rejected"
+    contents = [("m.parquet", content) for content in mutations(table, 1, 400)]
+    for rows in swaps([dict(ROW), dict(ROW)], 3, 400):
+        contents.append(("s.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode()))
+    accepted = 0
+    for name, content in contents:
+        (tmp_path / name).write_bytes(content)
+        accepted += accepts(lambda name=name: read_completions(tmp_path / name), content[:2000])
+    assert 0.05 < accepted / len(contents) < 0.95, "some files are read and some are rejected"

@@ -10,8 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.rows import read_file
@@ -93,12 +91,7 @@ def test_numbers_are_exact(tmp_path: Path) -> None:
 
 
 def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "user", "content": "q"}],
-        "reward_model": {"ground_truth": "1"},
-        "n": 3,
-        "x": None,
-    }
+    row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"truth": "1"}, "n": 3, "x": None}
     path = tmp_path / "verl.parquet"
     write_parquet(path, [row])
     (read,) = read_file(path)
@@ -162,14 +155,3 @@ def test_files_without_rows(tmp_path: Path) -> None:
     assert list(read_file(write_file(tmp_path / "e.csv", ""))) == []
     assert list(read_file(write_file(tmp_path / "h.csv", "question,answer\n"))) == []
     assert list(read_file(write_file(tmp_path / "e.json", "[]"))) == []
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.binary(max_size=200), ending=st.sampled_from([".jsonl", ".json", ".csv", ".parquet"]))
-def test_any_bytes_give_rows_or_one_error(tmp_path: Path, content: bytes, ending: str) -> None:
-    path = write_file(tmp_path / f"fuzz{ending}", content)
-    try:
-        rows = list(read_file(path))
-    except ConfigError:
-        return
-    assert all(isinstance(row, dict) for row in rows)

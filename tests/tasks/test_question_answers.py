@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -18,8 +19,8 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import DATASETS
-from bandpo_cli.tasks.base import build_task
-from bandpo_cli.tasks.question_answers import QuestionAnswerTask
+from bandpo_cli.tasks.base import Task, build_task
+from bandpo_cli.tasks.questions import TEMPLATES
 from bandpo_cli.types import Message, Problem
 
 
@@ -32,12 +33,10 @@ def jsonl(path: Path, content: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def data_task(train: Any, heldout: Any = (), **settings: Any) -> QuestionAnswerTask:
-    task = build_task(
+def data_task(train: Any, heldout: Any = (), **settings: Any) -> Task:
+    return build_task(
         DataTask.model_validate({"name": "data", "train": train, "heldout": heldout, **settings})
     )
-    assert isinstance(task, QuestionAnswerTask)
-    return task
 
 
 def answers(problems: Any) -> set[int]:
@@ -49,14 +48,8 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     heldout = jsonl(tmp_path / "test.jsonl", rows(2, 3))
     task = data_task(train, heldout, template="Q: {question}", system="Be brief.")
     (problem,) = task.train_problems()
-    assert problem == Problem(
-        id=problem.id,
-        prompt=(Message("system", "Be brief."), Message("user", "Q: What is 1+1?")),
-        answer="2",
-        source="sums",
-        grader="number",
-        extra={},
-    )
+    prompt = (Message("system", "Be brief."), Message("user", "Q: What is 1+1?"))
+    assert problem == Problem(problem.id, prompt, "2", source="sums", grader="number")
     assert problem.id.startswith("sums/")
     assert task.heldout_sets()["test"][0].grader == "math"
     assert data_task(train, heldout, grader="my.module:judge").train_problems()[0].grader == "my.module:judge"
@@ -70,27 +63,19 @@ def test_template_changes_neither_ids_nor_order_nor_split(tmp_path: Path) -> Non
 
 
 def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> None:
-    paths = [
-        jsonl(tmp_path / f"{label}.jsonl", rows(start, start + 300))
-        for label, start in (("a", 0), ("b", 1000))
-    ]
-    problems = data_task(paths, jsonl(tmp_path / "t.jsonl", rows(5000, 5001))).train_problems()
+    paths = [jsonl(tmp_path / f"{start}.jsonl", rows(start, start + 300)) for start in (0, 1000)]
+    heldout = jsonl(tmp_path / "t.jsonl", rows(5000, 5001))
+    problems = data_task(paths, heldout).train_problems()
     assert len(problems) == 600
-    from_a = sum(problem.source == "a" for problem in problems[:100])
-    assert 35 < from_a < 65  # 3 standard deviations for a random sample of 100 of the 600
+    from_first = sum(problem.source == "0" for problem in problems[:100])
+    assert 35 < from_first < 65  # 3 standard deviations for a random sample of 100 of the 600
     assert problems[:100] != sorted(problems[:100], key=lambda problem: int(problem.answer))
-
-
-def test_order_of_rows_and_sources_does_not_matter(tmp_path: Path) -> None:
-    content = rows(0, 200)
-    a, b = jsonl(tmp_path / "a.jsonl", content[:100]), jsonl(tmp_path / "b.jsonl", content[100:])
-    first = data_task([a, b])
-    train, heldout = first.train_problems(), first.heldout_sets()
-    shuffled = content[:100]
+    shuffled = rows(0, 300)
     random.Random(0).shuffle(shuffled)
-    jsonl(tmp_path / "a.jsonl", shuffled)
-    second = data_task([b, a])
-    assert (second.train_problems(), second.heldout_sets()) == (train, heldout)
+    jsonl(tmp_path / "0.jsonl", shuffled)
+    assert data_task(paths[::-1], heldout).train_problems() == problems, (
+        "the order of rows and sources is irrelevant"
+    )
 
 
 def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
@@ -121,14 +106,10 @@ def test_one_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
     assert len(heldout) + len(train) == 398
 
 
-@pytest.mark.parametrize("count", range(2, 12))
-def test_few_problems_give_both_sides(tmp_path: Path, count: int) -> None:
-    task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=0.01)
-    assert len(task.heldout_sets()["x"]) == 1
-    assert len(task.train_problems()) == count - 1
-
-
-def test_a_single_problem_cannot_be_split(tmp_path: Path) -> None:
+def test_few_problems_give_both_sides(tmp_path: Path) -> None:
+    for count in range(2, 12):
+        task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=0.01)
+        assert (len(task.train_problems()), len(task.heldout_sets()["x"])) == (count - 1, 1)
     task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1)))
     with pytest.raises(ConfigError, match=r"heldout_fraction = 0\.05 leaves none to train on"):
         task.train_problems()
@@ -141,69 +122,48 @@ def test_several_sources_are_split_into_one_set(tmp_path: Path) -> None:
 
 def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "train.jsonl", rows(0, 10))
-    asked_otherwise = [
-        {"problem": "what is  $3+3$?\n", "answer": "six"},
-        {"problem": "What is 4+4?", "answer": "8"},
-    ]
-    heldout = [
-        jsonl(tmp_path / "a.jsonl", asked_otherwise[:1]),
-        jsonl(tmp_path / "b.jsonl", asked_otherwise[1:]),
-    ]
+    asked_otherwise = [{"problem": "what is  $3+3$?\n", "answer": "six"}]
+    heldout = [jsonl(tmp_path / "a.jsonl", asked_otherwise), jsonl(tmp_path / "b.jsonl", rows(4, 5))]
     task = data_task(train, heldout)
     assert answers(task.train_problems()) == {0, 2, 4, 10, 12, 14, 16, 18}
     assert "train: 2 problems dropped, also in an evaluation set" in task.notes()
-
-
-def test_training_on_the_evaluation_set_is_rejected(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "x.jsonl", rows(0, 10))
     with pytest.raises(ConfigError, match=r"every problem is also in an evaluation set"):
-        data_task(path, path).train_problems()
+        data_task(train, train).train_problems()
 
 
 def test_equal_ids_in_both_files_are_distinguished(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    source = {"fields": {"id": "n"}, "label": "x"}
-    numbered = [{**row, "n": n} for n, row in enumerate(rows(0, 10))]
-    shifted = [{**row, "n": n} for n, row in enumerate(rows(10, 20))]
-    train = {"path": jsonl(tmp_path / "a" / "x.jsonl", numbered), **source}
-    heldout = {"path": jsonl(tmp_path / "b" / "x.jsonl", shifted), **source}
-    task = data_task(train, heldout)
-    train_ids = {problem.id for problem in task.train_problems()}
-    heldout_ids = {problem.id for problem in task.heldout_sets()["x"]}
-    assert (len(train_ids), len(heldout_ids)) == (10, 10)
-    assert not train_ids & heldout_ids
-
-
-def verl_rows(copies: int) -> list[dict[str, Any]]:
-    """Return rows as in the file of DAPO: the instruction in the message, and each problem repeated."""
-    ask = (
-        "Solve the following math problem step by step. The last line of your response should be of the form "
-        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
-        'Remember to put your answer on its own line after "Answer:".'
-    )
-    return [
-        {
-            "data_source": "math_dapo",
-            "prompt": [{"role": "user", "content": ask.format(row["question"])}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": row["answer"], "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": f"{copy}-{row['answer']}"},
-        }
-        for copy in range(copies)
-        for row in rows(0, 20)
-    ]
+    sources = []
+    for part, start in (("train", 0), ("heldout", 10)):
+        (tmp_path / part).mkdir()
+        numbered = [{**row, "n": n} for n, row in enumerate(rows(start, start + 10))]
+        path = jsonl(tmp_path / part / "x.jsonl", numbered)
+        sources.append({"path": path, "fields": {"id": "n"}, "label": "x"})
+    task = data_task(*sources)
+    ids = [{problem.id for problem in part} for part in (task.train_problems(), task.heldout_sets()["x"])]
+    assert list(map(len, ids)) == [10, 10]
+    assert not ids[0] & ids[1]
 
 
 def test_verl_parquet_file(tmp_path: Path) -> None:
+    """As the file of DAPO: the instruction is in the message, and each problem is repeated."""
+    ask = TEMPLATES["answer-line"]
+    content = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": ask.replace("{question}", row["question"])}],
+            "reward_model": {"ground_truth": row["answer"], "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": f"{copy}-{row['answer']}"},
+        }
+        for copy in range(100)
+        for row in rows(0, 20)
+    ]
     path = tmp_path / "dapo-math-17k.parquet"
-    content = verl_rows(copies=100)
     pq.write_table(pa.Table.from_pylist(content), path)
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
     task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="unused")
     problems = task.train_problems()
-    assert answers(problems) == {2 * n for n in range(20)} - {6}, (
-        "without the repeats and the evaluation problem"
+    assert answers(problems) == {2 * n for n in range(20) if n != 3}, (
+        "without repeats and the evaluation problem"
     )
     problem = min(problems, key=lambda problem: int(problem.answer))
     assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
@@ -226,17 +186,9 @@ def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
         "x: 900 training problems; dropped: 1 without an answer, 100 over the limit",
         f"x: {count} of 900 problems held out for evaluation (heldout_fraction = 0.05)",
     ]
-    task.train_problems()
+    (tmp_path / "x.jsonl").unlink()
+    assert len(task.train_problems()) == 900 - count
     assert len(task.notes()) == 2, "each source is read once"
-
-
-def test_each_file_is_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    task = data_task(jsonl(path, rows(0, 50)))
-    train, heldout = task.train_problems(), task.heldout_sets()
-    path.unlink()
-    assert task.train_problems() is train
-    assert task.heldout_sets() is heldout
 
 
 def test_known_dataset_with_local_files(tmp_path: Path) -> None:
@@ -277,25 +229,19 @@ def test_import_loads_no_heavy_package() -> None:
 @pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.train_split])
 def test_one_grader_for_a_known_data_set_and_its_evaluation_sets(tmp_path: Path, name: str) -> None:
     """`task.grader` applies to every source, and the references are in the form that the paper's grader compares."""
-    sources = {}
-    for each in (name, *DATASETS[name].evaluation):
-        known = DATASETS[each]
-        row = {known.question: f"One of {each}?", known.answer: "It is 27.\n#### 27.0", "level": "Level 1"}
-        sources[each] = {"name": each, "path": jsonl(tmp_path / f"{each}.jsonl", [row])}
-    train = {
-        **sources[name],
-        "path": jsonl(tmp_path / "train.jsonl", [{**row, "problem": "?", "prompt": "?"}]),
-    }
-    if DATASETS[name].question == "question":
-        train["path"] = jsonl(tmp_path / "train.jsonl", [{**row, "question": "Another?"}])
-    heldout = [sources[each] for each in DATASETS[name].evaluation]
-    task = data_task(train, heldout, name=name, grader="math-dapo")
-    problems = [*task.train_problems(), *(each for set_ in task.heldout_sets().values() for each in set_)]
-    assert len(problems) == 1 + len(DATASETS[name].evaluation)
+
+    def source(dataset: str, file: str) -> dict[str, str]:
+        known = DATASETS[dataset]
+        row = {known.question: f"Of {file}?", known.answer: "It is 27.\n#### 27.0", "level": "Level 1"}
+        return {"name": dataset, "path": jsonl(tmp_path / f"{file}.jsonl", [row])}
+
+    heldout = [source(dataset, dataset) for dataset in DATASETS[name].evaluation]
+    task = data_task(source(name, "train"), heldout, name=name, grader="math-dapo")
+    problems = [*task.train_problems(), *itertools.chain.from_iterable(task.heldout_sets().values())]
+    assert len(problems) == 1 + len(heldout)
     with GraderPool(GradingConfig()) as pool:
-        assert [grade.verdict for grade in pool.grade(problems, ["Answer: 27"] * len(problems))] == [
-            "correct"
-        ] * len(problems)
+        grades = pool.grade(problems, ["Answer: 27"] * len(problems))
+    assert {grade.verdict for grade in grades} == {"correct"}
 
 
 @pytest.mark.parametrize(
@@ -318,16 +264,12 @@ def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(
     train, heldout = jsonl(tmp_path / "x.jsonl", rows(1, 2)), jsonl(tmp_path / "y.jsonl", rows(2, 3))
     task = data_task(train, heldout, grader=grader, template=template)
     assert task.train_problems()
-    found = [note for note in task.notes() if "does not read" in note]
-    assert found == (
-        []
-        if use is None
-        else [
-            f"{source}: the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
-            f"use task.template = {use}"
-            for source in ("y, evaluation", "x, training")
-        ]
-    )
+    expected = [
+        f"{source}: the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
+        f"use task.template = {use}"
+        for source in ("y, evaluation", "x, training")
+    ]
+    assert [note for note in task.notes() if "does not read" in note] == ([] if use is None else expected)
 
 
 def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.data import Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import load_questions, question_key
+from bandpo_cli.tasks.questions import TEMPLATES, load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 
 
@@ -102,18 +102,14 @@ def test_no_usable_row(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_missing_field_error_lists_the_fields_and_the_mapping(tmp_path: Path) -> None:
+def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"text": "q", "answer": "1", "gold": 2}])
     message = error_of(Source(path=path))
     assert "no field found for the question; its fields: text, answer, gold" in message
     assert "fields: {question: ...}" in message
     message = error_of(Source(path=jsonl(tmp_path / "y.jsonl", [{"a": 1}])))
     assert "the question and the answer" in message
-    assert "fields: {question: ..., answer: ...}" in message
-
-
-def test_configured_field_that_no_row_has(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}])
+    path = jsonl(tmp_path / "z.jsonl", [{"question": "q", "answer": "1"}])
     message = error_of(Source(path=path, fields=Fields(answer="gold.value")))
     assert "the answer from 'gold.value'; its fields: question, answer" in message
 
@@ -192,17 +188,9 @@ def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path)
         path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
         return question_key(load_questions(Source(path=path), "train").questions[0].prompt)
 
-    same = [
-        "What is $x+1$?",
-        "what is  x + 1 ?\n",
-        "Ｗhat is x+1?",
-        [{"role": "user", "content": "What is x+1?"}],
-    ]
-    dapo = (
-        "Solve the following math problem step by step. The last line of your response should be of the form "
-        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $x+1$?\n\n"
-        'Remember to put your answer on its own line after "Answer:".'
-    )
+    user = [{"role": "user", "content": "What is x+1?"}]
+    same = ["What is $x+1$?", "what is  x + 1 ?\n", "Ｗhat is x+1?", user]
+    dapo = TEMPLATES["answer-line"].replace("{question}", "What is $x+1$?")
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": dapo}]
     assert len({key(text) for text in (*same, dapo, chat)}) == 1
     assert key("What is x-1?") != key("What is x+1?")
@@ -211,13 +199,8 @@ def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path)
 
 
 def test_extra_keeps_the_fields_for_graders(tmp_path: Path) -> None:
-    row = {
-        "question": "q",
-        "answer": "1",
-        "data_source": "aops",
-        "extra_info": {"index": 3, "x": None},
-        "url": "u",
-    }
+    extra = {"data_source": "aops", "extra_info": {"index": 3, "x": None}}
+    row = {"question": "q", "answer": "1", "url": "u", **extra}
     (question,) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", [row])), "train").questions
-    assert question.extra == {"data_source": "aops", "extra_info": {"index": 3, "x": None}}
+    assert question.extra == extra
     assert question.source == "x"

@@ -25,13 +25,16 @@ def test_each_epoch_contains_each_problem_once(size: int, seed: int, epoch: int)
 
 @given(size=SIZES, seed=SEEDS, start=st.integers(0, 100), counts=st.lists(st.integers(0, 15), max_size=5))
 def test_consecutive_batches_equal_one_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
-    """A run that is stopped after any batch and resumed in a new process gets the same problems."""
+    """A run that is stopped after any batch, and resumed at its position in a new process, gets the same problems."""
     expected = ProblemStream(problems(size), seed).take(start, sum(counts))
     pieces, position = [], start
     for count in counts:
-        pieces += ProblemStream(problems(size), seed).take(position, count)
-        position += count
+        stream = ProblemStream(problems(size), seed)
+        stream.position = position
+        pieces += stream.next(count)
+        position = stream.position
     assert pieces == expected
+    assert position == start + sum(counts)
 
 
 @given(size=SIZES, seed=SEEDS, positions=st.lists(st.integers(0, 60), max_size=8))
@@ -51,14 +54,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_order_is_fixed() -> None:
     # Literal: a run resumed with another version of Python must get the same problems.
-    assert [problem.id for problem in ProblemStream(problems(6), seed=7).take(0, 6)] == [
-        "2",
-        "4",
-        "5",
-        "1",
-        "0",
-        "3",
-    ]
+    assert "".join(problem.id for problem in ProblemStream(problems(6), seed=7).take(0, 6)) == "245103"
 
 
 def test_empty_stream_and_negative_positions_are_rejected() -> None:
@@ -66,18 +62,6 @@ def test_empty_stream_and_negative_positions_are_rejected() -> None:
         ProblemStream([], seed=0)
     with pytest.raises(ValueError, match="negative"):
         ProblemStream(problems(3), seed=0).take(-1, 1)
-
-
-@given(size=SIZES, seed=SEEDS, counts=st.lists(st.integers(0, 15), max_size=5))
-def test_next_continues_at_the_position(size: int, seed: int, counts: list[int]) -> None:
-    """A checkpoint stores `position`; a new stream set to it returns the same problems as the first."""
-    stream = ProblemStream(problems(size), seed)
-    given_so_far = [problem for count in counts for problem in stream.next(count)]
-    assert stream.position == sum(counts)
-    assert given_so_far == ProblemStream(problems(size), seed).take(0, sum(counts))
-    resumed = ProblemStream(problems(size), seed)
-    resumed.position = stream.position
-    assert resumed.next(7) == stream.next(7)
 
 
 def test_stream_starts_at_a_position_and_rejects_a_negative_one() -> None:
