@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,10 +27,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bandpo_cli.models.packing import Packing, causal_mask
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+AttendPacked = Callable[[Attention, Packing, Sequence[torch.Tensor], int | None], torch.Tensor]
+"""`(attend, packing, [queries, keys, values], window)`, packed states of [T, heads, width] → outputs of that shape."""
 
 
-def _packed(attention: Attention, attend_packed: Callable[..., torch.Tensor]) -> Attention:
-    """Return `attention` with support for `packing`: calls with it go to `attend_packed`, others are unchanged."""
+def _packed(attention: Attention, packed_attention: Attention, attend_packed: AttendPacked) -> Attention:
+    """Return `attention` with support for `packing`: calls without it are unchanged.
+
+    Args:
+        packed_attention: the function that `attend_packed` calls on gathered rows.
+    """
 
     def forward(
         module: torch.nn.Module,
@@ -44,82 +51,59 @@ def _packed(attention: Attention, attend_packed: Callable[..., torch.Tensor]) ->
             return attention(module, query, key, value, attention_mask, **kwargs)
         kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
         states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value)]  # each [T, heads, width]
-        return attend_packed(attention, packing, module, states, **kwargs)[None], None
+        attend = partial(packed_attention, module, **kwargs)
+        return attend_packed(attend, packing, states, kwargs.get("sliding_window"))[None], None
 
     return forward
 
 
 def _attend_in_blocks(
-    attention: Attention,
-    packing: Packing,
-    module: torch.nn.Module,
-    states: Sequence[torch.Tensor],
-    **kwargs: Any,
+    attend: Attention, packing: Packing, states: Sequence[torch.Tensor], window: int | None
 ) -> torch.Tensor:
     """Return the attention output of a kernel that takes sequences of equal length."""
     outputs = []
     for block in packing.blocks:
-        mask = block.mask(kwargs.get("sliding_window"))
         gathered = [
             state.index_select(0, block.gather_index).view(*block.shape, *state.shape[1:]).transpose(1, 2)
             for state in states
         ]
-        outputs.append(attention(module, *gathered, mask, **kwargs)[0].flatten(0, 1))
+        outputs.append(attend(*gathered, block.mask(window))[0].flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
 
 def _attend_varlen(
-    attention: Attention,
-    packing: Packing,
-    module: torch.nn.Module,
-    states: Sequence[torch.Tensor],
-    **kwargs: Any,
+    attend: Attention, packing: Packing, states: Sequence[torch.Tensor], window: int | None
 ) -> torch.Tensor:
-    """Return the attention output of a kernel that takes concatenated sequences of any length."""
+    """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
     gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
-    output, _ = attention(
-        module, *gathered, None, cu_seq_lens_q=packing.boundaries, cu_seq_lens_k=packing.boundaries,
-        max_length_q=packing.longest, max_length_k=packing.longest, **kwargs,
+    output, _ = attend(
+        *gathered, None, cu_seq_lens_q=packing.boundaries, cu_seq_lens_k=packing.boundaries,
+        max_length_q=packing.longest, max_length_k=packing.longest,
     )  # fmt: skip
     return output.flatten(0, 1).index_select(0, packing.scatter_index)
 
 
 def _eager_attention(
+    module: torch.nn.Module, *arguments: torch.Tensor | None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the `eager` attention of the module's architecture, which the registry does not contain."""
+    attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
+    return attention(module, *arguments, **kwargs)
+
+
+def _eager_attention_of_blocks(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the `eager` attention of the module's architecture, which the registry does not contain."""
-    attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
-    return attention(module, query, key, value, attention_mask, **kwargs)
-
-
-def _eager_attend_in_blocks(
-    attention: Attention,
-    packing: Packing,
-    module: torch.nn.Module,
-    states: Sequence[torch.Tensor],
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Return `_attend_in_blocks` for an attention function that requires a mask and adds it to its scores."""
-
-    def masked(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
-        lowest = torch.finfo(query.dtype).min
-        additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
-        return attention(module, query, key, value, additive, **kwargs)
-
-    return _attend_in_blocks(masked, packing, module, states, **kwargs)
+    """Call the `eager` attention of the module's architecture, which requires a mask and adds it to its scores."""
+    allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
+    lowest = torch.finfo(query.dtype).min
+    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+    return _eager_attention(module, query, key, value, additive, **kwargs)
 
 
 _SDPA: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -201,18 +185,16 @@ def _torch_varlen(
     return cast(torch.Tensor, output)[None], None
 
 
-def _attend_torch_varlen(attention: Attention, *arguments: Any, **kwargs: Any) -> torch.Tensor:
-    """Return `_attend_varlen` with torch's kernel in place of the one for calls without `packing`."""
-    return _attend_varlen(_torch_varlen, *arguments, **kwargs)
-
-
-_IMPLEMENTATIONS = {
-    "sdpa": (_sdpa_attention, _attend_in_blocks),
-    "eager": (_eager_attention, _eager_attend_in_blocks),
-    "flash_attention_2": (ALL_ATTENTION_FUNCTIONS["flash_attention_2"], _attend_varlen),
-    "flash_attention_3": (ALL_ATTENTION_FUNCTIONS["flash_attention_3"], _attend_varlen),
-    "varlen": (_sdpa_attention, _attend_torch_varlen),
+_FLASH_2, _FLASH_3 = (ALL_ATTENTION_FUNCTIONS[f"flash_attention_{version}"] for version in (2, 3))
+_IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, AttendPacked]] = {
+    "sdpa": (_sdpa_attention, _sdpa_attention, _attend_in_blocks),
+    "eager": (_eager_attention, _eager_attention_of_blocks, _attend_in_blocks),
+    "flash_attention_2": (_FLASH_2, _FLASH_2, _attend_varlen),
+    "flash_attention_3": (_FLASH_3, _FLASH_3, _attend_varlen),
+    "varlen": (_sdpa_attention, _torch_varlen, _attend_varlen),
 }
+"""The attention function of calls without `packing`, that of calls with it, and how it is called."""
+
 AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-for _name, (_attention, _attend_packed) in _IMPLEMENTATIONS.items():
-    AttentionInterface.register(_name, _packed(_attention, _attend_packed))
+for _name, _functions in _IMPLEMENTATIONS.items():
+    AttentionInterface.register(_name, _packed(*_functions))

@@ -112,7 +112,7 @@ def test_kernel_for_sequences_of_any_length_gives_the_same_log_probs(model: PreT
         return torch.cat(outputs, dim=2).transpose(1, 2), None
 
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    AttentionInterface.register("any-length", attention._packed(varlen, attention._attend_varlen))
+    AttentionInterface.register("any-length", attention._packed(varlen, varlen, attention._attend_varlen))
     model.set_attn_implementation("any-length")
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
