@@ -136,69 +136,29 @@ def readme(
     config: RunConfig, overrides: Overrides, differences: Sequence[str], arithmetic: Sequence[str]
 ) -> str:
     """Return README.md: how to run the folder, what differs, the batches, and each setting."""
-    differing = [f"- {line}" for line in differences] or ["- none of the settings"]
-    return "\n".join(
-        [
-            f"# {config.bounds.describe()}",
-            "",
-            f"An experiment of bandpo for verl {VERL_VERSION}, written by `bandpo export verl`.",
-            "",
-            "    pip install --no-deps bandpo && pip install pydantic PyYAML scipy filelock 'math-verify[antlr4-9-3]'",
-            "    bash run.sh                              # further overrides of verl's settings as arguments",
-            "",
-            "On several machines, start Ray on each of them first (`ray start`), with this folder at the same path,",
-            "and run the script on one of them. Modules of custom graders must be on PYTHONPATH on every machine.",
-            "Checkpoints are verl's; `python -m verl.model_merger merge` turns one into a folder that",
-            "`bandpo eval --model` reads.",
-            "",
-            "| file | content |",
-            "|---|---|",
-            "| config.yaml | all settings; `bandpo train -c config.yaml` runs the experiment without verl |",
-            "| run.sh | the command with every override |",
-            f"| {TRAIN_FILE}, {HELDOUT_FILE} | the problems, with the prompts of config.yaml |",
-            "| reward.py | the reward function: graders and rewards of config.yaml |",
-            "",
-            "## Batches",
-            "",
-            *(f"- {line}" for line in arithmetic),
-            "",
-            "## Computed differently",
-            "",
-            *differing,
-            "",
-            "Another engine also means another order of the problems, other samples, and other rounding.",
-            "",
-            "## Settings",
-            "",
-            "| setting | value | in verl |",
-            "|---|---|---|",
-            *_setting_rows(config),
-            "",
-            "## Overrides",
-            "",
-            "| key of verl | value |",
-            "|---|---|",
-            *(
-                f"| {key.removeprefix('+')} | `{_cell(hydra_value(value))}` |"
-                for key, value in overrides.items()
-            ),
-            "",
-        ]
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("bandpo_cli.exports"),
+        undefined=StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
     )
-
-
-def _setting_rows(config: RunConfig) -> list[str]:
-    settings = flatten(config.model_dump(mode="json"))
-    return [
-        f"| {key} | `{_cell(str(value))}` | {_cell(rule.describe())} |"
-        for key, value in settings.items()
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    settings = [
+        (key, value, rule.describe())
+        for key, value in flatten(config.model_dump(mode="json")).items()
         for name, rule in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return environment.get_template("README.md").render(
+        method=config.bounds.describe(),
+        version=VERL_VERSION,
+        arithmetic=arithmetic,
+        differences=differences,
+        settings=settings,
+        overrides=[(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()],
+    )
 
 
 def _argument(key: str, value: Any) -> str:

@@ -17,13 +17,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "+reward.reward_kwargs.overlong_buffer_cfg"
 
-AGGREGATIONS = {
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "token-mean": "token-mean",
-    "seq-sum-norm": "seq-mean-token-sum-norm",
-}
-"""verl's name of each value of `objective.aggregation`."""
-
 
 class InFolder(str):
     """A path relative to the exported folder, whose place is known when run.sh runs."""
@@ -114,15 +107,6 @@ def overlong(config: RunConfig) -> Overrides:
     }
 
 
-def aggregation(config: RunConfig) -> Overrides:
-    """Return the aggregation, and the constant that divides it where there is one."""
-    aggregation = config.objective.aggregation
-    overrides: Overrides = {f"{ACTOR}.loss_agg_mode": AGGREGATIONS[aggregation]}
-    if aggregation == "seq-sum-norm":
-        overrides[f"{ACTOR}.loss_scale_factor"] = config.sampling.max_tokens
-    return overrides
-
-
 def reference_kl(config: RunConfig) -> Overrides:
     """Return the penalty to the reference model in the loss."""
     coefficient = config.objective.reference_kl
@@ -191,21 +175,6 @@ def schedule_difference(config: RunConfig) -> str | None:
     return None
 
 
-def warmup_steps(config: RunConfig) -> Overrides:
-    """Return the warm-up in steps, rounded up."""
-    steps = math.ceil(config.optim.warmup_steps / config.optim.updates)
-    return {f"{ACTOR}.optim.lr_warmup_steps": steps or -1}
-
-
-def evaluation_sampling(config: RunConfig) -> Overrides:
-    """Return how evaluations sample: greedy at temperature 0, never truncated."""
-    return {
-        f"{ROLLOUT}.val_kwargs.do_sample": config.evaluation.temperature > 0,
-        f"{ROLLOUT}.val_kwargs.top_p": 1.0,
-        f"{ROLLOUT}.val_kwargs.top_k": -1,
-    }
-
-
 def longest_row(config: RunConfig) -> int:
     """Return the most tokens of a prompt and its completion."""
     return config.sampling.max_prompt_tokens + config.sampling.max_tokens
@@ -214,11 +183,3 @@ def longest_row(config: RunConfig) -> int:
 def tokens_per_micro_batch(config: RunConfig) -> int:
     """Return the most tokens of a micro-batch, at least a complete row."""
     return max(config.optim.micro_batch_tokens, longest_row(config))
-
-
-def micro_batches(config: RunConfig) -> Overrides:
-    """Return micro-batches of a number of tokens, not of rows."""
-    return {
-        f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config),
-    }

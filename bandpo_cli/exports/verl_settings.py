@@ -215,7 +215,15 @@ RULES: dict[str, Rule] = {
     ),
     "objective.advantage_std": Rule("1e-6 is added in both", to="algorithm.norm_adv_by_std_in_grpo"),
     "objective.aggregation": Rule(
-        "over all GPUs and micro-batches of an update", overrides=rules.aggregation
+        "over all GPUs and micro-batches of an update",
+        overrides=lambda config: (
+            {
+                f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+                f"{ACTOR}.loss_scale_factor": config.sampling.max_tokens,
+            }
+            if config.objective.aggregation == "seq-sum-norm"
+            else {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
+        ),
     ),
     "objective.dual_clip": Rule(f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
     "objective.reference_kl": Rule(
@@ -253,7 +261,10 @@ RULES: dict[str, Rule] = {
     ),
     "optim.warmup_steps": Rule(
         "steps, not updates",
-        overrides=rules.warmup_steps,
+        overrides=lambda config: {
+            f"{ACTOR}.optim.lr_warmup_steps": math.ceil(config.optim.warmup_steps / config.optim.updates)
+            or -1
+        },
         difference=lambda config: (
             "verl raises the learning rate once per step, from 0 in the first; "
             "optim.warmup_steps=0 is the same in both"
@@ -269,7 +280,11 @@ RULES: dict[str, Rule] = {
         },
     ),
     "optim.micro_batch_tokens": Rule(
-        "per GPU; at least a prompt and its completion", overrides=rules.micro_batches
+        "per GPU; at least a prompt and its completion",
+        overrides=lambda config: {
+            f"{ACTOR}.use_dynamic_bsz": True,
+            f"{ACTOR}.ppo_max_token_len_per_gpu": rules.tokens_per_micro_batch(config),
+        },
     ),
     "optim.max_skips": Rule("verl skips every update whose gradient is not finite, without a limit"),
     "evaluation.every": Rule(
@@ -283,7 +298,12 @@ RULES: dict[str, Rule] = {
     "evaluation.samples": Rule(to=f"{ROLLOUT}.val_kwargs.n"),
     "evaluation.k": Rule("verl reports best@k for powers of 2, by resampling, which is not pass@k"),
     "evaluation.temperature": Rule(
-        to=f"{ROLLOUT}.val_kwargs.temperature", overrides=rules.evaluation_sampling
+        to=f"{ROLLOUT}.val_kwargs.temperature",
+        overrides=lambda config: {
+            f"{ROLLOUT}.val_kwargs.do_sample": config.evaluation.temperature > 0,
+            f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+            f"{ROLLOUT}.val_kwargs.top_k": -1,
+        },
     ),
     "evaluation.batch": Rule("verl samples an evaluation at once"),
     "checkpoint.every": Rule(
