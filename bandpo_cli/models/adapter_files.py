@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = {
     "parent_library", "peft_version", "qalora_group_size", "rank_pattern", "runtime_config", "target_modules",
     "task_type",
 }  # fmt: skip
-"""Settings that matter to training only, that the tensors show, or that `_check_plain` looks at."""
+"""Settings that matter to training only, that the tensors show, or that `_read_config` looks at."""
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which training leaves the weights of the base as they are."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,3 +53,14 @@ def accepts(call: Callable[[], Any], what: object = "") -> bool:
         error.add_note(f"input: {what!r:.2000}")
         raise
     return True
+
+
+def check_both_outcomes(call: Callable[[], object], path: Path, contents: Iterable[bytes]) -> None:
+    """Require that a call accepts some contents of a file, refuses others in one line, and writes no other file."""
+    others = {other for other in path.parent.iterdir() if other != path}
+    accepted = []
+    for content in contents:
+        path.write_bytes(content)
+        accepted.append(accepts(call, content[:2000]))
+    assert 0 < sum(accepted) < len(accepted)
+    assert {other for other in path.parent.iterdir() if other != path} == others

@@ -33,7 +33,7 @@ from tests.fuzz.mutate import (
     damaged_files,
     not_a_file,
 )
-from tests.fuzz.outcome import accepts
+from tests.fuzz.outcome import accepts, check_both_outcomes
 from tests.reports.sweep_folders import write_run
 
 ROWS: list[dict[str, Any]] = [
@@ -83,12 +83,7 @@ READERS: list[Callable[[Path], Any]] = [read_problems, read_completions]
 @pytest.mark.parametrize("read", READERS)
 def test_data_files(tmp_path: Path, read: Callable[[Path], Any], ending: str, count: int) -> None:
     path = tmp_path / f"data{ending}"
-    found = []
-    for content in contents(path, count):
-        path.write_bytes(content)
-        found.append(accepts(lambda: read(path), content[:2000]))
-    assert 0 < sum(found) < len(found)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    check_both_outcomes(lambda: read(path), path, contents(path, count))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,11 +100,8 @@ def test_paths_that_are_not_files(tmp_path: Path, kind: str) -> None:
 @COUNTS
 def test_files_of_probabilities(tmp_path: Path, count: int) -> None:
     path = tmp_path / "p.txt"
-    found = []
-    for content in damaged_files(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, count):
-        path.write_bytes(content)
-        found.append(accepts(lambda: probabilities([], path), content[:500]))
-    assert 0 < sum(found) < len(found)
+    contents = damaged_files(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, count)
+    check_both_outcomes(lambda: probabilities([], path), path, contents)
 
 
 def test_a_script_next_to_the_data_is_not_executed(tmp_path: Path) -> None:

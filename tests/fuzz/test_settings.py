@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.fuzz.mutate import (
     each_entry_replaced,
     not_a_file,
 )
-from tests.fuzz.outcome import accepts
+from tests.fuzz.outcome import accepts, check_both_outcomes
 
 DATA_TASK = {"name": "data", "train": [{"path": "a.jsonl", "fields": {"question": "q"}, "levels": [1]}]}
 SWEEP: dict[str, Any] = {
@@ -49,16 +48,6 @@ def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
     return tmp_path
-
-
-def check_both_outcomes(call: Callable[[], object], path: Path, contents: list[bytes]) -> None:
-    """Require accepted and refused files, so that the generated files test both, and no other written file."""
-    found = []
-    for content in contents:
-        path.write_bytes(content)
-        found.append(accepts(call, content[:2000]))
-    assert 0 < sum(found) < len(found)
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 @COUNTS
