@@ -30,10 +30,15 @@ HEADS, KEY_VALUE_HEADS, WIDTH = 4, 2, 8
 """Of `random_model`."""
 
 
-def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
-    real = random_model()
-    real.save_pretrained(tmp_path)
-    numel = sum(parameter.numel() for parameter in real.parameters())
+@pytest.fixture(autouse=True)
+def numel(tmp_path: Path) -> int:
+    """Save a random model in `tmp_path` and return its number of parameters."""
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int) -> None:
     config = resolve(
         [
             {
@@ -64,11 +69,8 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path) -> None:
-    real = random_model()  # 2 layers, 32 wide, 2 heads of 8 for keys and values
-    real.save_pretrained(tmp_path)
-    numel = sum(parameter.numel() for parameter in real.parameters())
-    linear = [each for name, each in real.named_parameters() if "proj.weight" in name]
+def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path, numel: int) -> None:
+    linear = [each for name, each in random_model().named_parameters() if "proj.weight" in name]
     adapters = sum(4 * sum(each.shape) for each in linear)
     assert len(linear) == 14
     layer = {
@@ -101,20 +103,16 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
     ],
 )
 def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
-    tmp_path: Path, checkpoint: dict[str, Any], device: str, copied: bool
+    tmp_path: Path, numel: int, checkpoint: dict[str, Any], device: str, copied: bool
 ) -> None:
     """On a CPU, before the last of 100 steps: weights and two moments, 12 bytes per parameter of a float32 model."""
-    real = random_model()
-    real.save_pretrained(tmp_path)
     config = resolve([{"model": {"path": str(tmp_path), "dtype": "float32"}, "checkpoint": checkpoint}])
     always = estimate_memory(config, MACHINE if device == "cpu" else GPU).always
-    numel = sum(parameter.numel() for parameter in real.parameters())
     assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
 
 
 def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> None:
     """A row with one completion is never split, so a row of 30 + 20 tokens is a forward pass of 50."""
-    random_model().save_pretrained(tmp_path)
 
     def update_bytes(micro_batch_tokens: int) -> int:
         layer = {
@@ -129,7 +127,6 @@ def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> 
 
 def test_a_micro_batch_has_at_most_the_tokens_of_an_update(tmp_path: Path) -> None:
     """2 prompts × 4 completions in 2 updates: 4 rows of 30 + 20 tokens, shared by the ranks."""
-    random_model().save_pretrained(tmp_path)
     layer = {
         "model": {"path": str(tmp_path)},
         "sampling": {"prompts": 2, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
@@ -150,10 +147,6 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
         saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    def stop(*_: object) -> None:
-        raise StopIteration
-
-    handle = model.lm_head.register_forward_pre_hook(stop)  # type: ignore[operator, union-attr]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.base_model(  # type: ignore[operator]
             input_ids=batch.input_ids,
@@ -162,7 +155,6 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
             packing=batch.packing,
             use_cache=False,
         )
-    handle.remove()
     return sum(
         tensor.untyped_storage().nbytes()
         for address, tensor in saved.items()
@@ -203,7 +195,6 @@ def test_estimated_activations_equal_those_of_packed_rows(
 @pytest.mark.parametrize("samples", [2, 16])
 def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: int, samples: int) -> None:
     """Groups whose completions all have one length, packed as for training, up to the longest of 600 tokens."""
-    random_model().save_pretrained(tmp_path)
     text = build_on_meta_device(ModelConfig(path=str(tmp_path))).config
     config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": 600, "samples": samples}}])
     estimate = attention_elements(config, text, 16384) / 16384
@@ -225,21 +216,14 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
     assert max(measured) >= 0.8 * estimate
 
 
-@pytest.fixture
-def without_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer supports gradient checkpointing."""
-    monkeypatch.setattr("bandpo_cli.models.load.GradientCheckpointingLayer", ())
-
-
 def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
-    tmp_path: Path, without_checkpointing: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_model().save_pretrained(tmp_path)
-
     def activations(value: bool | str) -> int:
         settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000)
 
+    monkeypatch.setattr("bandpo_cli.models.load.GradientCheckpointingLayer", ())  # no layer supports it
     assert activations("auto") == activations(False)
     with pytest.raises(UserError, match="do not support it; set it to false"):
         activations(True)
@@ -250,7 +234,6 @@ def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
 def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_model().save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path))
     model = build_on_meta_device(settings)
 

@@ -159,8 +159,6 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
     real = random_model()
     real.save_pretrained(tmp_path)
     numel = sum(parameter.numel() for parameter in real.parameters())
-    outside = 23 * 32 + 32
-    layer = (numel - outside) // 2
     # Of all parameters only the embedding, 23 rows of 32, is not divisible by 2: the first rank has 12 rows.
     share = (numel + 32) // 2
     config = resolve(
@@ -191,14 +189,6 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
     assert estimate_memory(float32, MACHINE, ranks=2).always["copy for a checkpoint"] == 8 * share
     assert "complete weights for a checkpoint" not in estimate_memory(config, GPU, ranks=2).always
     assert estimate.update["gradients"] == estimate.reduction["gradients"] == 4 * share
-    assert estimate.update["complete parameters outside of the layers"] == 2 * outside
-    assert (
-        estimate.update["two complete layers and a gradient to reduce"] == 3 * 2 * layer + 4 * layer * 3 // 2
-    )
-    assert (
-        estimate.reduction["gradient outside of the layers to reduce"] == 2 * outside + 4 * outside * 3 // 2
-    )
-    assert estimate.sampling["complete parameters"] == 2 * (numel + layer)
     # The first rank samples 3 of 7 prompts, the second 4.
     assert "at most: key-value cache of 16 × 50 tokens" in estimate.sampling
     with_engine = estimate_memory(
