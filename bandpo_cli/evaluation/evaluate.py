@@ -29,16 +29,11 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
-from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.types import Completion, Grade, Grader, Problem
 
 MAX_UNGRADED_BATCHES = 2
 """Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
 the memory, and what an interrupted evaluation loses."""
-
-
-def _cancel_nothing() -> None:
-    """Do nothing; the default of `cancel`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def sample_batches(
     seed: int,
     version: int,
     done: Container[PartKey] = (),
-    cancel: Callable[[], None] = _cancel_nothing,
+    cancel: Callable[[], None] = lambda: None,
     ranks: Ranks = SINGLE,
 ) -> Iterator[Batch]:
     """Sample and grade `params.samples` completions per problem and yield them in batches.
@@ -150,13 +145,7 @@ def _is_graded(sampled: _Sampled, ranks: Ranks) -> bool:
 
 
 def _gathered(sampled: _Sampled, max_tokens: int, ranks: Ranks) -> Batch:
-    """Return the complete batch, on every rank."""
-    batch = sampled.planned
-    return Batch(batch.key, batch.label, ranks.gather_all(_graded_rows(sampled, max_tokens)))
-
-
-def _graded_rows(sampled: _Sampled, max_tokens: int) -> list[EvalRow]:
-    """Wait for the grades of a batch and return its rows."""
+    """Wait for the grades of a batch, and return it complete, on every rank."""
     batch = sampled.planned
     groups = graded_groups(
         batch.problems,
@@ -167,7 +156,7 @@ def _graded_rows(sampled: _Sampled, max_tokens: int) -> list[EvalRow]:
         RewardConfig(),
         max_tokens,
     )
-    return [
+    rows = [
         eval_row(
             batch.label,
             rollout.problem,
@@ -181,6 +170,7 @@ def _graded_rows(sampled: _Sampled, max_tokens: int) -> list[EvalRow]:
         for group in groups
         for rollout in group.rollouts_G
     ]
+    return Batch(batch.key, batch.label, ranks.gather_all(rows))
 
 
 def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:

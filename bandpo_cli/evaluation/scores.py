@@ -134,7 +134,10 @@ def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str,
     if n == 1:
         bins = [("wrong", range(1)), ("correct", range(1, 2))]
     else:
-        between = [(_range_name(numbers), numbers) for numbers in _split_evenly(range(1, n))]
+        between = [
+            (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} – {numbers[-1]}", numbers)
+            for numbers in _split_evenly(range(1, n))
+        ]
         bins = [("never", range(1)), *between, ("always", range(n, n + 1))]
     counts = Counter(round(share * n) for share in shares)
     return [(name, sum(counts[number] for number in numbers)) for name, numbers in bins]
@@ -164,10 +167,6 @@ def _split_evenly(numbers: range) -> list[range]:
         bins = next(divisors, _USUAL_BINS)
     edges = [total * bin_ // bins for bin_ in range(bins + 1)]
     return [numbers[low:high] for low, high in itertools.pairwise(edges)]
-
-
-def _range_name(numbers: range) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} – {numbers[-1]}"
 
 
 def _problem_metrics(

@@ -85,10 +85,19 @@ def export_verl(
     """
     out = Path(out)
     config = with_dtype(config, on_gpu=True)
-    _check_absent(out)
+    if path_exists(out):
+        raise UserError(
+            f"--out {out}: it exists already, and an export overwrites nothing; name another folder"
+        )
     machines = Machines(nodes, gpus_per_node)
     differences = differences_of(config)
-    _check_differences(config, differences, allow_differences)
+    if not is_runnable(config):
+        raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
+    if differences and not allow_differences:
+        raise ConfigError(
+            f"verl would compute this experiment differently: {'; '.join(differences)}. Change these settings, or "
+            "accept the differences with --allow-differences"
+        )
     check_model_path(config.model.path)
     check_is_no_adapter(config.model.path)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
@@ -105,14 +114,24 @@ def export_verl(
         f"{MODEL}.custom_chat_template": template,
         **_placement(config, out.name, machines),
     }
+    by_source: dict[str, list[Problem]] = {}
+    for problem in training:
+        by_source.setdefault(problem.source, []).append(problem)
     sets = (
-        ("train", verl_files.TRAIN_FILE, _by_source(training)),
+        ("train", verl_files.TRAIN_FILE, by_source),
         ("test", verl_files.HELDOUT_FILE, heldout),
     )
     with export_folder(out) as folder:
         for split, file, problems in sets:
             verl_data.write_problems(folder / file, split, problems, join_messages=template is not None)
-        _write_texts(folder, config, overrides, differences, arithmetic)
+        modules = [VERL_MODULE] if config.bounds.method == "band" else []
+        script = verl_files.run_script(overrides, config.tracking.uri, modules, config.tracking.mlflow)
+        write_text(folder / "run.sh", script).chmod(0o755)
+        write_text(folder / verl_files.CONFIG_FILE, to_yaml(config))
+        write_text(folder / verl_files.REWARD_FILE, verl_files.REWARD_MODULE)
+        write_text(folder / "README.md", verl_files.readme(config, overrides, differences, arithmetic))
+        if is_copied(config):
+            verl_data.copy_embedded_model(folder / "model")
     return VerlExport(
         folder=out,
         overrides=overrides,
@@ -122,24 +141,6 @@ def export_verl(
         problems=len(training),
         heldout=sum(map(len, heldout.values())),
     )
-
-
-def _check_absent(out: Path) -> None:
-    if path_exists(out):
-        raise UserError(
-            f"--out {out}: it exists already, and an export overwrites nothing; name another folder"
-        )
-
-
-def _check_differences(config: RunConfig, differences: Sequence[str], allowed: bool) -> None:
-    """Raise ConfigError for differences that are not allowed, or that no setting of verl stands for."""
-    if not is_runnable(config):
-        raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
-    if differences and not allowed:
-        raise ConfigError(
-            f"verl would compute this experiment differently: {'; '.join(differences)}. Change these settings, or "
-            "accept the differences with --allow-differences"
-        )
 
 
 def _placement(config: RunConfig, name: str, machines: Machines) -> Overrides:
@@ -154,31 +155,6 @@ def _placement(config: RunConfig, name: str, machines: Machines) -> Overrides:
         "trainer.nnodes": machines.nodes,
         "trainer.n_gpus_per_node": machines.gpus_per_node,
     }
-
-
-def _by_source(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
-    found: dict[str, list[Problem]] = {}
-    for problem in problems:
-        found.setdefault(problem.source, []).append(problem)
-    return found
-
-
-def _write_texts(
-    folder: Path,
-    config: RunConfig,
-    overrides: Overrides,
-    differences: Sequence[str],
-    arithmetic: Sequence[str],
-) -> None:
-    """Write everything but the problems."""
-    modules = [VERL_MODULE] if config.bounds.method == "band" else []
-    script = verl_files.run_script(overrides, config.tracking.uri, modules, config.tracking.mlflow)
-    write_text(folder / "run.sh", script).chmod(0o755)
-    write_text(folder / verl_files.CONFIG_FILE, to_yaml(config))
-    write_text(folder / verl_files.REWARD_FILE, verl_files.REWARD_MODULE)
-    write_text(folder / "README.md", verl_files.readme(config, overrides, differences, arithmetic))
-    if is_copied(config):
-        verl_data.copy_embedded_model(folder / "model")
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:

@@ -142,7 +142,12 @@ def list_runs(
         and (task is None or each.task == task)
         and (status is None or (each.status or "DAMAGED") == status.upper())
     ]
-    return sorted(found, key=lambda each: _sort_value(each, sort))
+    if sort == "time":
+        return sorted(found, key=lambda run: (run.started_ms, run.name))
+    if sort == "name":
+        return sorted(found, key=lambda run: run.name)
+    values = {run.name: getattr(run, sort) for run in found}
+    return sorted(found, key=lambda run: (values[run.name] is None, -(values[run.name] or 0), run.name))
 
 
 def describe_line(path: Path, runs_dir: Path) -> RunOverview:
@@ -358,15 +363,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether one of the patterns is that of the name or of its sweep; no patterns match every name."""
     parts = (name, name.split("/")[0])
     return not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns for part in parts)
-
-
-def _sort_value(run: RunOverview, key: str) -> tuple[Any, ...]:
-    if key == "name":
-        return (run.name,)
-    if key == "time":
-        return (run.started_ms, run.name)
-    value = getattr(run, key)
-    return (value is None, -(value or 0), run.name)
 
 
 def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -289,7 +289,13 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     run_path = folder.parent.parent
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and is_run_folder(run_path):
         return _checkpoint(RunFolder(run_path), step_of(folder), option)
-    if not text or (not path_exists(folder) and not _looks_like_hub_id(text, runs_dir)):
+    # An id of the hub has at most 96 characters; the first part of a missing run's path may be that of the runs folder.
+    may_be_id = (
+        len(text) <= 96
+        and _HUB_ID.fullmatch(text)
+        and text.partition("/")[0] not in (".", "..", runs_dir.name)
+    )
+    if not text or not (path_exists(folder) or may_be_id):
         names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(
@@ -321,9 +327,3 @@ def check_model_contents(checkpoint: Path) -> None:
     """
     if path_exists(checkpoint / STATE):
         check_contents(checkpoint, training_state=False)
-
-
-def _looks_like_hub_id(text: str, runs_dir: Path) -> bool:
-    """Return whether `text` is like `Qwen/Qwen2.5-0.5B`, not a missing run's path; the hub allows 96 characters."""
-    looks_like_one = len(text) <= 96 and _HUB_ID.fullmatch(text) is not None
-    return looks_like_one and text.partition("/")[0] not in (".", "..", runs_dir.name)

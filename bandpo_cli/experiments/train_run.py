@@ -335,7 +335,11 @@ def _close_record(
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     from bandpo_cli.reports.run_plots import plot_run
 
-    evaluations = [record for record in records if any(key.startswith("eval/") for key in record)]
+    evaluations = [
+        {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
+        for record in records
+        if any(key.startswith("eval/") for key in record)
+    ]
     if error is None:
         message = "stopped by request" if status == "KILLED" else None
     else:
@@ -356,21 +360,12 @@ def _close_record(
             {
                 "status": status,
                 "error": message,
-                "steps": _last_step(records),
+                "steps": int(records[-1]["step"]) if records else 0,
                 "of_steps": config.steps,
                 "time/train_s": round(sum(record["time/step"] for record in records), 3),
-                "first_eval": _eval_metrics(evaluations[0]) if evaluations else None,
-                "last_eval": _eval_metrics(evaluations[-1]) if evaluations else None,
+                "first_eval": evaluations[0] if evaluations else None,
+                "last_eval": evaluations[-1] if evaluations else None,
                 "last_step": records[-1] if records else None,
                 **summary_fields(folder.path),
             }
         )
-
-
-def _eval_metrics(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
-
-
-def _last_step(records: Sequence[dict[str, Any]]) -> int:
-    """Return the step of the last record; 0 before the first one."""
-    return int(records[-1]["step"]) if records else 0

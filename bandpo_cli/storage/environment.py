@@ -138,11 +138,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 

@@ -37,7 +37,7 @@ os.umask(_UMASK)  # the only way to read it; at import, before there are threads
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a temporary file beside `path`, flush it to the disk, then rename it to `path`.
 
     This order (write, fsync, rename, fsync the folder) keeps the old file until the new one is on the disk.
@@ -57,7 +57,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
 
 def write_text(path: Path, text: str) -> Path:
     """Write `text` as UTF-8, atomically."""
-    return write_atomically(path, lambda temporary: _write_utf8(temporary, text))
+    return write_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
 
 
 def write_json(path: Path, value: object) -> Path:
@@ -232,10 +232,6 @@ def is_locked(folder: Path) -> bool:
         return not lock_descriptor(descriptor, blocking=False)
     finally:
         os.close(descriptor)  # releases the lock if it was free
-
-
-def _write_utf8(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -316,7 +316,12 @@ def run_artifacts(folder: Path) -> list[Path]:
     files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
     evaluations = sorted((folder / "evals").glob("step-*.json"))
     plots = sorted((folder / "plots").glob("*.png"))
-    return files + evaluations + plots + _sample_artifacts(folder, {step_of(path) for path in evaluations})
+    samples = sorted((folder / "samples").glob("step-*.parquet"))
+    if len(samples) > MAX_SAMPLE_FILES:
+        evaluated = {step_of(path) for path in evaluations}
+        between = [path for path in samples[1:-1] if step_of(path) in evaluated]
+        samples = [samples[0], *between[-(MAX_SAMPLE_FILES - 2) :], samples[-1]]
+    return files + evaluations + plots + samples
 
 
 def is_valid_name(name: str) -> bool:
@@ -426,12 +431,3 @@ def _not_a_run_message(path: Path, runs_dir: Path) -> str:
             again = resume_command("train", folder, runs_dir)
             return f"{path} is in the folder of run {folder.name}; name the run: {again}"
     return f"{path} is not a run: it has no config.yaml, so its settings are lost; start a new run"
-
-
-def _sample_artifacts(folder: Path, evaluated: set[int | None]) -> list[Path]:
-    """Return the files of completions that MLflow gets; see `run_artifacts`."""
-    samples = sorted((folder / "samples").glob("step-*.parquet"))
-    if len(samples) <= MAX_SAMPLE_FILES:
-        return samples
-    between = [path for path in samples[1:-1] if step_of(path) in evaluated]
-    return [samples[0], *between[-(MAX_SAMPLE_FILES - 2) :], samples[-1]]

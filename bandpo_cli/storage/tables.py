@@ -24,6 +24,9 @@ versions lack `gradient_weight`; it is read as NaN."""
 MAX_BAD_BATCHES = 3
 """Largest number of batches of skipped updates to store: the first ones show the cause, and a run may skip for days."""
 
+BAD_BATCHES = "bad_batches"
+"""Subfolder of the run folder with the batches of skipped updates."""
+
 BAD_BATCH_COLUMNS = {
     "old_logprobs": "log-probabilities that ratios are computed against: the trainer's or the sampler's",
     "new_logprobs": "under the weights that the update would have changed",
@@ -264,10 +267,9 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
     check_regular_file(path, str(path))
     try:
         table = pq.read_table(path)
-        columns = {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS[:-1]}
-        if "gradient_weight" in table.column_names:
-            return {**columns, "gradient_weight": table["gradient_weight"].to_numpy().astype(np.float64)}
-        return {**columns, "gradient_weight": np.full(len(table), np.nan)}
+        optional = {"gradient_weight": np.full(len(table), np.nan)}
+        present = [name for name in TOKEN_COLUMNS if name in table.column_names or name not in optional]
+        return optional | {name: table[name].to_numpy().astype(np.float64) for name in present}
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
         raise UserError(f"{path}: not readable as a table of tokens: {first_line(error)}") from None
 
@@ -308,16 +310,12 @@ def write_bad_batch(
     table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(BadCompletion))
     for name in BAD_BATCH_COLUMNS:
         table = table.append_column(name, pa.array(numbers[name], type=pa.list_(pa.float32())))
-    return _write(_bad_batch_folder(run) / f"{step_name(step)}-update-{update}.parquet", table)
+    return _write(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", table)
 
 
 def count_bad_batches(run: Path) -> int:
     """Return the number of bad batches that the run has stored."""
-    return len(list(_bad_batch_folder(run).glob("step-*.parquet")))
-
-
-def _bad_batch_folder(run: Path) -> Path:
-    return run / "bad_batches"
+    return len(list((run / BAD_BATCHES).glob("step-*.parquet")))
 
 
 def _schema(row: type) -> Any:
