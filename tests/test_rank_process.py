@@ -97,7 +97,7 @@ def test_an_error_without_a_launcher_is_not_recorded(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": "a"}', '{"message": {"message": "a"}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"rank": "a"}', '{"rank": {"text": "a"}}'])
 def test_a_damaged_file_has_no_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "error.json").write_text(content)
     assert read_error(tmp_path / "error.json") is None

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,44 +139,37 @@ def test_the_processes_of_a_killed_rank_end_with_it(in_folder: Path) -> None:
         time.sleep(0.02)
 
 
-def test_the_first_error_is_reported_and_not_the_lost_connection_of_the_others(in_folder: Path) -> None:
-    """Rank 0 has ended long before rank 1, whose error was the cause."""
-    script = (
+FAILURES = [
+    # Rank 0 has ended long before rank 1, whose error was the cause.
+    (
         "if rank == '0':\n    end(LostRankError('lost'), 1)\n"
-        "time.sleep(0.3); end(RunError('the GPU has not enough memory'), 1)"
-    )
-    with pytest.raises(RunError) as error:
-        start(script)
-    assert str(error.value) == "rank 1: the GPU has not enough memory"
-
-
-def test_a_mistake_that_all_ranks_find_is_reported_once(
-    in_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = "time.sleep(0.2 * (rank == '0')); end(UserError('no such model'), 2)"
-    with pytest.raises(UserError) as error:
-        start(script)
-    assert str(error.value) == "no such model"
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_traceback_of_an_unexpected_error_is_printed_once(
-    in_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = (
-        "import traceback\n"
+        "time.sleep(0.3); end(RunError('the GPU has not enough memory'), 1)",
+        RunError("rank 1: the GPU has not enough memory"),
+        "",
+    ),
+    # A mistake that all ranks find is reported once.
+    ("time.sleep(0.2 * (rank == '0')); end(UserError('no such model'), 2)", UserError("no such model"), ""),
+    (
         "try:\n    if rank == '1': 1 / 0\n"
         "except ZeroDivisionError as error:\n"
-        "    record_error(RunError('ZeroDivisionError: division by zero'), 1, traceback.format_exc()); sys.exit(1)"
-    )
-    with pytest.raises(RunError, match="rank 1: ZeroDivisionError: division by zero; continue with: COMMAND"):
+        "    record_error(RunError('ZeroDivisionError: x'), 1, 'Traceback: x'); sys.exit(1)",
+        RunError("rank 1: ZeroDivisionError: x; continue with: COMMAND"),
+        "Traceback: x\n",
+    ),
+    ("os._exit(7 * int(rank))", RunError("rank 1 ended with exit code 7; continue with: COMMAND"), ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "printed"), FAILURES, ids=["lost rank", "mistake", "traceback", "exit code"]
+)
+def test_the_first_error_is_reported_once(
+    in_folder: Path, script: str, error: Exception, printed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(error)) as raised:
         start(script)
-    assert capfd.readouterr().err.count("Traceback (most recent call last)") == 1
-
-
-def test_a_rank_that_ends_without_an_error_is_named_with_its_exit_code(in_folder: Path) -> None:
-    with pytest.raises(RunError, match="rank 1 ended with exit code 7; continue with: COMMAND"):
-        start("os._exit(7 * int(rank))")
+    assert str(raised.value) == str(error)
+    assert capfd.readouterr() == ("", printed)
 
 
 def test_a_complete_run_does_not_wait_for_a_rank_that_hangs(
@@ -201,7 +195,9 @@ write(f"received-{rank}", " ".join(received))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGINT, 0)]
+)
 def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
     in_folder: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,12 +209,6 @@ def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
     assert received == [signal.Signals(number).name, ""]
     assert capfd.readouterr() == ("", "")
     assert signal.getsignal(number) == before
-
-
-def test_a_run_that_completes_after_a_signal_succeeds(in_folder: Path) -> None:
-    sender = send_when(signal.SIGINT, in_folder / "ready")
-    assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
-    sender.join()
 
 
 def test_an_error_after_a_signal_is_reported(in_folder: Path) -> None:
@@ -316,15 +306,18 @@ def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause
 
 
 @pytest.mark.parametrize(
-    ("exits", "message"),
+    ("first", "second", "message"),
     [
-        ([RankExit(0, 1, failed("a")), RankExit(1, 1, failed("a"))], "a"),
-        ([RankExit(0, 1, failed("a")), RankExit(1, 1, failed("rank 0: a", received=True))], "a"),
-        ([RankExit(0, 1, failed("rank 1: b", received=True)), RankExit(1, 1, failed("b", 5))], "rank 1: b"),
-        ([RankExit(0, 0, None, True), RankExit(1, 1, failed("rank 0: a", received=True))], "rank 0: a"),
+        (failed("a"), failed("a"), "a"),
+        (failed("a"), failed("rank 0: a", received=True), "a"),
+        (failed("rank 1: b", received=True), failed("b", 5), "rank 1: b"),
+        (None, failed("rank 0: a", received=True), "rank 0: a"),
     ],
 )
-def test_the_message_names_the_rank_that_failed_once(exits: list[RankExit], message: str) -> None:
+def test_the_message_names_the_rank_that_failed_once(
+    first: RankError | None, second: RankError, message: str
+) -> None:
+    exits = [RankExit(0, int(first is not None), first, first is None), RankExit(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
         launcher._exit_code(exits, [], lambda: "continue with: COMMAND")
 
@@ -362,19 +355,23 @@ def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) ->
     assert ranks_to_start(2) is None
 
 
-def test_ranks_are_at_most_the_prompts_of_a_step_and_use_a_gpu_each() -> None:
-    config = resolve([{"sampling": {"prompts": 4}}])
-    check_ranks(config, 4)
-    with pytest.raises(ConfigError, match=r"sampling.prompts = 4: 5 ranks need at least one .* at most 4"):
-        check_ranks(config, 5)
-    config = resolve([{"model": {"device": "cuda:1"}}])
-    check_ranks(config, 1)
-    with pytest.raises(ConfigError, match=r"model.device = 'cuda:1'"):
-        check_ranks(config, 2)
-    config = resolve([{"sampling": {"vllm": {"tensor_parallel": 2}}}])
-    check_ranks(config, 1)
-    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 2 ranks"):
-        check_ranks(config, 2)
+@pytest.mark.parametrize(
+    ("layer", "most", "message"),
+    [
+        ({"sampling": {"prompts": 4}}, 4, r"sampling.prompts = 4: 5 ranks need at least one .* at most 4"),
+        ({"model": {"device": "cuda:1"}}, 1, r"model.device = 'cuda:1'"),
+        (
+            {"sampling": {"vllm": {"tensor_parallel": 2}}},
+            1,
+            r"sampling.vllm.tensor_parallel = 2: each of 2 ranks",
+        ),
+    ],
+)
+def test_the_settings_limit_the_number_of_ranks(layer: dict[str, Any], most: int, message: str) -> None:
+    config = resolve([layer])
+    check_ranks(config, most)
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(config, most + 1)
 
 
 def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,15 +74,10 @@ def test_every_metric() -> None:
     assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
 
 
-def test_legacy_best_at_k_is_computed_only_on_request() -> None:
-    assert set(score("set", ROWS, (1, 2)).metrics) == set(BY_HAND)
-
-
-def test_rows_may_come_in_any_order() -> None:
-    shuffled = [ROWS[index] for index in (6, 0, 5, 3, 1, 7, 2, 4)]
-    assert score("set", shuffled, (2,)).by_problem == {
-        id_: score("set", ROWS, (2,)).by_problem[id_] for id_ in ("q", "p")
-    }
+def test_rows_may_come_in_any_order_and_best_at_k_is_computed_only_on_request() -> None:
+    shuffled = score("set", [ROWS[index] for index in (6, 0, 5, 3, 1, 7, 2, 4)], (1, 2))
+    assert set(shuffled.metrics) == set(BY_HAND)
+    assert shuffled.by_problem == score("set", ROWS, (1, 2)).by_problem
 
 
 def test_uneven_numbers_of_completions() -> None:
@@ -117,21 +112,18 @@ def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_
     assert all(set(values) == set(scores.metrics) for values in scores.by_problem.values())
 
 
-def test_scores_without_any_k() -> None:
-    assert next(iter(score("set", ROWS, ()).metrics)) == "mean_at_4"
-
-
-def test_a_k_beyond_the_completions_of_a_problem_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([*ROWS, row("q", "18", "correct")], ("--k 5", "p of 'gsm8k' has 4", "at most 4")),
+        ([], ("'gsm8k' has no completions",)),
+    ],
+)
+def test_completions_that_cannot_be_scored_are_refused(rows: list[EvalRow], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as error:
-        score("gsm8k", [*ROWS, row("q", "18", "correct")], (2, 5))
+        score("gsm8k", rows, (2, 5))
     assert "\n" not in str(error.value)
-    for word in ("--k 5", "p of 'gsm8k' has 4", "at most 4"):
-        assert word in str(error.value)
-
-
-def test_nothing_to_score_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'gsm8k' has no completions"):
-        score("gsm8k", [], (1,))
+    assert all(word in str(error.value) for word in words)
 
 
 def test_names_in_metrics_jsonl() -> None:
@@ -142,6 +134,7 @@ def test_names_in_metrics_jsonl() -> None:
     assert found["eval/aime-2024/mean_at_4_low"] == interval.low < found["eval/aime-2024/mean_at_4"]
     assert found["eval/aime-2024/mean_at_4_high"] == interval.high > found["eval/aime-2024/mean_at_4"]
     assert math.isnan(found["eval/b/mean_at_4_low"])  # a single problem
+    assert next(iter(scores["b"].metrics)) == "mean_at_4"  # without any k
     plain = metric_record(scores)
     assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
     assert {name for name in plain if name.startswith("eval/aime-2024/")} == {
@@ -151,11 +144,6 @@ def test_names_in_metrics_jsonl() -> None:
             *("response_length", "timeout_rate", "grader_error_rate"),
         )
     }
-
-
-def test_sixteen_completions_are_mean_at_16() -> None:
-    rows = [row("p", "1", "wrong")] * 12 + [row("p", "18", "correct")] * 4
-    assert metric_record({"s": score("s", rows, (16,))})["eval/s/mean_at_16"] == 0.25
 
 
 def test_the_record_holds_metrics_and_the_values_of_each_problem() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,58 +61,33 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "a")
 
 
-def test_trainer_state_round_trip(run: RunFolder) -> None:
-    make(run, 10)
-    assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
+STATE = "trainer/state.json"
 
 
-def _truncated(folder: Path) -> None:
-    (folder / "trainer" / "optimizer.safetensors").write_bytes(b"mom")
-
-
-def _no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _no_state(folder: Path) -> None:
-    (folder / "trainer" / "state.json").unlink()
-
-
-def _truncated_state(folder: Path) -> None:
-    (folder / "trainer" / "state.json").write_text('{"format": 1, "st')
-
-
-def _list_state(folder: Path) -> None:
-    (folder / "trainer" / "state.json").write_text("[]")
-
-
-def _later_format(folder: Path) -> None:
-    path = folder / "trainer" / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-
-
-def _another_step(folder: Path) -> None:
-    path = folder / "trainer" / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 11}))
+def changed_state(**values: Any) -> Callable[[bytes], bytes]:
+    """Return a function that changes the content of `state.json`."""
+    return lambda content: json.dumps({**json.loads(content), **values}).encode()
 
 
 @pytest.mark.parametrize(
-    ("damage", "word"),
+    ("name", "damage", "word"),
     [
-        (_truncated, "optimizer.safetensors is damaged: 3 of 7 bytes"),
-        (_no_weights, "model.safetensors is missing"),
-        (_no_state, "state.json: No such file"),
-        (_truncated_state, "state.json: not readable as JSON"),
-        (_list_state, "state.json: expected a JSON object"),
-        (_later_format, "format 99"),
-        (_another_step, "holds step 11"),
+        ("trainer/optimizer.safetensors", lambda _: b"mom", "optimizer.safetensors is damaged: 3 of 7 bytes"),
+        ("model.safetensors", None, "model.safetensors is missing"),
+        (STATE, None, "state.json: No such file"),
+        (STATE, lambda _: b'{"format": 1, "st', "state.json: not readable as JSON"),
+        (STATE, lambda _: b"[]", "state.json: expected a JSON object"),
+        (STATE, changed_state(format=99), "format 99"),
+        (STATE, changed_state(step=11), "holds step 11"),
     ],
 )
 def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
-    run: RunFolder, damage: Any, word: str
+    run: RunFolder, name: str, damage: Callable[[bytes], bytes] | None, word: str
 ) -> None:
     make(run, 5, 10)
-    damage(run.checkpoint_dir(10))
+    assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
+    path = run.checkpoint_dir(10) / name
+    path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError) as error:
         read_trainer_state(run.checkpoint_dir(10))
     assert word in str(error.value)
@@ -181,12 +157,6 @@ def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(run: RunFolde
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_run_without_checkpoints(run: RunFolder) -> None:
-    assert complete_checkpoints(run) == ({}, {})
-    remove_checkpoints_after(run, -1)
-    prune_checkpoints(run, CheckpointConfig())
-
-
 scores = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.75]))
 
 
@@ -239,12 +209,15 @@ def test_pruning_reads_the_metrics_on_the_disk_and_keeps_damaged_checkpoints(run
     make(run, 5, 10, 15, 20)
     for step, value in ((5, 0.1), (10, 0.9), (15, 0.2), (20, 0.3)):
         run.append_metrics({"step": step, "eval/a/mean_at_4": value})
-    _truncated(run.checkpoint_dir(15))
+    (run.checkpoint_dir(15) / "model.safetensors").unlink()
     prune_checkpoints(run, CheckpointConfig(keep_last=1))
     assert names(run) == ["step-000010", "step-000015", "step-000020"]  # step 15 is damaged
 
 
 def test_nothing_is_pruned_while_updates_are_skipped(run: RunFolder) -> None:
+    prune_checkpoints(run, CheckpointConfig())  # without checkpoints it does nothing
+    remove_checkpoints_after(run, -1)
+    assert complete_checkpoints(run) == ({}, {})
     make(run, 5, 10)
     make(run, 15, skipped=2)
     prune_checkpoints(run, CheckpointConfig(keep_last=1, keep_best=0))

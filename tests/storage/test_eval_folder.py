@@ -55,21 +55,13 @@ def test_a_failed_write_keeps_the_old_file(folder: EvalFolder) -> None:
     assert folder.read_parts() == {PartKey(0, 0): [ROW]}
 
 
-@pytest.mark.parametrize("name", ["first", "{runs}/first", "{runs}/first/", "{runs}/first/eval.json"])
-def test_open_accepts_name_folder_and_record(tmp_path: Path, folder: EvalFolder, name: str) -> None:
-    found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
-    assert found.path == folder.path
-    assert found.name == "first"
-
-
-def test_open_in_the_current_folder_returns_the_name(
-    tmp_path: Path, folder: EvalFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["first", "{runs}/first/", "{runs}/first/eval.json", ".", "eval.json"])
+def test_open_accepts_name_folder_and_record(
+    tmp_path: Path, folder: EvalFolder, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.path)
-    assert EvalFolder.open(Path("runs"), ".").name == "first"
-    assert EvalFolder.open(Path("runs"), "eval.json").name == "first"
-    with pytest.raises(UserError, match="no evaluation 'frist'"):
-        EvalFolder.open(Path("runs"), "frist")
+    found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
+    assert (found.path, found.name) == (folder.path, "first")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
@@ -77,14 +69,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder:
         EvalFolder.open(tmp_path / "runs", "frist")
     with pytest.raises(UserError, match="it has no evaluations"):
         EvalFolder.open(tmp_path, "first")
+    with pytest.raises(UserError, match="first-2"):
+        EvalFolder.create(tmp_path / "runs", "first")
     for name in ("", "x" * 5000, "a\0b"):
         with pytest.raises(UserError, match="no evaluation"):
             EvalFolder.open(tmp_path / "runs", name)
-
-
-def test_a_taken_name_is_refused(tmp_path: Path, folder: EvalFolder) -> None:
-    with pytest.raises(UserError, match="first-2"):
-        EvalFolder.create(tmp_path / "runs", "first")
 
 
 @pytest.mark.parametrize(
@@ -105,12 +94,9 @@ def test_a_damaged_record_raises_a_one_line_error(tmp_path: Path, content: bytes
     with pytest.raises(UserError, match=words) as caught:
         read_record(path)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_record_that_is_a_folder_or_missing_raises(tmp_path: Path) -> None:
-    for path, words in ((tmp_path, "is a directory"), (tmp_path / "none", "No such file")):
-        with pytest.raises(UserError, match=words):
-            read_record(path)
+    for other, why in ((tmp_path, "is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UserError, match=why):
+            read_record(other)
 
 
 def test_impossible_file_names_do_not_exist(tmp_path: Path) -> None:

@@ -62,18 +62,13 @@ def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
 
 
 def test_an_existing_name_is_refused_with_an_unused_one(tmp_path):
+    assert unused_name("a", tmp_path) == "a"
     RunFolder.create(tmp_path, "a")
     (tmp_path / "a" / "config.yaml").write_text("mine")
-    with pytest.raises(UserError, match=r"--name a-2"):
+    (tmp_path / "a-2").write_text("a file takes a name too")
+    with pytest.raises(UserError, match=r"--name a-3"):
         RunFolder.create(tmp_path, "a")
     assert (tmp_path / "a" / "config.yaml").read_text() == "mine"
-
-
-def test_unused_name_skips_existing_files_and_folders(tmp_path):
-    assert unused_name("kl", tmp_path) == "kl"
-    (tmp_path / "kl").mkdir()
-    (tmp_path / "kl-2").write_text("a file takes a name too")
-    assert unused_name("kl", tmp_path) == "kl-3"
 
 
 def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path):
@@ -159,13 +154,9 @@ def test_a_truncated_last_line_is_ignored_and_removed_by_a_rollback(run):
     run.roll_back(3)
     run.append_metrics({"step": 4})
     assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 4]
-
-
-def test_a_damaged_line_is_reported_with_its_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n[2]\n')
+    run.metrics_path.write_text('{"step": 1}\n[2]\n')
     with pytest.raises(UserError, match="line 2"):
-        read_metrics(path)
+        run.read_metrics()
 
 
 def test_roll_back_removes_later_steps_only(run):
@@ -218,8 +209,13 @@ def test_token_columns_allow_infinite_bounds_and_refuse_a_missing_column(tmp_pat
         folder.write_tokens(100, columns)
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
-    path = files.write_text(tmp_path / "summary.json", "old")
+def test_a_file_is_flushed_before_it_is_renamed_and_a_failed_write_keeps_the_old_one(tmp_path, monkeypatch):
+    calls = []
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    path = files.write_json(tmp_path / "env.json", {"a": [float("nan"), 1]})
+    assert calls == ["fsync", "replace", "fsync"]
 
     def no_space(*_):
         raise OSError(28, "No space left on device")
@@ -227,18 +223,8 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(OSError, match="No space"):
         files.write_text(path, "new")
-    assert path.read_text() == "old"
+    assert json.loads(path.read_text()) == {"a": [None, 1]}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_is_flushed_to_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
-    calls = []
-    replace, fsync = os.replace, os.fsync
-    monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
-    files.write_json(tmp_path / "env.json", {"a": [float("nan"), 1]})
-    assert calls == ["fsync", "replace", "fsync"]
-    assert json.loads((tmp_path / "env.json").read_text()) == {"a": [None, 1]}
 
 
 def test_metrics_survive_a_killed_process(tmp_path):

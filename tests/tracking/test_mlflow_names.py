@@ -88,18 +88,20 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
     assert names["vs_probability/active_fraction_p_0.900_1.000"] == values["clip/active_fraction/p_0.9_1"]
 
 
-def test_the_copy_of_a_metric_is_absent_where_the_metric_is():
-    assert finite_metrics({"train/reward": 0.5, "train/entropy": None}) == {
-        "train/reward": 0.5,
-        "Main/reward": 0.5,
-    }
-
-
-def test_bins_with_close_edges_have_different_names():
-    names = finite_metrics({"clip/token_share/p_0_0.0001": 0.25, "clip/token_share/p_0.0001_0.0002": 0.5})
+def test_bins_with_close_edges_have_different_names_and_the_copy_of_a_missing_metric_is_absent():
+    names = finite_metrics(
+        {
+            "clip/token_share/p_0_0.0001": 0.25,
+            "clip/token_share/p_0.0001_0.0002": 0.5,
+            "train/reward": 0.5,
+            "train/entropy": None,
+        }
+    )
     assert names == {
         "vs_probability/token_share_p_0.000_0.0001": 0.25,
         "vs_probability/token_share_p_0.0001_0.0002": 0.5,
+        "train/reward": 0.5,
+        "Main/reward": 0.5,
     }
 
 
@@ -156,21 +158,19 @@ def test_the_store_is_the_setting_then_the_environment_then_a_file_in_the_runs_f
     assert database.artifact_location == (tmp_path / "mlartifacts").as_uri()
 
 
-def test_ui_command_is_a_shell_command_or_an_address(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("uri", "command"),
+    [
+        ("sqlite:///{here}/runs/mlflow.db", "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"),
+        ("sqlite:////data/my runs/x.db", "mlflow ui --backend-store-uri 'sqlite:////data/my runs/x.db'"),
+        ("http://h:5000", "http://h:5000"),
+        ("https://me:secret@h:5000/mlflow/", "https://h:5000/mlflow"),
+        ("postgresql://me:secret@h/db", "mlflow ui --backend-store-uri 'postgresql://***@h/db'"),
+    ],
+)
+def test_ui_command_is_a_shell_command_or_an_address_without_password(tmp_path, monkeypatch, uri, command):
     monkeypatch.chdir(tmp_path)
-    here = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert ui_command(here) == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
-    assert ui_command("sqlite:////data/my runs/x.db") == (
-        "mlflow ui --backend-store-uri 'sqlite:////data/my runs/x.db'"
-    )
-    assert ui_command("http://h:5000") == "http://h:5000"
-
-
-def test_commands_and_addresses_contain_no_password():
-    assert ui_command("https://me:secret@h:5000/mlflow/") == "https://h:5000/mlflow"
-    assert (
-        ui_command("postgresql://me:secret@h/db") == "mlflow ui --backend-store-uri 'postgresql://***@h/db'"
-    )
+    assert ui_command(uri.format(here=tmp_path)) == command
 
 
 def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_then_the_address(
@@ -180,6 +180,9 @@ def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_
     page = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
     server = Store("http://me:secret@h:8080/mlflow/", "e", None)
     file = Store(f"sqlite:///{tmp_path}/mlflow.db", "e", None)
+    earlier = '{"uri": "http://h", "experiment": "e", "key": "k", "run_id": "abc"}'
+    (tmp_path / "mlflow.json").write_text(earlier)  # the link of an earlier version has no address
+    assert ui_text(tmp_path, Store("http://h", "e", None)) == "http://h"
     assert ui_text(tmp_path, server) == "http://h:8080/mlflow"  # MLflow has not answered
     assert ui_text(tmp_path, file) == "mlflow ui --backend-store-uri sqlite:///mlflow.db"
     for store in (server, file):
@@ -189,13 +192,6 @@ def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_
         "mlflow ui --backend-store-uri sqlite:///mlflow.db",
         f"http://127.0.0.1:5000{page}",
     ]
-
-
-def test_a_link_of_an_earlier_version_has_no_address(tmp_path):
-    (tmp_path / "mlflow.json").write_text(
-        '{"uri": "http://h", "experiment": "e", "key": "k", "run_id": "abc"}'
-    )
-    assert ui_text(tmp_path, Store("http://h", "e", None)) == "http://h"
 
 
 def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run):

@@ -207,23 +207,6 @@ def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFold
     assert run_at(store, folder).info.status == "KILLED"  # it was killed before it could write a summary
 
 
-@pytest.mark.parametrize(
-    ("summary", "status"),
-    [
-        (None, "KILLED"),
-        ({"status": "FINISHED", "steps": 2}, "FINISHED"),
-        ({"status": "FAILED", "steps": 2}, "FAILED"),
-        ({"status": "KILLED", "steps": 2}, "KILLED"),
-        ({"status": "FAILED", "steps": 1}, "KILLED"),  # older than a resume that was killed
-        ({"status": "lost"}, "KILLED"),
-    ],
-)
-def test_the_status_of_a_stored_run(folder: RunFolder, summary: dict[str, Any] | None, status: str) -> None:
-    if summary is not None:
-        folder.write_summary(summary)
-    assert read_stored_run(folder.path).status == status
-
-
 def set_modified(path: Path, second: float) -> None:
     os.utime(path, (second, second))
 
