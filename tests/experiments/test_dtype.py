@@ -35,11 +35,6 @@ from tests.experiments.test_api import SMALL
 RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 
 
-@pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_gpu(monkeypatch)
-
-
 def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one with a GPU, on which the code runs with the CPU."""
     monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
@@ -64,12 +59,10 @@ def test_auto_depends_on_the_device_and_a_name_does_not(dtype: Any, on_gpu: bool
     assert dtype_on(dtype, on_gpu) == expected
 
 
-def test_auto_is_the_default() -> None:
+def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ModelConfig().dtype == "auto"
     assert load_policy(ModelConfig()).model.dtype == torch.float32
-
-
-def test_a_policy_on_a_gpu_is_loaded_in_bfloat16(on_cuda: None) -> None:
+    use_fake_gpu(monkeypatch)
     assert load_policy(ModelConfig()).model.dtype == torch.bfloat16
     assert load_policy(ModelConfig(dtype="float32")).model.dtype == torch.float32
 
@@ -91,12 +84,8 @@ def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
     assert checkpoint["dtype"] == "bfloat16"
 
 
-def test_a_run_on_a_cpu_records_float32(tmp_path: Path) -> None:
-    train(resolve(RUN), runs_dir=tmp_path, name="a")
-    assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"
-
-
-def test_an_evaluation_records_its_dtype(tmp_path: Path, on_cuda: None) -> None:
+def test_an_evaluation_records_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_gpu(monkeypatch)
     result = evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
     assert json.loads((result.folder / "eval.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
 
@@ -117,6 +106,9 @@ def test_the_statement_names_the_dtype(model: dict[str, str], text: str) -> None
 
 
 def test_the_estimate_and_the_advice_follow_the_device() -> None:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=200), resolve([]))  # of a dry run, on this machine
+    assert "master weights" not in out.getvalue()
     config = resolve([])
     on_gpu, on_cpu = (estimate_memory(config, Device("x", 80 * GIB, 80 * GIB, on)) for on in (True, False))
     parts = on_gpu.always
@@ -124,12 +116,6 @@ def test_the_estimate_and_the_advice_follow_the_device() -> None:
     assert "master weights" not in on_cpu.always
     assert "model.dtype=bfloat16" in memory_saving_settings(config, on_gpu=False)
     assert "model.dtype" not in memory_saving_settings(config, on_gpu=True)
-
-
-def test_the_estimate_of_a_dry_run_is_for_the_dtype_of_this_machine() -> None:
-    out = io.StringIO()
-    print_memory(Console(file=out, width=200), resolve([]))
-    assert "master weights" not in out.getvalue()
 
 
 def test_an_exported_job_is_on_gpus() -> None:
@@ -155,6 +141,7 @@ def test_the_dtype_that_auto_was_is_no_changed_setting(dtype: str, on_gpu: bool,
 
 def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:
     train(resolve(RUN), runs_dir=tmp_path, name="a")
+    assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"
     threads = torch.get_num_threads()
     assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
     other = resolve([*RUN, {"model": {"dtype": "bfloat16"}}])

@@ -40,6 +40,7 @@ def wrapped_out_of_memory(*_: Any, **__: Any) -> None:
         raise StaleEngineError("the engine did not load the weights") from error
 
 
+ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 PHASES = [
     ("loading", components, "load_policy", out_of_memory),
     ("optimizer", Optimizer, "__init__", out_of_memory),
@@ -69,7 +70,7 @@ def test_out_of_memory_in_any_phase_is_one_line_of_advice(
 
 
 def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    train(resolve(ONE_STEP), runs_dir=tmp_path, name="a")
     monkeypatch.setattr(Optimizer, "load_state", out_of_memory)
     with pytest.raises(RunError) as raised:
         resume("a", runs_dir=tmp_path, settings=[{"steps": 2}])
@@ -107,14 +108,26 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def run_command(command: str, folder: Path) -> None:
+    if command == "train":
+        train(resolve(ONE_STEP), runs_dir=folder, name="a")
+    else:
+        evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=folder, name="a")
+
+
+@pytest.mark.parametrize(
+    ("command", "owner", "name"),
+    [("train", loop, "update_policy"), ("evaluate", TransformersSampler, "sample")],
+)
+def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture,
+    command: str, owner: Any, name: str,
+) -> None:  # fmt: skip
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    monkeypatch.setattr(loop, "update_policy", out_of_memory)
+    monkeypatch.setattr(owner, name, out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory"):
-        train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
-    assert closed == ["sampler", "grader"]
+        run_command(command, tmp_path)
+    assert sorted(closed) == ["grader", "sampler"]
     assert "RuntimeError: the engine does not answer" in caplog.text
 
 
@@ -122,7 +135,7 @@ def test_a_sampler_that_cannot_be_closed_after_the_last_step_is_reported(
     tmp_path: Path, closed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    result = train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
+    result = train(resolve(ONE_STEP), runs_dir=tmp_path, name="a")
     assert result.status == "FINISHED"
     assert closed == ["sampler", "grader"]
     assert "RuntimeError: the engine does not answer" in caplog.text
@@ -147,17 +160,6 @@ def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: 
     assert closed == ["sampler", "grader"]
 
 
-def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error_of_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "bandpo_cli")
-    monkeypatch.setattr(TransformersSampler, "sample", out_of_memory)
-    with pytest.raises(RunError, match=r"^out of memory"):
-        evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
-    assert sorted(closed) == ["grader", "sampler"]
-    assert "RuntimeError: the engine does not answer" in caplog.text
-
-
 class FailsAtTheEnd(CallbackBase):
     """A callback whose `end` raises."""
 
@@ -165,26 +167,18 @@ class FailsAtTheEnd(CallbackBase):
         raise ValueError("the callback failed")
 
 
-def test_a_callback_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "bandpo_cli")
-    config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
-    monkeypatch.setattr(loop, "update_policy", out_of_memory)
-    with pytest.raises(RunError, match=r"^out of memory"):
-        train(config, runs_dir=tmp_path, name="a", callbacks=[FailsAtTheEnd()])
-    assert "ValueError: the callback failed" in caplog.text
-
-
-def test_plots_that_cannot_be_made_do_not_hide_the_error_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failure", ["the callback failed", "no plots"])
+def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("no plots")
 
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    monkeypatch.setattr(run_plots, "plot_run", fail)
     monkeypatch.setattr(loop, "update_policy", out_of_memory)
+    if failure == "no plots":
+        monkeypatch.setattr(run_plots, "plot_run", fail)
+    callbacks = [FailsAtTheEnd()] if failure != "no plots" else []
     with pytest.raises(RunError, match=r"^out of memory"):
-        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a")
-    assert "ValueError: no plots" in caplog.text
+        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a", callbacks=callbacks)
+    assert f"ValueError: {failure}" in caplog.text

@@ -13,7 +13,6 @@ from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_model_path,
     config_warnings,
-    find_run,
     resolve_model,
 )
 from bandpo_cli.registries import METHODS
@@ -82,11 +81,7 @@ def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "model" / "config.json").write_text("{}")
     assert resolve_model("~/model", runs).path == str(tmp_path / "model")
     assert resolve_model("~/runs/a@2", Path("elsewhere")).stem == "a@2@5"
-    assert resolve_model("~/runs/a@10", Path("elsewhere")).stem == "a@10"
-
-
-def test_a_folder_with_both_files_is_a_model(runs: Path) -> None:
-    """A model's folder may have a config.yaml of its own beside config.json."""
+    # A model's folder may have a config.yaml of its own beside config.json.
     (runs / "a" / "config.json").write_text("{}")
     assert resolve_model("runs/a", runs).run is None
 
@@ -136,9 +131,6 @@ def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path, name: str) 
         ) as caught:
             refused()
         assert "\n" not in str(caught.value)
-
-
-def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="a file; name the folder"):
         check_model_path(str(tmp_path / "model.safetensors"))
@@ -152,14 +144,6 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
     make_run(runs, "young")
     with pytest.raises(UserError, match="no checkpoint yet"):
         resolve_model("young", runs)
-
-
-def test_run_and_step_are_separated_at_the_last_at_sign(runs: Path) -> None:
-    assert find_run("nothing", runs) is None
-    for text, name, step in (("a", "a", None), ("a@7", "a", 7), ("a@2", "a@2", None), ("a@2@7", "a@2", 7)):
-        found = find_run(text, runs)
-        assert found is not None
-        assert (found[0].name, found[1]) == (name, step)
 
 
 def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:
@@ -181,22 +165,35 @@ def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ
         assert f"{method} gives the same run as every method but clip-cov" in warning
 
 
-def test_one_update_per_batch_is_warned_about_with_a_lag_too() -> None:
-    """π_old is that of the step's own weights, which the engine's log-probs of older ones are not."""
-    (warning,) = warnings_of("clip", sampling={"max_lag": 1})
-    assert "the ratio is always 1" in warning
-    assert warnings_of("clip", updates=4, sampling={"max_lag": 1}) == []
-
-
-def test_one_update_per_batch_is_not_warned_about_where_ratios_differ_from_one() -> None:
-    """With the log-probs of another engine as π_old the first ratio is the gap between the two engines."""
-    sampled = {"objective": {"old_logprobs": "sampler"}}
-    assert warnings_of("clip", sampling={"engine": "vllm"}, **sampled) == []
-    assert (
-        len(warnings_of("clip", sampling={"engine": "transformers"}, model={"dtype": "float32"}, **sampled))
-        == 1
-    )
-    in_16_bits = warnings_of(
-        "clip", sampling={"engine": "transformers"}, model={"dtype": "bfloat16"}, **sampled
-    )
-    assert in_16_bits == []
+@pytest.mark.parametrize(
+    ("sections", "warned"),
+    [
+        # With a lag, π_old is that of the step's own weights, which the engine's log-probs of older ones are not.
+        ({"sampling": {"max_lag": 1}}, True),
+        # With the log-probs of another engine as π_old the first ratio is the gap between the two engines.
+        ({"sampling": {"engine": "vllm"}, "objective": {"old_logprobs": "sampler"}}, False),
+        (
+            {
+                "sampling": {"engine": "transformers"},
+                "objective": {"old_logprobs": "sampler"},
+                "model": {"dtype": "float32"},
+            },
+            True,
+        ),
+        (
+            {
+                "sampling": {"engine": "transformers"},
+                "objective": {"old_logprobs": "sampler"},
+                "model": {"dtype": "bfloat16"},
+            },
+            False,
+        ),
+    ],
+)
+def test_one_update_per_batch_is_warned_about_where_ratios_are_one(
+    sections: dict[str, Any], warned: bool
+) -> None:
+    assert ["the ratio is always 1" in warning for warning in warnings_of("clip", **sections)] == [
+        True
+    ] * warned
+    assert warnings_of("clip", updates=4, **sections) == []

@@ -106,16 +106,16 @@ def grader_warnings(ranks: Ranks, fails: bool) -> list[str]:
     return [line.partition(", which")[0] + line.partition("the first error")[2] for line in lines]
 
 
-def test_rank_0_reports_the_grader_errors_of_all_ranks(tmp_path: Path) -> None:
-    main, other = run_ranks(2, tmp_path, grader_warnings, False)
-    assert main == ["grader 'math' failed on 2 of 30 answers (6.7%): error of rank 0"]
+@pytest.mark.parametrize(
+    ("fails", "counts"), [(False, "2 of 30 answers (6.7%)"), (True, "1 of 10 answers (10.0%)")]
+)
+def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_own(
+    tmp_path: Path, fails: bool, counts: str
+) -> None:
+    """After an error, rank 0 waits for no other rank, and rank 1 loses the connection before it has the answers."""
+    main, other = run_ranks(2, tmp_path, grader_warnings, fails)
+    assert main == [f"grader 'math' failed on {counts}: error of rank 0"]
     assert other == []
-
-
-def test_a_rank_that_fails_reports_its_own_grader_errors_and_waits_for_no_other(tmp_path: Path) -> None:
-    main, other = run_ranks(2, tmp_path, grader_warnings, True)
-    assert main == ["grader 'math' failed on 1 of 10 answers (10.0%): error of rank 0"]
-    assert other == []  # the connection is lost before it has the answers of rank 0
 
 
 def test_without_torchrun_nothing_is_connected() -> None:
