@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,27 +38,31 @@ def make_run(runs: Path, name: str, config: str = "seed: 3\n") -> RunFolder:
     return folder
 
 
-def sync(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """Return exit code, standard output and standard error."""
-    monkeypatch.setattr(sys, "argv", ["bandpo", "sync", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    message = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, message.out, message.err
+Sync = Callable[..., tuple[int, str, str]]
 
 
-def test_sync_prints_what_was_sent_and_the_second_time_nothing(
-    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def sync(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sync:
+    """Return a function that runs the command, and returns exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["bandpo", "sync", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        message = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, message.out, message.err
+
+    return run
+
+
+def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store: str, sync: Sync) -> None:
     make_run(runs, "first")
-    code, out, _ = sync(monkeypatch, capsys, "first", "--tracking-uri", store)
+    code, out, _ = sync("first", "--tracking-uri", store)
     assert code == 0
     assert "sent 2 metric values, 1 param" in out
     assert "3 files, status FINISHED" in out
-    code, out, _ = sync(monkeypatch, capsys, "runs/first", "--tracking-uri", store)
+    code, out, _ = sync("runs/first", "--tracking-uri", store)
     assert (code, out) == (
         0,
         "first  sent nothing; there already: 2 metric values, 3 files, status FINISHED\n",
@@ -65,21 +70,21 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(
 
 
 def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
-    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, store: str, sync: Sync
 ) -> None:
     make_run(runs, "alone")
     make_run(runs, "private", "tracking:\n  mlflow: false\n")
     make_run(runs / "sweep", "one")
     (runs / "sweep" / "sweep.yaml").write_text("runs: []\n")
     (runs / "an-evaluation").mkdir()
-    code, out, _ = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
+    code, out, _ = sync("--all", "--tracking-uri", store)
     assert code == 0
     assert [line.split()[:2] for line in out.splitlines()] == [
         ["alone", "sent"],
         ["private", "left"],
         ["one", "sent"],
     ]
-    code, out, _ = sync(monkeypatch, capsys, "private", "sweep", "--tracking-uri", store)
+    code, out, _ = sync("private", "sweep", "--tracking-uri", store)
     assert code == 0
     assert [" ".join(line.split()[:3]) for line in out.splitlines()] == [
         "private sent 2",
@@ -88,29 +93,27 @@ def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
 
 
 def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
-    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, store: str, sync: Sync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = UNREACHABLE.replace("//", "//me:secret@")
     for name in ("a", "b"):
         make_run(runs, name)
     make_run(runs, "c", f"tracking:\n  uri: {store}\n")
-    code, _, err = sync(monkeypatch, capsys, "a", "b", "--tracking-uri", uri)
+    code, _, err = sync("a", "b", "--tracking-uri", uri)
     assert code == 1
     assert err.count("cannot be reached") == err.count("\n") == 1
     assert "secret" not in err
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    code, out, err = sync(monkeypatch, capsys, "--all")
+    code, out, err = sync("--all")
     assert code == 1
     assert out.startswith("c  sent 2 metric values")
 
 
-def test_a_run_folder_that_cannot_be_written_to_is_named(
-    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str, sync: Sync) -> None:
     """A folder in the place of the lock file gives an error for root too, whom permissions do not stop."""
     make_run(runs, "a")
     (runs / "a" / ".mlflow.lock").mkdir()
-    code, _, err = sync(monkeypatch, capsys, "a", "--tracking-uri", store)
+    code, _, err = sync("a", "--tracking-uri", store)
     assert code == 2
     assert "runs/a/.mlflow.lock: Is a directory; sync locks the run folder" in err
     assert "reached" not in err
@@ -127,26 +130,20 @@ def test_a_run_folder_that_cannot_be_written_to_is_named(
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(
-    runs: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    runs: Path, arguments: list[str], message: str, sync: Sync
 ) -> None:
     make_run(runs, "first")
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
-    code, _, err = sync(monkeypatch, capsys, *arguments)
+    code, _, err = sync(*arguments)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_damaged_run_does_not_prevent_the_sync_of_others(
-    runs: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs: Path, store: str, sync: Sync) -> None:
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     make_run(runs, "intact")
-    code, out, err = sync(monkeypatch, capsys, "--all", "--tracking-uri", store)
+    code, out, err = sync("--all", "--tracking-uri", store)
     assert code == 2
     assert out.startswith("intact  sent 2 metric values")
     assert "metrics.jsonl" in err

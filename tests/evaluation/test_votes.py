@@ -151,14 +151,11 @@ def test_a_thousand_completions_are_exact_without_overflow(k: int) -> None:
 
 
 def test_the_winner_of_distinct_answers_is_random() -> None:
-    """300 answers, one of them correct: it wins if it is among the k, with probability 1/k."""
+    """300 answers, one of them correct: it wins if it is among the k, with probability 1/k. Nothing wins no votes."""
+    assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
     votes: Votes = [str(index) for index in range(300)]
     for k in (1, 2, 150, 300):
         assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
-
-
-def test_without_any_vote_the_result_is_not_correct() -> None:
-    assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
 
 
 @pytest.mark.parametrize(

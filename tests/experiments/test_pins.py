@@ -137,6 +137,11 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
 
 def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(tmp_path, engine="vllm")
+    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: False)
+    missing = r"run run samples with vllm.*not installed here.*make install-vllm"
+    with pytest.raises(ConfigError, match=missing) as caught:
+        pin(RunConfig(), folder)
+    assert "\n" not in str(caught.value)
     monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: True)
     assert pin(RunConfig(), folder).sampling.engine == "vllm"
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
@@ -153,17 +158,6 @@ def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
     pinned = pin(config, run_folder(tmp_path, model=FIRST, data={GSM8K: SECOND, "another/set": FIRST}))
     expected = resolve([*layers, {"model": {"revision": FIRST}, "task": {"revisions": {GSM8K: SECOND}}}])
     assert pinned == expected
-
-
-def test_a_pinned_engine_that_is_not_installed_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: False)
-    with pytest.raises(
-        ConfigError, match=r"run run samples with vllm.*not installed here.*make install-vllm"
-    ) as caught:
-        pin(RunConfig(), run_folder(tmp_path, engine="vllm"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -218,12 +212,11 @@ def test_data_sets_are_pinned_to_the_commit_of_the_start(
     set_main(hub, GSM8K, "dataset", SECOND)
     resume("a", tmp_path / "runs")
     assert set(requests) == {(GSM8K, FIRST)}
-
-
-def test_a_revision_in_the_settings_reaches_the_request(requests: list[tuple[str, str | None]]) -> None:
-    config = resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}}])
-    task = build_task(config.task)
-    task.train_problems(), task.heldout_sets()
+    requests.clear()
+    named = build_task(
+        resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}}]).task
+    )
+    named.train_problems(), named.heldout_sets()
     assert requests == [(GSM8K, "v1")] * 2
 
 
