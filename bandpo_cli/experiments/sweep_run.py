@@ -239,8 +239,7 @@ def _run_pending(
 ) -> SweepResult:
     """Execute the runs that are neither finished nor stopped early, then write the report and call `end`."""
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
-    stopped = folder.stopped()
-    pending = [run for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped]
+    pending = folder.pending()
     check_run_ranks((configs[run.name] for run in pending), executor)
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None

@@ -156,6 +156,11 @@ class SweepFolder:
         """Return whether a run has finished; see `storage.run_record.is_finished`."""
         return is_finished(self.run_path(name))
 
+    def pending(self) -> list[SweepRun]:
+        """Return the runs that have neither finished nor been stopped early."""
+        stopped = self.stopped()
+        return [run for run in self.runs if not self.is_finished(run.name) and run.name not in stopped]
+
     def stopped(self) -> dict[str, str]:
         """Return the runs that the sweep stopped early because they were far behind, each with the reason.
 

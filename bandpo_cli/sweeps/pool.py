@@ -27,25 +27,8 @@ POLL_INTERVAL_S = 0.5
 """Seconds between two checks of `exit_with_parent`."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A command that executes one run; its output is appended to the file `log`."""
-
-    name: str
-    command: Sequence[str]
-    log: Path
-
-
-@dataclass(frozen=True)
-class FinishedJob:
-    """A job that has ended, with its exit code; a negative code is the signal that killed it."""
-
-    name: str
-    code: int
-
-
 class Pool(Protocol):
-    """Executes jobs, as many at a time as it has slots.
+    """Executes jobs, as many at a time as it has slots. A job is a command that executes one run.
 
     Attributes:
         slots: number of jobs at a time.
@@ -59,11 +42,14 @@ class Pool(Protocol):
     def free_slots(self) -> int:
         """Return the number of jobs that can be started now."""
 
-    def start(self, job: Job) -> None:
-        """Start a job in a free slot."""
+    def start(self, name: str, command: Sequence[str], log: Path) -> None:
+        """Start a job in a free slot; its output is appended to the file `log`."""
 
-    def poll_finished(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call, without waiting."""
+    def poll_finished(self) -> dict[str, int]:
+        """Return, without waiting, the exit codes of the jobs that have ended since the last call, by name.
+
+        A negative code is the signal that killed the job.
+        """
 
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all if `name` is None: interrupt first, then kill."""
@@ -74,9 +60,8 @@ class Pool(Protocol):
 
 @dataclass
 class _Child:
-    """A running job with its process and its open log file."""
+    """The process of a job, with its open log file."""
 
-    job: Job
     slot: int
     process: subprocess.Popen[bytes]
     log: IO[bytes]
@@ -103,48 +88,46 @@ class LocalPool:
         """Return the number of jobs that can be started now."""
         return self.slots - len(self._children)
 
-    def start(self, job: Job) -> None:
+    def start(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start a job in a free slot. Raise OSError if the process cannot be created."""
         taken = {child.slot for child in self._children.values()}
         slot = next(index for index in range(self.slots) if index not in taken)
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        log = job.log.open("ab")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("ab")
         try:
             process = subprocess.Popen(
-                job.command,
+                command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the jobs
             )
         except OSError:
-            log.close()
+            file.close()
             raise
-        self._children[job.name] = _Child(job, slot, process, log)
+        self._children[name] = _Child(slot, process, file)
 
-    def poll_finished(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call, without waiting."""
-        finished = []
-        for name, child in list(self._children.items()):
-            code = child.process.poll()
-            if code is not None:
-                child.log.close()
-                del self._children[name]
-                finished.append(FinishedJob(name, code))
-        return finished
+    def poll_finished(self) -> dict[str, int]:
+        """Return, without waiting, the exit codes of the jobs that have ended since the last call, by name."""
+        codes = {name: child.process.poll() for name, child in self._children.items()}
+        ended = {name: code for name, code in codes.items() if code is not None}
+        for name in ended:
+            self._children.pop(name).log.close()
+        return ended
 
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all: interrupt so that runs save their state, and kill after twice the grace period."""
-        alive = [child for job, child in self._children.items() if name in (None, job)]
+        alive = [child.process for job, child in self._children.items() if name in (None, job)]
         for number in STOP_SIGNALS:
-            for child in alive:
-                _send_signal(child.process, number)
+            for process in alive:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
             end = time.monotonic() + self._grace_s
-            for child in alive:
+            for process in alive:
                 with suppress(subprocess.TimeoutExpired):
-                    child.process.wait(max(0.0, end - time.monotonic()))
-            alive = [child for child in alive if child.process.poll() is None]
+                    process.wait(max(0.0, end - time.monotonic()))
+            alive = [process for process in alive if process.poll() is None]
 
     def close(self) -> None:
         """Do nothing: no resources are left once the children have ended."""
@@ -166,29 +149,19 @@ def slot_environments(
         ranks: processes of a run, each with a GPU of its own where there are GPUs.
     """
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // (jobs * ranks)))
-    sets = [gpus[start : start + ranks] for start in range(0, len(gpus) - ranks + 1, ranks)]
-    slots = []
-    for slot in range(jobs):
-        variables = {"OMP_NUM_THREADS": threads}
-        if sets:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(sets[slot % len(sets)])
-        slots.append(variables)
-    return slots
+    sets = [",".join(gpus[start : start + ranks]) for start in range(0, len(gpus) - ranks + 1, ranks)]
+    visible = [{"CUDA_VISIBLE_DEVICES": sets[slot % len(sets)]} if sets else {} for slot in range(jobs)]
+    return [{"OMP_NUM_THREADS": threads, **variables} for variables in visible]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them; from nvidia-smi, because torch is slow to import."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [each.strip() for each in named.split(",") if each.strip() not in ("", "-1")]
+        return [gpu for gpu in map(str.strip, named.split(",")) if gpu not in ("", "-1")]
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listed.stdout.splitlines() if line.strip().isdecimal()]
@@ -205,12 +178,6 @@ def exit_with_parent() -> None:
         threading.Thread(
             target=_kill_with_parent, args=(int(parent),), name="sweep-watch", daemon=True
         ).start()
-
-
-def _send_signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process group of a child; do nothing if the group has ended."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def _kill_with_parent(parent: int) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE, STOP_SIGNALS, FinishedJob, Job
+from bandpo_cli.sweeps.pool import LocalPool
 
 GRACE_S = 20.0
 """Seconds that a run has to end after each signal."""
@@ -30,35 +29,22 @@ CONNECT_S = 10.0
 
 def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], log: str) -> int:
     """Run a command on the machine that Ray selected and return its exit code; if cancelled, stop the child process."""
-    os.makedirs(os.path.dirname(log), exist_ok=True)
-    with open(log, "ab") as file:
-        child = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables, PARENT_PID_VARIABLE: str(os.getpid())},
-            start_new_session=True,
-            preexec_fn=_unblock_sigint,
-        )
-        try:
-            # A blocking wait would delay Ray's interrupt, which arrives between Python instructions.
-            while child.poll() is None:
-                time.sleep(0.2)
-            return child.returncode
-        except BaseException:
-            for number in STOP_SIGNALS:
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(child.pid, number)
-                    child.wait(GRACE_S)
-                    break
-            raise
-
-
-def _unblock_sigint() -> None:
-    """Unblock SIGINT: Ray's workers block it, and child processes inherit that."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.chdir(folder)
+    pool = LocalPool([variables], GRACE_S)
+    # Ray's workers block SIGINT, and child processes inherit that.
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        pool.start("run", command, Path(log))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    try:
+        # A blocking wait would delay Ray's interrupt, which arrives between Python instructions.
+        while not (codes := pool.poll_finished()):
+            time.sleep(0.2)
+    except BaseException:
+        pool.stop()
+        raise
+    return codes["run"]
 
 
 def _require_listener(address: str) -> None:
@@ -122,30 +108,28 @@ class RayPool:
         """Return the number of jobs that can be started now."""
         return self.slots - len(self._tasks)
 
-    def start(self, job: Job) -> None:
+    def start(self, name: str, command: Sequence[str], log: Path) -> None:
         """Submit a job to the cluster."""
-        task = _TASK.options(name=job.name, **self._share).remote(
-            list(job.command), os.getcwd(), self._variables, str(job.log.absolute())
+        task = _TASK.options(name=name, **self._share).remote(
+            list(command), os.getcwd(), self._variables, str(log.absolute())
         )
-        self._tasks[task] = job.name
+        self._tasks[task] = name
 
-    def poll_finished(self) -> list[FinishedJob]:
-        """Return the jobs that have ended since the last call; a task that Ray lost has exit code 1."""
-        if not self._tasks:
-            return []
-        done, _ = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)
-        finished = []
+    def poll_finished(self) -> dict[str, int]:
+        """Return the exit codes of the jobs that have ended since the last call; a task that Ray lost has code 1."""
+        done = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)[0] if self._tasks else []
+        codes = {}
         for task in done:
             try:
                 code = int(ray.get(task))
             except ray.exceptions.RayError:
                 code = 1
-            finished.append(FinishedJob(self._tasks.pop(task), code))
-        return finished
+            codes[self._tasks.pop(task)] = code
+        return codes
 
     def stop(self, name: str | None = None) -> None:
         """Cancel one job, or all, and wait until they have ended."""
-        chosen = [task for task, each in self._tasks.items() if name in (None, each)]
+        chosen = [task for task, job in self._tasks.items() if name in (None, job)]
         for task in chosen:
             ray.cancel(task, force=False)
         if chosen:

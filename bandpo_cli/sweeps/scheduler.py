@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.metric_names import is_heldout_accuracy
-from bandpo_cli.storage.checkpoints import complete_checkpoints
+from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.run_folder import RunFolder, read_metrics
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
-from bandpo_cli.sweeps.pool import Job, Pool
+from bandpo_cli.sweeps.pool import Pool
 
 Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -73,39 +72,39 @@ def run_sweep(
         margin: stop runs whose held-out accuracy is this far below another arm's (`runs_to_stop`); None stops none.
     """
     stopped = folder.stopped()
-    waiting = deque(
-        run.name for run in folder.runs if not folder.is_finished(run.name) and run.name not in stopped
-    )
+    waiting = deque(run.name for run in folder.pending())
+    running: set[str] = set()
+    failures: dict[str, str] = {}
     states: dict[str, RunState] = {}
+
+    def read_state(name: str, status: Status) -> None:
+        states[name] = read_run_state(folder, name, steps[name], status)
+
     for run in folder.runs:
         if run.name in waiting:
             states[run.name] = RunState("waiting", 0, steps[run.name])
         else:
-            ended: Status = "stopped" if run.name in stopped else "finished"
-            states[run.name] = read_run_state(folder, run.name, steps[run.name], ended)
-    running: set[str] = set()
-    failures: dict[str, str] = {}
+            read_state(run.name, "stopped" if run.name in stopped else "finished")
     try:
         while waiting or running:
             while waiting and pool.free_slots:
                 name = waiting.popleft()
-                pool.start(Job(name, [*_command(folder, name), *flags], folder.log_path(name)))
+                pool.start(name, [*_command(folder, name), *flags], folder.log_path(name))
                 running.add(name)
-            for job in pool.poll_finished():
-                running.discard(job.name)
-                status: Status
-                if job.code == 0 and folder.is_finished(job.name):
-                    status = "finished"
-                elif job.name in stopped:
-                    status = "stopped"
+            for name, code in pool.poll_finished().items():
+                running.discard(name)
+                if code == 0 and folder.is_finished(name):
+                    read_state(name, "finished")
+                elif name in stopped:
+                    read_state(name, "stopped")
                 else:
-                    status = "failed"
-                    failures[job.name] = _failure_message(folder, job.name, job.code)
-                    if job.code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
-                        folder.archive_attempt(job.name)
-                states[job.name] = read_run_state(folder, job.name, steps[job.name], status)
+                    end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                    failures[name] = f"{end}: {folder.error_message(name)}"
+                    if code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
+                        folder.archive_attempt(name)
+                    read_state(name, "failed")
             for name in running:
-                states[name] = read_run_state(folder, name, steps[name], "running")
+                read_state(name, "running")
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
                 stopped[name] = reason
@@ -160,7 +159,7 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
         return RunState(status, 0, steps)
     trained = [record for record in records if record["step"] > 0]
     step = records[-1]["step"]
-    evaluations = {record["step"]: fmean(means) for record in records if (means := _heldout_means(record))}
+    evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
     in_training = trained[-1].get("train/accuracy") if trained else None
     accuracy = evaluations[max(evaluations)] if evaluations else in_training
     seconds = sum(record.get("time/step", 0.0) for record in trained)
@@ -206,14 +205,3 @@ def _command(folder: SweepFolder, name: str) -> list[str]:
         return resume_train_command(folder, name)
     folder.archive_attempt(name)
     return train_command(folder, name)
-
-
-def _failure_message(folder: SweepFolder, name: str, code: int) -> str:
-    """Return how a failed run ended, with its error message."""
-    end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{end}: {folder.error_message(name)}"
-
-
-def _heldout_means(record: Mapping[str, Any]) -> list[float]:
-    """Return mean@n of each evaluation set in a line of metrics.jsonl."""
-    return [value for key, value in record.items() if is_heldout_accuracy(key) and isinstance(value, float)]

@@ -19,7 +19,7 @@ from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
 from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
 from bandpo_cli.sweeps import estimate
 from bandpo_cli.sweeps import folder as sweep_folder
-from bandpo_cli.sweeps.pool import FinishedJob, Job, LocalPool
+from bandpo_cli.sweeps.pool import LocalPool
 from bandpo_cli.types import CallbackBase
 
 MODULE = sys.modules[run_sweep.__module__]
@@ -94,11 +94,11 @@ class RecordedPool(LocalPool):
 
     started: ClassVar[list[tuple[list[str], Mapping[str, str]]]] = []
 
-    def start(self, job: Job) -> None:
-        self.started.append((list(job.command), self._variables[0]))
+    def start(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.started.append((list(command), self._variables[0]))
 
-    def poll_finished(self) -> list[FinishedJob]:
-        return [FinishedJob(command[command.index("--name") + 1], 1) for command, _ in self.started]
+    def poll_finished(self) -> dict[str, int]:
+        return {command[command.index("--name") + 1]: 1 for command, _ in self.started}
 
 
 class KeepInfo(CallbackBase):

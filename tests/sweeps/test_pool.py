@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.sweeps.estimate import total_seconds
-from bandpo_cli.sweeps.pool import Job, LocalPool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.pool import LocalPool, slot_environments, visible_gpus
 
 
-def job(tmp_path: Path, name: str, code: str) -> Job:
-    return Job(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
+def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
+    pool.start(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
 
 
 def wait(pool: LocalPool, count: int) -> dict[str, int]:
     codes: dict[str, int] = {}
     end = time.monotonic() + 60
     while len(codes) < count and time.monotonic() < end:
-        codes |= {ended.name: ended.code for ended in pool.poll_finished()}
+        codes |= pool.poll_finished()
         time.sleep(0.02)
     return codes
 
@@ -40,13 +40,13 @@ def alive(pid: int) -> bool:
 def test_slots_have_their_environment_and_exit_codes_are_returned(tmp_path: Path) -> None:
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
     code = "import os, time; print(os.environ['PLACE'], flush=True); time.sleep(0.2)"
-    pool.start(job(tmp_path, "one", code))
-    pool.start(job(tmp_path, "two", code + "; raise SystemExit(3)"))
+    start(pool, tmp_path, "one", code)
+    start(pool, tmp_path, "two", code + "; raise SystemExit(3)")
     assert pool.free_slots == 0
     assert wait(pool, 2) == {"one": 0, "two": 3}
     assert pool.free_slots == 2
     assert [(tmp_path / "logs" / f"{name}.log").read_text() for name in ("one", "two")] == ["a\n", "b\n"]
-    pool.start(job(tmp_path, "three", code))
+    start(pool, tmp_path, "three", code)
     wait(pool, 1)
     assert (tmp_path / "logs" / "three.log").read_text() == "a\n"
 
@@ -57,7 +57,7 @@ def test_the_variables_of_a_slot_replace_those_of_the_environment(
     monkeypatch.setenv("PLACE", "everywhere")
     monkeypatch.setenv("KEPT", "yes")
     pool = LocalPool([{"PLACE": "a"}])
-    pool.start(job(tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['KEPT'])"))
+    start(pool, tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['KEPT'])")
     assert wait(pool, 1) == {"one": 0}
     assert (tmp_path / "logs" / "one.log").read_text() == "a yes\n"
 
@@ -66,10 +66,10 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
     """Never the slot of a job that still runs: both would use one GPU."""
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
     code = "import os; print(os.environ['PLACE'], flush=True)"
-    pool.start(job(tmp_path, "short", code))
-    pool.start(job(tmp_path, "long", code + "; import time; time.sleep(60)"))
+    start(pool, tmp_path, "short", code)
+    start(pool, tmp_path, "long", code + "; import time; time.sleep(60)")
     assert wait(pool, 1) == {"short": 0}
-    pool.start(job(tmp_path, "next", code))
+    start(pool, tmp_path, "next", code)
     assert wait(pool, 1) == {"next": 0}
     pool.stop()
     places = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("short", "next")}
@@ -85,8 +85,8 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> Non
         "'import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)']); "
         "print(child.pid, flush=True); time.sleep(60)"
     )
-    pool.start(job(tmp_path, "handling", handling))
-    pool.start(job(tmp_path, "ignoring", ignoring))
+    start(pool, tmp_path, "handling", handling)
+    start(pool, tmp_path, "ignoring", ignoring)
     log = tmp_path / "logs" / "ignoring.log"
     end = time.monotonic() + 30
     while not log.read_text().strip() and time.monotonic() < end:
@@ -108,9 +108,9 @@ def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
         "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
     )
     sweep = (
-        "import sys, time; from pathlib import Path; from bandpo_cli.sweeps.pool import Job, LocalPool; "
+        "import sys, time; from pathlib import Path; from bandpo_cli.sweeps.pool import LocalPool; "
         "pool = LocalPool([{}]); "
-        f"pool.start(Job('a', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'a.log')!r}))); time.sleep(60)"
+        f"pool.start('a', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'a.log')!r})); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", sweep])
     end = time.monotonic() + 60

@@ -12,39 +12,36 @@ import pytest
 pytest.importorskip("ray")
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.pool import FinishedJob, Job
 from bandpo_cli.sweeps.ray_pool import RayPool
-
-
-def job(tmp_path: Path, name: str, code: str) -> Job:
-    return Job(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
 
 
 @pytest.mark.slow
 def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
     pool = RayPool(None, 2, {"PLACE": "ray"})
+
+    def start(name: str, code: str) -> None:
+        pool.start(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
+
     try:
-        pool.start(
-            job(tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['OMP_NUM_THREADS'])")
-        )
-        pool.start(job(tmp_path, "two", "raise SystemExit(3)"))
+        start("one", "import os; print(os.environ['PLACE'], os.environ['OMP_NUM_THREADS'])")
+        start("two", "raise SystemExit(3)")
         assert pool.free_slots == 0
-        ended: list[FinishedJob] = []
+        codes: dict[str, int] = {}
         end = time.monotonic() + 60
-        while len(ended) < 2 and time.monotonic() < end:
-            ended += pool.poll_finished()
+        while len(codes) < 2 and time.monotonic() < end:
+            codes |= pool.poll_finished()
             time.sleep(0.1)
-        assert {each.name: each.code for each in ended} == {"one": 0, "two": 3}
+        assert codes == {"one": 0, "two": 3}
         log = tmp_path / "logs" / "one.log"
         assert log.read_text() == f"ray {pool.threads}\n"
         code = "import time; print('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('shut')"
-        pool.start(job(tmp_path, "three", code))
+        start("three", code)
         log = tmp_path / "logs" / "three.log"
         while not (log.exists() and log.read_text()) and time.monotonic() < end:
             time.sleep(0.1)
         pool.stop()
         assert log.read_text() == "open\nshut\n"
-        assert [each.name for each in pool.poll_finished()] == ["three"]
+        assert list(pool.poll_finished()) == ["three"]
     finally:
         pool.close()
 
