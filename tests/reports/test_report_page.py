@@ -1,65 +1,89 @@
-"""The HTML page of a report fits windows of a laptop and of a phone, measured in a browser where there is one."""
+"""Files of a report: plots are embedded and linked, names are escaped, tables scroll inside the page."""
 
 from __future__ import annotations
 
-import html
+import base64
 import json
 import re
-import shutil
-import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bandpo_cli.reports.sweep import select_runs, write_report
-from tests.reports.sweep_folders import write_run
+from bandpo_cli.reports.sweep import ArmRun, select_runs, write_report
+from tests.reports.sweep_folders import CLIP, report_of, write_run, write_sweep
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (1280, 390)
-
-MEASURE = """
-<script>
-const found = [];
-for (const frame of document.querySelectorAll("iframe")) {
-  const page = frame.contentDocument, root = page.documentElement;
-  const tables = [...page.querySelectorAll("table")].map((table) => ({
-    heading: table.closest("section").querySelector("h2").textContent,
-    width: table.getBoundingClientRect().width,
-    box: table.parentElement.getBoundingClientRect().right,
-    scrolls: getComputedStyle(table.parentElement).overflowX,
-    first: table.querySelector(".name").getBoundingClientRect().width,
-  }));
-  found.push({window: root.clientWidth, page: root.scrollWidth, tables});
-}
-document.body.textContent = JSON.stringify(found);
-</script>
-"""
+PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
 
 
-def _measure(page: Path, tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the widths of the page and of its tables in windows of `WIDTHS`, in CSS pixels."""
-    source = html.escape(page.read_text(encoding="utf-8"), quote=True)
-    frames = "".join(
-        f'<iframe style="width:{width}px;border:0" srcdoc="{source}"></iframe>' for width in WIDTHS
-    )
-    # The script runs once the frames are loaded: the load event of the outer page waits for them.
-    script = MEASURE.replace("<script>", "<script>onload = () => {").replace("</script>", "}</script>")
-    wrapper = tmp_path / "wrapper.html"
-    wrapper.write_text(f"<!doctype html><body>{frames}{script}", encoding="utf-8")
-    assert BROWSER is not None
-    done = subprocess.run(
-        [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-            "--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
-            "--window-size=1400,900", "--dump-dom", wrapper.as_uri(),
-        ],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    match = re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)
-    assert match is not None, done.stdout[-2000:]
-    found: list[dict[str, Any]] = json.loads(html.unescape(match[1]))
-    return found
+class _Page(HTMLParser):
+    """Parser that collects the tags, links and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
+    sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4, 1: 0.42}, "kl 0.02": {0: 0.5, 1: 0.53}})
+    report = report_of(sweep)
+    text = report.files["report.html"].read_text()
+    page = _Page(text)
+    assert not {"script", "link"} & set(page.tags)
+    assert "@import" not in text
+    assert "url(" not in text
+    plots = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in page.sources]
+    assert plots == [(sweep / "report" / name).read_bytes() for name in PLOTS]
+    for sentence in (report.title, report.finding, *report.notes):
+        assert sentence in page.text
+    markdown = report.files["report.md"].read_text()
+    assert re.findall(r"!\[[^]]+\]\(([^)]+)\)", markdown) == PLOTS
+    assert {path.name for path in (sweep / "report").iterdir()} == {
+        *PLOTS, "leaderboard.csv", "report.html", "report.md"
+    }  # fmt: skip
+    for content in (markdown, text):
+        others = re.sub(r"[Hh]eld-out accuracy|entropy at [\d.]+% accuracy", "", content)
+        assert not re.search("accuracy(?!_entropy|\\.png|_)", others)
+    plain = json.loads(json.dumps(report.as_json()))
+    assert plain == json.loads(json.dumps(report_of(sweep).as_json())), "written again in the same folder"
+    assert plain["arms"][0]["name"] == "kl 0.02"
+
+
+def test_names_are_escaped_in_html_and_markdown(tmp_path):
+    arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
+    folder = write_run(tmp_path / "a", CLIP)
+    report = write_report([ArmRun(arm, 0, folder)], "<b>t</b> & $", None, tmp_path / "out")
+    page = _Page(report.files["report.html"].read_text())
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert arm in page.text
+    lines = report.files["report.md"].read_text().splitlines()
+    row = next(line for line in lines if line.startswith("| \\<script>"))
+    head = next(line for line in lines if line.startswith("| arm"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
+
+
+def test_runs_with_accuracy_only_give_a_report(tmp_path):
+    names = ("train/entropy", "clip/active_fraction", "time/step", "clip/active_fraction/p_0.1_0.5")
+    nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])
+    runs = [
+        ArmRun("clip", seed, write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing))
+        for seed in (0, 1)
+    ]
+    report = write_report(runs, "t", None, tmp_path / "out")
+    assert [figure.key for figure in report.figures] == ["accuracy", "pass_at_16"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["accuracy.png"]
 
 
 @pytest.fixture
@@ -87,28 +111,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     selection = select_runs([folder], folder)
     report = write_report(selection.runs, "a title", selection.runs[0].arm, tmp_path / "out", selection.notes)
     return report.files["report.html"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_page_has_no_horizontal_scroll_at_any_width(page: Path, tmp_path: Path) -> None:
-    for width, found in zip(WIDTHS, _measure(page, tmp_path), strict=True):
-        assert width - 20 <= found["window"] <= width  # a scroll bar at the right takes up to 20 pixels
-        assert found["page"] == found["window"]
-        headings = [table["heading"].split(" from ")[0] for table in found["tables"]]
-        assert headings == [
-            "Leaderboard",
-            "Differences",
-            "Excluded runs",
-            "Settings in which the arms differ",
-        ]
-        for table in found["tables"]:
-            assert table["scrolls"] == "auto"
-            assert table["box"] <= found["window"]
-            assert table["first"] < width / 2  # the first column stays in place while the table scrolls
-        if width > 1000:
-            settings = found["tables"][-1]
-            assert settings["width"] <= settings["box"]  # no scrolling at all on a laptop
 
 
 def test_each_table_scrolls_inside_itself_and_the_page_fits_the_window(page: Path) -> None:

@@ -19,17 +19,6 @@ from tests.reports.sweep_folders import report_of, write_run, write_sweep
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """Return the figures that are saved from now on, by file name."""
-    saved = {}
-    save = style.save
-    monkeypatch.setattr(
-        style, "save", lambda figure, path: saved.update({path.name: figure}) or save(figure, path)
-    )
-    return saved
-
-
 def _lines(figure):
     """Return the lines of the arms by their name in the legend, matched by colour, dash and width."""
     (axes,) = figure.axes
@@ -77,30 +66,6 @@ def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
         assert texts[2:] == ([] if shading is None else [shading])
         assert bool(figure.axes[0].collections) == (shading is not None)
         assert ("no interval" in figure.texts[1].get_text()) == (shading is None)
-
-
-@pytest.mark.parametrize("arms", [1, 2, 4])
-def test_plots_of_few_arms_have_no_empty_space_and_no_overlap(tmp_path, figures, arms):
-    finals = {name: {0: 0.4, 1: 0.5} for name in ("clip", "kl 0.02", "kl 0.03", "kl 0.04")[:arms]}
-    report_of(write_sweep(tmp_path / "s", finals))
-    table = figures["clip_by_probability.png"]
-    (axes,) = table.axes
-    table.canvas.draw()
-    box = axes.get_window_extent()
-    subtitle, title = table.texts[1].get_window_extent(), table.texts[0].get_window_extent()
-    assert box.y1 < subtitle.y0
-    assert subtitle.y1 < title.y0
-    assert title.y1 < table.bbox.height
-    assert 0 < axes.xaxis.label.get_window_extent().y0 < 0.3 * table.dpi  # inches of space below the texts
-    assert box.height / arms == pytest.approx(0.7 * table.dpi, rel=0.01)
-    for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png"):
-        figure = figures[name]
-        figure.canvas.draw()
-        (legend,) = figure.legends
-        extent = legend.get_window_extent()
-        assert figure.axes[0].get_window_extent().x1 < extent.x0
-        assert extent.x1 <= figure.bbox.width
-        assert extent.y1 < figure.texts[1].get_window_extent().y0
 
 
 def test_axes_show_the_bands_in_full(tmp_path, figures):
@@ -197,9 +162,6 @@ def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tm
     figure = plot_accuracy_lr(lines, "s", "held-out accuracy, mean@16")
     assert list(_lines(figure)) == [shorten_middle(name) for name in list(lines)[:-13:-1]]
     assert "the 12 most accurate of 20 methods" in figure.texts[1].get_text()
-    figure.canvas.draw()
-    assert figure.axes[0].get_window_extent().x1 < figure.legends[0].get_window_extent().x0
-    assert figure.texts[1].get_window_extent().x1 <= figure.bbox.width
 
 
 def test_accuracy_against_learning_rate_needs_two_rates():
@@ -215,28 +177,16 @@ def test_every_arm_has_its_own_line_style():
     assert arm_styles(names, None)["arm 0"].color != style.MUTED_COLOR
 
 
-def test_many_arms_with_long_names_fit_into_the_figure(tmp_path, figures):
+def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
     report = report_of(write_sweep(tmp_path / "s", finals))
     assert any(f"the {MAX_ARMS_PLOTTED} most accurate arms and the baseline" in note for note in report.notes)
-    for name in ("accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"):
-        figure = figures[name]
-        figure.canvas.draw()
-        (axes,) = figure.axes
-        box = axes.get_window_extent()
-        assert box.width > 0.4 * figure.bbox.width
-        shown = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
-        for legend in figure.legends:
-            assert len(legend.get_texts()) == MAX_ARMS_PLOTTED + 1  # one seed per arm: no shading
-            assert "clip (baseline)" in [text.get_text() for text in legend.get_texts()]
-            assert legend.get_window_extent().x0 > box.x1
-            assert legend.get_window_extent().y0 > 0
-            shown.append(legend.get_window_extent())
-        for extent in shown:
-            assert extent.x0 >= 0
-            assert extent.x1 <= figure.bbox.width
-        assert imread(report.files[name]).shape == (1000, 1600, 4)
+    (legend,) = figures["accuracy.png"].legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert len(texts) == MAX_ARMS_PLOTTED + 1  # one seed per arm: no shading
+    assert "clip (baseline)" in texts
+    assert imread(report.files["accuracy.png"]).shape == (1000, 1600, 4)
 
 
 def test_shortened_names_keep_both_ends():
