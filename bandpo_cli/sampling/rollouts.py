@@ -21,7 +21,7 @@ from bandpo_cli.sampling.base import (
     sample_requests,
 )
 from bandpo_cli.tasks.questions import TEMPLATES, build_prompt
-from bandpo_cli.types import Completion, Grade, Grader, Group, Message, Problem, Rollout
+from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Rollout
 
 _CHECKED_PROMPTS = 64
 """Prompts that are encoded at a time until one is short enough; usually the first ones are."""
@@ -293,31 +293,6 @@ def _check_version(completions_PG: Sequence[Sequence[Completion]], version: int)
         )
 
 
-def grade_groups(
-    tokenizer: PreTrainedTokenizerBase,
-    grade: Grader,
-    problems_P: Sequence[Problem],
-    prompts_P: Sequence[EncodedPrompt],
-    completions_PG: Sequence[Sequence[Completion]],
-    reward: RewardConfig,
-    max_tokens: int,
-) -> list[Group]:
-    """Return one group per problem with the decoded, graded completions and their rewards.
-
-    Args:
-        tokenizer: the policy's tokenizer.
-        grade: grades texts [N], each as an answer to its problem [N].
-        problems_P: P problems.
-        prompts_P: their encoded prompts.
-        completions_PG: their completions [P][G].
-        reward: range of the reward and penalty for long completions.
-        max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
-    """
-    texts = decode_completions(tokenizer, completions_PG)
-    grades = grade(problem_per_completion(problems_P, completions_PG), texts)
-    return graded_groups(problems_P, prompts_P, completions_PG, texts, grades, reward, max_tokens)
-
-
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase, completions_PG: Sequence[Sequence[Completion]]
 ) -> list[str]:
@@ -345,7 +320,17 @@ def graded_groups(
     reward: RewardConfig,
     max_tokens: int,
 ) -> list[Group]:
-    """Return one group per problem with shaped rewards, from texts and grades [P·G]; arguments as in `grade_groups`."""
+    """Return one group per problem with the graded completions and their shaped rewards.
+
+    Args:
+        problems_P: P problems.
+        prompts_P: their encoded prompts.
+        completions_PG: their completions [P][G].
+        texts: the text of each completion, [P·G].
+        grades: the grade of each completion, [P·G].
+        reward: range of the reward and penalty for long completions.
+        max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
+    """
     graded = iter(zip(texts, grades, strict=True))
     groups = []
     for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):

@@ -27,7 +27,7 @@ from bandpo_cli.sampling.base import SampleRequest, StreamingSampler
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     decode_completions,
-    grade_groups,
+    graded_groups,
     problem_per_completion,
     sample_completions,
     stream_completions,
@@ -193,14 +193,11 @@ def _sample_batch(
             else:
                 completions = sample_completions(components.sampler, prompts, params, seed, version)
         with timer.phase("grade"):
-            groups = grade_groups(
-                components.policy.tokenizer,
-                training_grader(pool, config.task.rewards, ranks),
-                problems,
-                prompts,
-                completions,
-                config.reward,
-                params.max_tokens,
+            grade = training_grader(pool, config.task.rewards, ranks)
+            texts = decode_completions(components.policy.tokenizer, completions)
+            grades = grade(problem_per_completion(problems, completions), texts)
+            groups = graded_groups(
+                problems, prompts, completions, texts, grades, config.reward, params.max_tokens
             )
             return ranks.gather_all(groups)
 

@@ -143,16 +143,19 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     gradient_weights = torch.cat([forward.gradient_weights for forward in forwards])
     old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
     advantages = torch.cat([experience.trained_advantages for experience in trained])
-    counts: dict[str, torch.Tensor] = {}
-    for experience, forward in zip(trained, forwards, strict=True):
-        state = experience.loss.clip_state(
-            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
-        )
-        left_out = None if experience.left_out is None else experience.left_out.old_logprobs
-        for name, count in clip_counts(state, experience.old_logprobs, left_out).items():
-            counts[name] = counts[name] + count if name in counts else count
+    states = [
+        each.loss.clip_state(each.columns, forward.ratios, each.trained_advantages, forward.gradient_weights)
+        for each, forward in zip(trained, forwards, strict=True)
+    ]
+    outside = [state.outside for state in states if state.outside is not None]
+    state = ClipState(
+        torch.cat([each.at_upper for each in states]),
+        torch.cat([each.at_lower for each in states]),
+        torch.cat(outside) if outside else None,
+    )
+    left_out = [each.left_out.old_logprobs for each in trained if each.left_out is not None]
     metrics |= {
-        **clip_metrics(counts),
+        **clip_metrics(state, old_logprobs, *left_out),
         **gradient_metrics(gradient_weights, advantages, old_logprobs),
         "ratio/mean": ratios.mean().item(),
         "ratio/max": ratios.max().item(),
@@ -172,44 +175,28 @@ def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(old_logprobs.double().exp(), edges)
 
 
-def clip_counts(
-    state: ClipState, old_logprobs: torch.Tensor, left_out_logprobs: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """Count the clipped tokens of an update; the counts of several updates can be added.
+def clip_metrics(
+    state: ClipState, old_logprobs: torch.Tensor, *left_out_logprobs: torch.Tensor
+) -> dict[str, float]:
+    """Return the `clip/` metrics; a bin without tokens has no active fraction.
 
     Args:
         state: [N] each.
         old_logprobs: [N], nats.
-        left_out_logprobs: [M], nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
-
-    Returns:
-        int64 scalars, and by bin of π_old int64 [bins] (`PROBABILITY_EDGES`).
+        left_out_logprobs: nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
     """
-    active, size = state.active, len(BIN_NAMES)
-    bins = probability_bins(old_logprobs)
-    all_logprobs = old_logprobs if left_out_logprobs is None else torch.cat([old_logprobs, left_out_logprobs])
-    counts = {
-        "tokens": torch.tensor(all_logprobs.numel(), device=old_logprobs.device),
-        "tokens_with_ratio": torch.tensor(old_logprobs.numel(), device=old_logprobs.device),
-        "active": active.sum(),
-        "upper": state.at_upper.sum(),
-        "lower": state.at_lower.sum(),
-        "tokens_by_bin": torch.bincount(probability_bins(all_logprobs), minlength=size),
-        "active_by_bin": torch.bincount(bins[active], minlength=size),
+    all_logprobs = torch.cat([old_logprobs, *left_out_logprobs])
+    tokens = max(len(all_logprobs), 1)
+    metrics = {
+        "clip/active_fraction": int(state.active.sum()) / tokens,
+        "clip/upper_fraction": int(state.at_upper.sum()) / tokens,
+        "clip/lower_fraction": int(state.at_lower.sum()) / tokens,
     }
     if state.outside is not None:
-        counts["outside"] = state.outside.sum()
-    return counts
-
-
-def clip_metrics(counts: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the `clip/` metrics of summed counts; a bin without tokens has no active fraction."""
-    tokens = max(int(counts["tokens"]), 1)
-    metrics = {f"clip/{name}_fraction": int(counts[name]) / tokens for name in ("active", "upper", "lower")}
-    if "outside" in counts:
-        metrics["clip/outside_fraction"] = int(counts["outside"]) / max(int(counts["tokens_with_ratio"]), 1)
-    per_bin = zip(BIN_NAMES, counts["active_by_bin"].tolist(), counts["tokens_by_bin"].tolist(), strict=True)
-    for name, active, in_bin in per_bin:
+        metrics["clip/outside_fraction"] = int(state.outside.sum()) / max(len(old_logprobs), 1)
+    by_bin = torch.bincount(probability_bins(all_logprobs), minlength=len(BIN_NAMES))
+    active_by_bin = torch.bincount(probability_bins(old_logprobs)[state.active], minlength=len(BIN_NAMES))
+    for name, active, in_bin in zip(BIN_NAMES, active_by_bin.tolist(), by_bin.tolist(), strict=True):
         metrics[f"clip/token_share/{name}"] = in_bin / tokens
         if in_bin:
             metrics[f"clip/active_fraction/{name}"] = active / in_bin

@@ -63,15 +63,6 @@ class BadUpdate:
     error: NonFiniteError
 
 
-BadUpdateCallback = Callable[[BadUpdate], None]
-"""Raises to stop the run; returns to skip the update."""
-
-
-def raise_bad_update(bad: BadUpdate) -> None:
-    """Raise the error of the update: stop at the first bad update."""
-    raise bad.error
-
-
 @dataclass
 class AppliedUpdates:
     """The applied updates of a step; skipped updates are left out.
@@ -96,7 +87,7 @@ def update_policy(
     optimizer: Optimizer,
     experiences: Sequence[Experience],
     config: RunConfig,
-    on_bad_update: BadUpdateCallback = raise_bad_update,
+    on_bad_update: Callable[[BadUpdate], None] | None = None,
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step.
 
@@ -107,10 +98,11 @@ def update_policy(
         experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
             while the policy is still π_old: its ratios are exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
-            update is skipped: weights and moments stay, and the learning-rate schedule advances.
+            update is skipped: weights and moments stay, and the learning-rate schedule advances. None to raise the
+            error of the first such update.
 
     Raises:
-        NonFiniteError: raised by `on_bad_update`.
+        NonFiniteError: an update has non-finite values, unless `on_bad_update` returns.
     """
     updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
@@ -123,6 +115,8 @@ def update_policy(
             check_finite_forward(forward)
             norm = optimizer.step()
         except NonFiniteError as error:
+            if on_bad_update is None:
+                raise
             on_bad_update(BadUpdate(number, experience, forward, error))
             optimizer.skip()
             updates.skipped += 1

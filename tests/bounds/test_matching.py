@@ -15,7 +15,7 @@ from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
-from bandpo_cli.training.metrics import clip_counts, clip_metrics
+from bandpo_cli.training.metrics import clip_metrics
 
 
 def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
@@ -30,8 +30,8 @@ def test_the_clip_fraction_equals_the_metric_of_training() -> None:
     for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
         bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
         state = clip_state(torch.from_numpy(given.ratios), *bounds, torch.from_numpy(given.advantages))
-        counts = clip_counts(state, torch.from_numpy(given.old_logprobs))
-        assert clip_fraction(config, given) == pytest.approx(clip_metrics(counts)["clip/active_fraction"])
+        metrics = clip_metrics(state, torch.from_numpy(given.old_logprobs))
+        assert clip_fraction(config, given) == pytest.approx(metrics["clip/active_fraction"])
 
 
 @pytest.mark.parametrize("divergence", ["kl", "tv", "chi2", "js"])

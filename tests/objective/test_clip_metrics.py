@@ -6,23 +6,21 @@ import pytest
 import torch
 
 from bandpo_cli.bounds.methods import clip_state
-from bandpo_cli.training.metrics import BIN_NAMES, clip_counts, clip_metrics
+from bandpo_cli.training.metrics import clip_metrics
 
 
-def counts_of(*tokens: tuple[float, float, float]) -> dict[str, torch.Tensor]:
-    """Count tokens given as (old probability, ratio, advantage) under the bounds 0.75 and 1.25."""
+def metrics_of(*tokens: tuple[float, float, float]) -> dict[str, float]:
+    """Return the metrics of tokens given as (old probability, ratio, advantage) under the bounds 0.75 and 1.25."""
     probabilities, ratios, advantages = torch.tensor(tokens, dtype=torch.float64).unbind(1)
     lower, upper = torch.full_like(ratios, 0.75), torch.full_like(ratios, 1.25)
-    return clip_counts(clip_state(ratios, lower, upper, advantages), probabilities.log())
+    return clip_metrics(clip_state(ratios, lower, upper, advantages), probabilities.log())
 
 
 def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
-    metrics = clip_metrics(
-        counts_of(
-            (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
-            (0.95, 0.5, -1.0), (0.95, 1.0, -1.0),
-        )
+    metrics = metrics_of(
+        (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
+        (0.95, 0.5, -1.0), (0.95, 1.0, -1.0),
     )  # fmt: skip
     assert metrics["clip/active_fraction/p_0.001_0.01"] == 1 / 4
     assert metrics["clip/active_fraction/p_0.9_1"] == 1 / 2
@@ -32,30 +30,22 @@ def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     assert metrics["clip/outside_fraction"] == pytest.approx(4 / 6)
 
 
-def test_counts_of_updates_with_different_bins_add_up() -> None:
-    rare, likely = counts_of((0.0005, 2.0, 1.0)), counts_of((0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
-    together = counts_of((0.0005, 2.0, 1.0), (0.95, 1.0, 1.0), (0.3, 2.0, 1.0))
-    for name, count in together.items():
-        assert torch.equal(rare[name] + likely[name], count), name
-
-
 def test_one_token_is_a_share_of_one() -> None:
-    metrics = clip_metrics(counts_of((0.0005, 2.0, 1.0)))
+    metrics = metrics_of((0.0005, 2.0, 1.0))
     assert metrics["clip/active_fraction"] == metrics["clip/upper_fraction"] == 1.0
     assert metrics["clip/token_share/p_0_0.001"] == metrics["clip/active_fraction/p_0_0.001"] == 1.0
     assert metrics["clip/token_share/p_0.9_1"] == 0.0
 
 
 def test_a_ratio_on_a_bound_is_inside() -> None:
-    counts = counts_of((0.3, 0.75, -1.0), (0.3, 1.25, 1.0))
-    assert [int(counts[name]) for name in ("active", "upper", "lower", "outside")] == [0, 0, 0, 0]
+    metrics = metrics_of((0.3, 0.75, -1.0), (0.3, 1.25, 1.0))
+    assert {metrics[f"clip/{name}_fraction"] for name in ("active", "upper", "lower", "outside")} == {0.0}
 
 
 def test_a_bin_holds_its_upper_edge() -> None:
     """exp(log 0.5) is 0.5 exactly, the upper edge of the bin from 0.1."""
-    counts = counts_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
-    in_bins = dict(zip(BIN_NAMES, counts["tokens_by_bin"].tolist(), strict=True))
-    assert (in_bins["p_0.1_0.5"], in_bins["p_0.5_0.9"]) == (1, 1)
+    metrics = metrics_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
+    assert (metrics["clip/token_share/p_0.1_0.5"], metrics["clip/token_share/p_0.5_0.9"]) == (0.5, 0.5)
 
 
 def test_only_the_rarest_of_three_bins_is_clipped() -> None:
@@ -67,7 +57,7 @@ def test_only_the_rarest_of_three_bins_is_clipped() -> None:
         upper=torch.tensor([2.0, 1.6, 1.05]),
         advantages=torch.tensor([1.0, 1.0, 1.0]),
     )
-    metrics = clip_metrics(clip_counts(state, old))
+    metrics = clip_metrics(state, old)
     assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
     assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
     assert metrics["clip/lower_fraction"] == 0.0

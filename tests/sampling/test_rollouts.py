@@ -22,12 +22,14 @@ from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
     check_some_prompt_fits,
+    decode_completions,
     drop_long_prompts,
-    grade_groups,
+    graded_groups,
+    problem_per_completion,
     sample_completions,
 )
 from bandpo_cli.tasks.questions import build_prompt
-from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
+from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Prompt
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and strict %}{{ raise_exception('no system') }}{% endif %}"
@@ -119,10 +121,16 @@ class RecordingGrader:
         ]
 
 
+def graded(grader: RecordingGrader, reward: RewardConfig) -> list[Group]:
+    texts = decode_completions(tokenizer_of(None), COMPLETIONS)
+    grades = grader(problem_per_completion(PROBLEMS, COMPLETIONS), texts)
+    return graded_groups(PROBLEMS, PROMPTS, COMPLETIONS, texts, grades, reward, 6)
+
+
 def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
     """Computed by hand: −1 to 1, and a penalty that grows by 0.2 per token over the last 4 of 6 tokens."""
     reward = RewardConfig(correct=1.0, wrong=-1.0, overlong_buffer=4, overlong_penalty=0.8)
-    groups = grade_groups(tokenizer_of(None), RecordingGrader(), PROBLEMS, PROMPTS, COMPLETIONS, reward, 6)
+    groups = graded(RecordingGrader(), reward)
     rewards = [[rollout.grade.reward for rollout in group.rollouts_G] for group in groups]
     assert rewards == [pytest.approx([1.0, 1.0 - 0.6]), pytest.approx([-1.0, -1.0 - 0.8])]
     verdicts = [(rollout.grade.correct, rollout.grade.verdict) for rollout in groups[0].rollouts_G]
@@ -131,7 +139,7 @@ def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
 
 def test_graders_get_each_completion_without_special_tokens_and_with_its_problem() -> None:
     grader = RecordingGrader()
-    groups = grade_groups(tokenizer_of(None), grader, PROBLEMS, PROMPTS, COMPLETIONS, RewardConfig(), 6)
+    groups = graded(grader, RewardConfig())
     assert grader.calls == [
         ("first", "2"),
         ("first", "2 plus 2 plus"),
