@@ -122,11 +122,6 @@ def test_max_sequences_limits_the_batch_size() -> None:
     assert [len(group) for group in groups] == [5, 5, 5]
 
 
-def test_batches_of_prompts_use_different_random_numbers() -> None:
-    first, second = TransformersSampler(random_model(), 0, max_sequences=5).sample([(4,), (4,)], PARAMS, 7)
-    assert first != second
-
-
 def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
     """In batches of any size, and in a call of their own."""
     model, params = random_model(), replace(PARAMS, max_tokens=70)
