@@ -6,7 +6,6 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -17,9 +16,9 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.types import Problem
 from scripts.answer_corpus import __main__ as script
-from scripts.answer_corpus import model, verdicts
-from scripts.answer_corpus.__main__ import main, read_problems, training_texts
-from scripts.answer_corpus.lines import LINES, AnswerLine, wrong_value
+from scripts.answer_corpus import verdicts
+from scripts.answer_corpus.__main__ import main, read_problems
+from scripts.answer_corpus.lines import LINES, wrong_value
 from scripts.answer_corpus.score import Score, by_origin, score
 
 PROBLEMS = [
@@ -72,17 +71,6 @@ def test_same_seed_and_steps_give_the_same_file_that_the_reader_accepts(
     assert all(len(row["origins"]) == len(row["completions"]) for row in first)
 
 
-def test_minutes_give_a_number_of_steps(
-    problem_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four steps take two seconds on the clock of the test: 12 steps fit into 6 seconds."""
-    clock = iter([100.0, 102.0])
-    monkeypatch.setattr(model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert model.TIMED_STEPS == 4
-    generate(problem_file, tmp_path / "a.jsonl", "--minutes", "0.1")
-    assert "parameters, 12 steps" in capsys.readouterr().out
-
-
 def test_right_lines_state_the_reference_and_wrong_lines_another_value(
     problem_file: Path, tmp_path: Path
 ) -> None:
@@ -96,41 +84,12 @@ def test_right_lines_state_the_reference_and_wrong_lines_another_value(
             assert text.endswith(f"\n{stated}") == (kind == "right"), (row["answer"], text)
 
 
-def test_model_learns_the_problem_file(
-    problem_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The loss after 60 steps is below 4.5 nats; a uniform distribution over the 400 tokens has 6 nats."""
-    generate(problem_file, tmp_path / "a.jsonl", "--steps", "60")
-    losses = [
-        float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")
-    ]
-    assert losses[-1] < 4.5
-
-
-def test_solutions_are_trained_with_answer_lines_instead_of_the_reference_line(problem_file: Path) -> None:
-    problems = read_problems(problem_file)
-    assert [problem.answer for problem in problems[:3]] == ["6", "8", "10"]
-    texts = training_texts(problems, seed=0)
-    assert texts == training_texts(problems, seed=0)
-    assert {text.split("\n")[0] for _, text in texts} == {
-        f"{n} * {m} = {n * m}" for n in range(2, 6) for m in range(3, 7)
-    }
-    assert len({text.split("\n", 1)[1] for _, text in texts}) > 8
-
-
 @pytest.mark.parametrize("row", [{"question": "q"}, {"answer": "1"}, {"question": 3, "answer": "1"}])
 def test_row_without_question_or_answer_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(PROBLEMS[0]) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="row 2: no question, or no answer"):
         read_problems(path)
-
-
-def test_placeholders_of_lines() -> None:
-    assert AnswerLine("<value>: <cut>").fill("123") == "123: 1"
-    assert AnswerLine("it is <words>").fill("18") == "it is eighteen"
-    assert AnswerLine("it is <words>").fill("21") is None
-    assert AnswerLine("it is <words>").fill("1/2") is None
 
 
 def test_wrong_values_differ_from_the_reference() -> None:
@@ -145,20 +104,6 @@ def test_wrong_values_differ_from_the_reference() -> None:
 
 def test_page_has_the_table_of_the_present_graders(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdicts.main(["--check"]) == 0, capsys.readouterr().err
-
-
-def test_check_finds_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "table", lambda: "| new |\n")
-    page = tmp_path / "grading.md"
-    text = f"before\n{verdicts.BEGIN}\n\n| old |\n\n{verdicts.END}\nafter\n"
-    page.write_text(text, encoding="utf-8")
-    assert verdicts.main(["--check", "--page", str(page)]) == 1
-    assert page.read_text(encoding="utf-8") == text
-    assert verdicts.main(["--page", str(page)]) == 0
-    assert page.read_text(encoding="utf-8") == text.replace("old", "new")
-    assert verdicts.main(["--check", "--page", str(page)]) == 0
-    with pytest.raises(ValueError, match="the page needs the lines"):
-        verdicts.with_table("a page without comments", "| new |\n")
 
 
 def test_no_line_with_a_wrong_value_is_correct() -> None:
@@ -221,17 +166,3 @@ def test_verdicts_are_counted_by_origin(tmp_path: Path) -> None:
         ["wrong", "1", "1", "2"],
         ["all", "2", "1", "3"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "tracebacks", "passed"),
-    [
-        ({("right", "correct"): 2, ("sampled", "timeout"): 1}, 0, True),
-        ({("right", "correct"): 2}, 1, False),
-        ({("sampled", "grader-error"): 1}, 0, False),
-    ],
-)
-def test_score_fails_with_a_traceback_or_a_grader_error(
-    verdicts: dict[tuple[str, str], int], tracebacks: int, passed: bool
-) -> None:
-    assert Score(Counter(verdicts), (), "", tracebacks).passed is passed
