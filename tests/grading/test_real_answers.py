@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.extract import final_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
@@ -32,12 +30,6 @@ def worked_answers(name: str) -> list[tuple[str, str]]:
         )
     assert len(found) == SIZES[name]
     return found
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("form", ["%s\nAnswer: %s", "%s\nAnswer: $%s$.", "%s\nSo it is $\\boxed{%s}$."])

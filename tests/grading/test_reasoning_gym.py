@@ -51,30 +51,24 @@ def test_the_grade_is_the_library_s_score(pool: GraderPool, name: str) -> None:
     entry = entry_of(name)
     right = entry["answer"] or json.dumps(entry["metadata"]["possible_answer"])
     texts = [right, f"{right}1", "1", "x", "{}"]
-    grades = pool.grade([problem(name, entry)] * 6, [*map(tagged, texts), right])
-    assert grades[0] == CORRECT
-    assert grades[5] == MALFORMED, "an answer outside the tags"
+    *grades, untagged = pool.grade([problem(name, entry)] * 6, [*map(tagged, texts), right])
+    assert (grades[0], untagged) == (CORRECT, MALFORMED)
     data = reasoning_gym.create_dataset(name)
-    for text, grade in zip(texts, grades, strict=False):
+    for text, grade in zip(texts, grades, strict=True):
         try:
-            expected = data.score_answer(text, literal_eval(repr(entry)))
+            score = data.score_answer(text, literal_eval(repr(entry)))
         except ValueError:  # prime_factorization, for a text that is not a number
             assert grade == MALFORMED
         else:
-            assert (grade.reward, grade.correct) == (expected, expected == 1)
-            assert grade.verdict == ("correct" if expected == 1 else "wrong")
+            assert grade == Grade(score, correct=score == 1, verdict="correct" if score == 1 else "wrong")
 
 
 def test_partial_credit_is_the_reward(pool: GraderPool) -> None:
     entry = entry_of("number_format") | {"answer": "abcd"}
     spelled = entry_of("caesar_cipher") | {"answer": "THE CAT SAT"}
-    grades = pool.grade(
-        [problem("caesar_cipher", spelled)] * 2 + [problem("leg_counting", entry)],
-        [tagged("THE DOG SAT"), tagged("the"), tagged("abcdefgh")],
-    )
-    assert grades[2] == Grade(4 / 8, correct=False, verdict="wrong"), (
-        "the library's share of equal characters"
-    )
+    problems = [problem("caesar_cipher", spelled)] * 2 + [problem("leg_counting", entry)]
+    grades = pool.grade(problems, [tagged("THE DOG SAT"), tagged("the"), tagged("abcdefgh")])
+    assert grades[2] == Grade(4 / 8, correct=False, verdict="wrong"), "the share of equal characters"
     assert all(not grade.correct and 0 <= grade.reward < 1 for grade in grades)
 
 
@@ -98,10 +92,8 @@ def test_options_reach_the_scorer(pool: GraderPool) -> None:
 def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
     """arc_agi compares tuples: after a conversion to JSON its own reference would score 0.05."""
     entry = entry_of("arc_agi")
-    assert (
-        reasoning_gym.create_dataset("arc_agi").score_answer(entry["answer"], json.loads(json.dumps(entry)))
-        < 1
-    )
+    data = reasoning_gym.create_dataset("arc_agi")
+    assert data.score_answer(entry["answer"], json.loads(json.dumps(entry))) < 1
     assert pool.grade([problem("arc_agi", entry)], [tagged(entry["answer"])]) == [CORRECT]
 
 
@@ -121,37 +113,17 @@ def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool: GraderPoo
         assert "generator" in other.errors["reasoning-gym"]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer>4</answer>", "4"),
-        ("<answer>\n a b \n</answer>", "a b"),
-        ("<answer>1</answer> or <answer>2</answer>", "2"),
-        ("<answer>1</answer> then <answer>2", "1"),
-        ("<answer>1<answer>2</answer>", "1<answer>2"),
-        ("</answer><answer></answer>", ""),
-        ("<answer>x\ny</answer></answer>", "x\ny"),
-        ("<ANSWER>1</ANSWER>", None),
-        ("answer: 4", None),
-        ("<answer>4", None),
-        ("", None),
-    ],
-)
-def test_extraction(text: str, answer: str | None) -> None:
-    assert tagged_answer(text) == answer
-
-
 def test_extraction_agrees_with_the_library_on_random_texts() -> None:
     from reasoning_gym.utils import extract_answer
 
     rng = random.Random(0)
     pieces = ["<answer>", "</answer>", " ", "\n", "\t", "\u00a0", "<", ">", *string.ascii_letters[:4]]
-    found = set()
-    for _ in range(3000):
-        text = "".join(rng.choices(pieces, k=rng.randrange(12)))
-        assert tagged_answer(text) == extract_answer(text), repr(text)
-        found.add(tagged_answer(text))
-    assert len(found) > 50
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(3000)]
+    texts += ["<ANSWER>1</ANSWER>", "answer: 4", "<answer>1</answer> or <answer>2</answer>"]
+    answers = {text: tagged_answer(text) for text in texts}
+    assert answers == {text: extract_answer(text) for text in texts}
+    assert answers[texts[-1]] == "2"
+    assert len(set(answers.values())) > 50
 
 
 def test_extraction_takes_linear_time() -> None:
@@ -273,9 +245,7 @@ def test_every_call_that_evaluates_text_is_replaced() -> None:
 
 def test_literals_have_the_value_that_python_gives_them() -> None:
     texts = ["[1, -2]", "[['_', 'Q']]", "(1, 2)", "(0x3 << 2) + ~1 * 5", " 7 ", "7 & 3 | 8 ^ 2 >> 1"]
-    code = (
-        f"from bandpo_cli.grading.reasoning_gym import evaluate_literal as e; print([e(t) for t in {texts}])"
-    )
+    code = f"from bandpo_cli.grading.reasoning_gym import evaluate_literal as e; print(list(map(e, {texts})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert literal_eval(done.stdout) == [[1, -2], [["_", "Q"]], (1, 2), 2, 7, 11]
 

@@ -36,10 +36,8 @@ class Grades:
         self.errors = {"mine:length": "KeyError: 'x'"}
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        return [
-            self.by_grader[problem.grader][index]
-            for index, (problem, _) in enumerate(zip(problems, texts, strict=True))
-        ]
+        assert len(problems) == len(texts)
+        return [self.by_grader[problem.grader][index] for index, problem in enumerate(problems)]
 
 
 def partial(reward: float) -> Grade:
@@ -104,13 +102,10 @@ def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
     assert "'number'" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "verdicts",
-    [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]],
-    ids=str,
-)
-def test_some_errors_or_timeouts_do_not_stop_the_run(verdicts: list[str]) -> None:
-    check_not_all_failed(verdicts, ["a:b"] * len(verdicts), dict)
+def test_some_errors_or_timeouts_do_not_stop_the_run() -> None:
+    verdicts = [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]]
+    for step in verdicts:
+        check_not_all_failed(step, ["a:b"] * len(step), dict)
 
 
 def test_every_grader_that_failed_is_named_once() -> None:

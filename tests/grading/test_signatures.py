@@ -72,14 +72,14 @@ def calls() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("function", "batched"),
+    ("functions", "batched"),
     [
-        *(("plain", False), ("plain_async", False), ("compute_score", False), ("result_of", False)),
-        *(("compute_scores", True), ("reward", True), ("without_kwargs", True), ("reward_async", True)),
+        ("plain plain_async compute_score result_of", False),
+        ("compute_scores reward without_kwargs reward_async", True),
     ],
 )
-def test_the_signature_is_recognised_by_the_names_of_the_parameters(function: str, batched: bool) -> None:
-    assert load(function).batched is batched
+def test_the_signature_is_recognised_by_the_names_of_the_parameters(functions: str, batched: bool) -> None:
+    assert {load(function).batched for function in functions.split()} == {batched}
 
 
 def test_asynchronous_functions_are_run() -> None:
@@ -99,12 +99,8 @@ def test_verl_gets_the_label_and_the_columns_of_the_row(signature: str) -> None:
 
 
 def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
-    row = {
-        "data_source": "openai/gsm8k",
-        "reward_model": {"style": "rule", "ground_truth": {"target": ["2", "two"]}},
-        "extra_info": {"index": 7},
-        "ability": "math",
-    }
+    reward_model = {"style": "rule", "ground_truth": {"target": ["2", "two"]}}
+    row = {"data_source": "openai/gsm8k", "reward_model": reward_model, "extra_info": {"index": 7}}
     load("compute_score").grade([answer_of(problem(**row), "2")])
     assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}]]
 
@@ -134,10 +130,10 @@ def test_verl_may_return_any_finite_score(result: str, grade: Grade) -> None:
     assert load("result_of").grade([answer_of(problem(), result)]) == [grade]
 
 
-@pytest.mark.parametrize("result", ["None", "'1'", "math.nan", "{}", "{'score': 1, 'acc': 'yes'}", "[1.0]"])
-def test_other_results_of_verl_are_errors(result: str) -> None:
-    with pytest.raises(ValueError, match="it must return"):
-        load("result_of").grade([answer_of(problem(), result)])
+def test_other_results_of_verl_are_errors() -> None:
+    for result in ("None", "'1'", "math.nan", "{}", "{'score': 1, 'acc': 'yes'}", "[1.0]"):
+        with pytest.raises(ValueError, match="it must return"):
+            load("result_of").grade([answer_of(problem(), result)])
 
 
 def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
@@ -215,15 +211,13 @@ def test_a_function_of_another_signature_is_refused_before_the_run(name: str, me
 def test_a_call_has_whole_problems_up_to_the_batch_size(size: int) -> None:
     """Three problems with 2, 2 and 3 completions; deviations from the mean of a call show what it saw."""
     counts, texts = {"p": 2, "q": 2, "r": 3}, ["1", "333", "1", "55555", "4444", "7777777", "1"]
-    problems = [
-        problem(id_, "foreign_rewards:centred") for id_, count in counts.items() for _ in range(count)
-    ]
+    ids = [id_ for id_, count in counts.items() for _ in range(count)]
+    problems = [problem(id_, "foreign_rewards:centred") for id_ in ids]
     with GraderPool(GradingConfig(workers=2, deadline=30, batch=size)) as pool:
         grades = pool.grade(problems, texts)
     sizes = [len(text) for text in texts]
-    expected = [
-        size - sum(call) / len(call) for call in (sizes[:4], sizes[4:]) for size in call
-    ]  # p and q together, r alone
+    calls = (sizes[:4], sizes[4:])  # p and q together, r alone
+    expected = [size - sum(call) / len(call) for call in calls for size in call]
     assert [grade.reward for grade in grades] == expected
 
 
@@ -232,11 +226,8 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
     problems = [problem(name, "foreign_rewards:failing") for name in names]
     with GraderPool(GradingConfig(workers=1, deadline=0.5, batch=2)) as pool:
         grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
-        assert [grade.verdict for grade in grades] == [
-            *(["correct"] * 2),
-            *(["grader-error"] * 2),
-            *(["timeout"] * 2),
-        ]
+        expected = ["correct"] * 2 + ["grader-error"] * 2 + ["timeout"] * 2
+        assert [grade.verdict for grade in grades] == expected
         assert pool.warnings() == [
             "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text"

@@ -1,4 +1,4 @@
-r"""Majority votes: equal votes are answers that the grader cannot grade differently."""
+r"""Majority votes and text comparison: equal votes are answers that the grader cannot grade differently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from bandpo_cli.grading.answers import grade_math, grade_number, voted_answer
+from bandpo_cli.grading.answers import grade_math, grade_number, same_text, voted_answer
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.types import Grade, Problem
 
@@ -15,36 +15,26 @@ def vote(answer: str, grader: str = "math") -> str | None:
     return voted_answer(f"So it is.\nAnswer: {answer}", grader)
 
 
-@pytest.mark.parametrize(
-    "forms",
-    [
-        ("0.5", "1/2", r"\frac12", r"\dfrac{1}{2}", ".50", "2/4", r"$\frac{1}{2}$", r"\textbf{0.50}"),
-        (
-            "1000",
-            "1,000",
-            "1{,}000",
-            "1000.",
-            "1e3",
-            "10^3",
-            r"\$1,000",
-            "1000 dollars",
-            r"\displaystyle 1000",
-        ),
-        ("50%", r"50\%", "50 percent", "50.0%"),
-        ("-2", "−2", r"\text{-2}", "-2.0", "-4/2"),
-        (r"\text{Monday}", "monday", r"\mathrm{Monday}.", "**Monday**"),
-        (r"\left[0, 1\right)", "[0,1)", r"[0,\, 1)"),
-        (r"\text{(C)}", "C", "(C)"),
-        (r"\frac{x}{2}", r"\dfrac{x}{2}", r"\tfrac{x} {2}"),
-        ("18", "$18$ dollars", "18 because 9 * 2 = 18", "18 (nine eggs at $2 each)"),
-        (r"\emptyset", r"\varnothing", r"\{ \}"),
-        ("1.5 million", "1.5 Million", "3/2 million"),
-    ],
-)
-def test_equal_votes(forms: tuple[str, ...]) -> None:
-    votes = {vote(form) for form in forms} | {
-        voted_answer(rf"thus \boxed{{{form}}}.", "math") for form in forms
-    }
+EQUAL_VOTES = r"""
+0.5 | 1/2 | \frac12 | \dfrac{1}{2} | .50 | 2/4 | $\frac{1}{2}$ | \textbf{0.50}
+1000 | 1,000 | 1{,}000 | 1000. | 1e3 | 10^3 | \$1,000 | 1000 dollars | \displaystyle 1000
+50% | 50\% | 50 percent | 50.0%
+-2 | −2 | \text{-2} | -2.0 | -4/2
+\text{Monday} | monday | \mathrm{Monday}. | **Monday**
+\left[0, 1\right) | [0,1) | [0,\, 1)
+\text{(C)} | C | (C)
+\frac{x}{2} | \dfrac{x}{2} | \tfrac{x} {2}
+18 | $18$ dollars | 18 because 9 * 2 = 18 | 18 (nine eggs at $2 each)
+\emptyset | \varnothing | \{ \}
+1.5 million | 1.5 Million | 3/2 million
+"""
+
+
+@pytest.mark.parametrize("line", EQUAL_VOTES.strip().splitlines())
+def test_equal_votes(line: str) -> None:
+    forms = line.split(" | ")
+    boxed = {voted_answer(rf"thus \boxed{{{form}}}.", "math") for form in forms}
+    votes = boxed | {vote(form) for form in forms}
     assert len(votes) == 1
     assert None not in votes
 
@@ -58,12 +48,8 @@ def test_different_votes() -> None:
 
 def test_canonical_form_of_votes() -> None:
     """Users read the votes in the table of completions."""
-    assert [vote(form) for form in ("18 eggs", "0.50", "50%", r"\text{Monday}")] == [
-        "18",
-        "1/2",
-        "50 × 1/100",
-        "monday",
-    ]
+    forms = {"18 eggs": "18", "0.50": "1/2", "50%": "50 × 1/100", r"\text{Monday}": "monday"}
+    assert {form: vote(form) for form in forms} == forms
 
 
 @pytest.mark.parametrize("grader", ["math", "number", "my.module:judge"])
@@ -99,100 +85,18 @@ def test_countdown_votes_with_the_complete_text() -> None:
     assert voted_answer("1" * 1001, "countdown") is None
 
 
-FORMS = [
-    *(
-        "0.5",
-        "1/2",
-        r"\frac12",
-        r"\frac{2}{4}",
-        ".50",
-        "50%",
-        r"50\%",
-        "50 percent",
-        "0.5%",
-        "50",
-        "5",
-        "5.0",
-    ),
-    *(
-        "5 m",
-        "5m",
-        "5 m.",
-        "$5$ m",
-        r"5\text{ m}",
-        "5 meters",
-        r"\$5",
-        "$5",
-        "5 dollars",
-        "= 5",
-        "x = 5",
-        "x=5",
-    ),
-    *(
-        "2 + 3 = 5",
-        "2+3",
-        r"\approx 5",
-        "1,000",
-        "1000",
-        "1e3",
-        "10^3",
-        "1 thousand",
-        "1.5 million",
-        "1500000",
-    ),
-    *(
-        "1500 thousand",
-        "-5",
-        "−5",
-        "- 5",
-        "--5",
-        "3 1/2",
-        r"3\frac12",
-        "7/2",
-        "3.5",
-        "1/3",
-        "0.333333",
-        "0.33",
-    ),
-    *(
-        r"\textbf{5}",
-        r"\displaystyle 5",
-        r"\text{5 m}",
-        r"\mathbf{50\%}",
-        r"\big 1/2",
-        "5°",
-        r"5^\circ",
-        "0",
-        "-0",
-    ),
-    *(
-        r"\text{Monday}",
-        "monday",
-        "Monday.",
-        "m",
-        "M",
-        "(C)",
-        "C",
-        "[0, 1)",
-        r"\left[0,1\right)",
-        "5 5",
-        "55",
-    ),
-    *(
-        r"\sqrt{8}",
-        r"2\sqrt{2}",
-        "x",
-        "5x",
-        "5 x",
-        "y < 5",
-        "1e-5",
-        "0.00001",
-        r"10^{-5}",
-        "12:30",
-        "5!",
-        "5,6",
-    ),
-]
+FORMS = (
+    r"""
+0.5 | 1/2 | \frac12 | \frac{2}{4} | .50 | 50% | 50\% | 50 percent | 0.5% | 50 | 5 | 5.0 | 5 m | 5m | 5 m. | $5$ m
+5\text{ m} | 5 meters | \$5 | $5 | 5 dollars | = 5 | x = 5 | x=5 | 2 + 3 = 5 | 2+3 | \approx 5 | 1,000 | 1000 | 1e3
+10^3 | 1 thousand | 1.5 million | 1500000 | 1500 thousand | -5 | −5 | - 5 | --5 | 3 1/2 | 3\frac12 | 7/2 | 3.5 | 1/3
+0.333333 | 0.33 | \textbf{5} | \displaystyle 5 | \text{5 m} | \mathbf{50\%} | \big 1/2 | 5° | 5^\circ | 0 | -0
+\text{Monday} | monday | Monday. | m | M | (C) | C | [0, 1) | \left[0,1\right) | 5 5 | 55 | \sqrt{8} | 2\sqrt{2} | x
+5x | 5 x | y < 5 | 1e-5 | 0.00001 | 10^{-5} | 12:30 | 5! | 5,6
+""".strip()
+    .replace("\n", " | ")
+    .split(" | ")
+)
 FORMATS = [
     "{}",
     "${}$",
@@ -256,3 +160,21 @@ def test_decimals_that_stand_for_a_fraction_are_the_exception() -> None:
     first, second = "Answer: 0.333333", "Answer: 0.3333330"
     assert voted_answer(first, "math") == voted_answer(second, "math")
     assert grade_math(problem, first) != grade_math(problem, second)
+
+
+SAME_TEXTS = r"""
+\text{Monday} == monday | \text{(C)} == C | \dfrac{1}{2}x == \frac{1}{2} x | \left[ 0, 1 \right) == [0,1)
+(0,\, \infty) == (0, \infty) | $\mathrm{even}$ == even. | e^{t} / 3 == e^{t}/3 | I(0) == $I(0)$
+"""
+DIFFERENT_TEXTS = r"""
+\text{ } == $ | 55 == 5 5 | m == M | x_1 == X_1 | [0,1) == (0,1) | Monday == Tuesday | \leftarrow == arrow
+a b == ab | \{1\} == {1}
+"""
+
+
+@pytest.mark.parametrize(("pairs", "expected"), [(SAME_TEXTS, True), (DIFFERENT_TEXTS, False)])
+def test_texts_are_compared_without_their_latex_appearance(pairs: str, expected: bool) -> None:
+    assert not same_text("", "")
+    for pair in pairs.strip().replace("\n", " | ").split(" | "):
+        gold, answer = pair.split(" == ")
+        assert same_text(gold, answer) == same_text(answer, gold) == expected, pair

@@ -66,12 +66,10 @@ def test_answers(value: Any, answer: str | None) -> None:
     assert as_answer(value) == answer
 
 
-@pytest.mark.parametrize(
-    ("value", "level"),
-    [("Level 3", 3), (3, 3), (3.0, 3), ("5", 5), ("Level ?", None), (2.5, None), (None, None), (True, None)],
-)
-def test_levels(value: Any, level: int | None) -> None:
-    assert as_level(value) == level
+def test_levels() -> None:
+    levels = {"Level 3": 3, 3: 3, "5": 5, "Level ?": None, 2.5: None, None: None}
+    assert {value: as_level(value) for value in levels} == levels
+    assert (as_level(3.0), as_level(True)) == (3, None)
 
 
 def test_questions_are_texts_or_chat_messages() -> None:
@@ -139,26 +137,18 @@ def test_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | 
     assert (found.question, found.answer) == names
 
 
-def test_verl_layout_has_priority() -> None:
-    row = {
-        "prompt": CHAT,
-        "reward_model": {"ground_truth": "2", "style": "rule"},
-        "question": "no",
-        "answer": "no",
-    }
-    assert find_fields([row]) == Fields(question="prompt", answer="reward_model.ground_truth")
-
-
-def test_configured_fields_have_priority() -> None:
+def test_configured_fields_and_the_verl_layout_have_priority() -> None:
     row = {
         "prompt": CHAT,
         "reward_model": {"ground_truth": "2"},
-        "meta": {"q": "x", "n": 7},
+        "question": "no",
+        "answer": "no",
         "level": 3,
-        "hard": 5,
     }
+    verl = Fields(question="prompt", answer="reward_model.ground_truth", level="level")
+    assert find_fields([row]) == verl
     configured = Fields(question="meta.q", answer="meta.n", level="hard", id="meta.q")
-    assert find_fields([row], configured) == configured
+    assert find_fields([row | {"meta": {"q": "x", "n": 7}, "hard": 5}], configured) == configured
 
 
 def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last() -> None:
@@ -166,6 +156,9 @@ def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_las
     row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
     assert find_fields([row], NONE, known) == known
     assert find_fields([{**row, "answer": "1"}], NONE, known).answer == "answer"
+    row = {"question": "1+1?", "answer": "a comment", "final_answer": "2"}
+    assert find_fields([row], NONE, Fields(answer="final_answer")).answer == "final_answer"
+    assert find_fields([row]).answer == "answer"
 
 
 @pytest.mark.parametrize("name", [name for name in ANSWER_NAMES if name != "solution"])
@@ -177,9 +170,3 @@ def test_worked_solution_is_used_only_without_an_answer_field(name: str, known: 
     assert find_fields([row], NONE, known).answer == name
     del row[section]
     assert find_fields([row], NONE, known).answer == "solution"
-
-
-def test_answer_field_of_a_known_dataset_precedes_the_usual_names() -> None:
-    row = {"question": "1+1?", "answer": "a comment", "final_answer": "2"}
-    assert find_fields([row], NONE, Fields(answer="final_answer")).answer == "final_answer"
-    assert find_fields([row]).answer == "answer"

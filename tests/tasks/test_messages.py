@@ -32,20 +32,14 @@ STRICT = (  # as Gemma's: no system message, and turns alternate
 SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": " What is 3*4?\n"}
 SOLUTION = {"role": "assistant", "content": "3*4 is 12.\n#### 12"}
-FEW_SHOT = [
-    SYSTEM,
-    {"role": "user", "content": "What is 1+1?"},
-    {"role": "assistant", "content": "Answer: 2"},
-    QUESTION,
-]
+EXAMPLE = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]
+FEW_SHOT = [SYSTEM, *EXAMPLE, QUESTION]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     """Write rows in the format of the extension."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -71,7 +65,7 @@ def encoder(template: str | None) -> PromptEncoder:
     return PromptEncoder(tokenizer)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("field", ["messages", "prompt"])
 def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tmp_path: Path) -> None:
     """System message, few-shot turns and blanks included; the text is the one that samples store."""
@@ -91,17 +85,13 @@ def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tm
     assert "chat: has chat messages; task.template and task.system do not apply" in notes
 
 
-def test_a_model_without_a_template_gets_the_texts_with_blank_lines_between(tmp_path: Path) -> None:
-    rows = [{"messages": FEW_SHOT, "answer": "12"}, other("13")]
-    problems, _ = read(write(tmp_path / "chat.jsonl", rows))
+def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "chat.jsonl", [{"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13")]
+    )
+    problems, _ = read(path, train={"path": path, "fields": {"id": "id"}})
     (encoded,) = encoder(None).encode([problems["12"]])
     assert encoded.text == "Be brief.\n\nWhat is 1+1?\n\nAnswer: 2\n\n What is 3*4?\n"
-
-
-def test_a_template_that_refuses_the_turns_is_named_with_the_problem(tmp_path: Path) -> None:
-    rows = [{"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13")]
-    path = write(tmp_path / "chat.jsonl", rows)
-    problems, _ = read(path, train={"path": path, "fields": {"id": "id"}})
     with pytest.raises(ConfigError, match=r"problem chat/first: .*refuses its messages.*must alternate"):
         encoder(STRICT).encode([problems["12"]])
 

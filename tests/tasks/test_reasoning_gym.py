@@ -54,9 +54,8 @@ def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
     assert {label: len(problems) for label, problems in five.heldout_sets().items()} == dict.fromkeys(FIVE, 8)
     assert len({problem.source for problem in train[:12]}) >= 3, "the generators are mixed"
     for problems in (train, *five.heldout_sets().values()):
-        assert list(problems) == sorted(problems, key=lambda problem: text_hash(problem.id)), (
-            "any prefix is fair"
-        )
+        in_order = sorted(problems, key=lambda problem: text_hash(problem.id))
+        assert list(problems) == in_order, "any prefix is fair"
     assert five.notes() == [f"reasoning-gym {version('reasoning-gym')}"]
 
 
@@ -82,48 +81,37 @@ def test_the_problems_are_equal_in_a_process_with_another_hash_seed(five: Reason
         f"t = T(C(names={FIVE}, size=12, heldout_size=8, options={{'maze': {{'size': 3}}}}));"
         f"print(json.dumps([[[p.id, p.extra['entry']] for p in t.train_problems()], {library}]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "77"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     ours, theirs = json.loads(done.stdout)
     assert ours == [[p.id, p.extra["entry"]] for p in five.train_problems()]
     data = reasoning_gym.create_dataset("isomorphic_strings", seed=1, size=9)
     assert theirs != [data[i]["question"] for i in range(9)]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_question_of_the_held_out_set_is_trained_on(seed: int) -> None:
+def test_no_question_of_the_held_out_set_is_trained_on() -> None:
     """From 20 numbers there are 210 questions, so that independent samples of 60 and 100 would share many."""
+    task = ReasoningGym(settings(names=["lcm"]))
     small = {"options": {"min_value": 1, "max_value": 20}}
-    heldout = generate("lcm", **small, seed=seed, size=60)
-    ids = [problem.id for problem in problems_of("lcm", heldout)]
-    alone = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100)}
-    train = generate("lcm", **small, seed=seed + 99, size=100, excluded=ids)
-    assert alone & {text for text, _, _ in heldout}, "without the exclusion the sets overlap"
-    assert not {text for text, _, _ in train} & {text for text, _, _ in heldout}
-    assert len({text for text, _, _ in train}) == len(train) == 100
-
-
-def problems_of(name: str, entries: list[tuple[str, str | None, str]]) -> list[Problem]:
-    task = ReasoningGym(settings(names=[name]))
-    return [task._problem(name, *entry) for entry in entries]
+    for seed in range(3):
+        heldout = generate("lcm", **small, seed=seed, size=60)
+        questions = {text for text, _, _ in heldout}
+        alone = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100)}
+        assert alone & questions, "without the exclusion the sets overlap"
+        excluded = [task._problem("lcm", *entry).id for entry in heldout]
+        train = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100, excluded=excluded)}
+        assert len(train) == 100
+        assert not train & questions
 
 
 def test_neighbouring_seeds_share_no_problems() -> None:
     """The library adds the index to the seed: its data sets of the seeds 0 and 1 are equal but for one problem."""
-    library = [{d[i]["question"] for i in range(20)} for d in map(chain_sum, (0, 1))]
+    sets = [reasoning_gym.create_dataset("chain_sum", seed=seed, size=20) for seed in (0, 1)]
+    library = [{data[i]["question"] for i in range(20)} for data in sets]
     assert len(library[0] & library[1]) == 19
     ours = [{text for text, _, _ in generate("chain_sum", {}, seed, 20)} for seed in (0, 1)]
     assert not ours[0] & ours[1]
-
-
-def chain_sum(seed: int) -> Any:
-    return reasoning_gym.create_dataset("chain_sum", seed=seed, size=20)
 
 
 @pytest.fixture
@@ -152,21 +140,18 @@ def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_no_problem_left_to_train_on_is_an_error() -> None:
-    task = ReasoningGym(
-        settings(names="lcm", heldout_size=100, options={"lcm": {"min_value": 1, "max_value": 2}})
-    )
-    with pytest.raises(ConfigError, match=r"lower task\.heldout_size"):
-        task.train_problems()
-
-
-@pytest.mark.usefixtures("in_process")
-def test_an_error_of_a_generator_is_one_line() -> None:
-    task = ReasoningGym(
-        settings(names="spell_backward", options={"spell_backward": {"data_file": "none.txt"}})
-    )
-    with pytest.raises(ConfigError, match=r"spell_backward: FileNotFoundError: .*none\.txt"):
-        task.heldout_sets()
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("lcm", {"min_value": 1, "max_value": 2}, r"lower task\.heldout_size"),
+        ("spell_backward", {"data_file": "none.txt"}, r"spell_backward: FileNotFoundError: .*none\.txt"),
+    ],
+)
+def test_no_problem_left_or_an_error_of_a_generator_is_one_line(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReasoningGym(settings(names=name, heldout_size=100, options={name: options})).train_problems()
 
 
 @pytest.mark.usefixtures("in_process")
