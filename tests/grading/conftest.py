@@ -12,5 +12,5 @@ from bandpo_cli.grading.pool import GraderPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GraderPool]:
-    with GraderPool(GradingConfig(workers=2, deadline=30)) as pool:
+    with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
         yield pool

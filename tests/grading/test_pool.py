@@ -90,6 +90,7 @@ def verdicts(pool: GraderPool, texts: list[str], **extra: object) -> list[str]:
 
 
 def test_function_gets_text_answer_and_extra_in_order(pool: GraderPool) -> None:
+    check_grader("custom_grader:judge")
     texts = ["right" if index % 3 else "left" for index in range(200)]
     assert verdicts(pool, texts) == ["correct" if text == "right" else "wrong" for text in texts]
     assert verdicts(pool, ["right"], key=2) == ["wrong"]
@@ -113,11 +114,8 @@ def test_repeated_answers_are_graded_once(pool: GraderPool, monkeypatch: pytest.
 
     monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
     formula = Problem("f", "", "x+1", "t", "math")
-    grades = pool.grade(
-        [formula] * 6, ["Answer: 1+x", "Answer: x", "no", "Answer: 1+x", "Answer: x", "Answer: 1+x"]
-    )
-    expected = ["correct", "wrong", "malformed", "correct", "wrong", "correct"]
-    assert [grade.verdict for grade in grades] == expected
+    grades = pool.grade([formula] * 6, ["Answer: 1+x", "Answer: x", "no"] * 2)
+    assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"] * 2
     assert calls == [2]
     verdicts(pool, ["right", "right"])  # a custom function gets every answer
     assert calls == [2, 2]
@@ -347,11 +345,6 @@ def test_unusable_grader_is_reported_in_one_line(pool: GraderPool, name: str, me
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
         pool.grade([Problem("p", "", "", "t", name)], ["x"])
-
-
-def test_check_grader_accepts_usable_graders() -> None:
-    for name in ("math", "number", "countdown", "custom_grader:judge"):
-        check_grader(name)
 
 
 def test_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

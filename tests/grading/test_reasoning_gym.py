@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from ast import literal_eval
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ def problem(name: str, entry: dict[str, Any], options: str = "{}") -> Problem:
 
 def entry_of(name: str, **options: Any) -> dict[str, Any]:
     return dict(reasoning_gym.create_dataset(name, seed=7, size=1, **options)[0])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[GraderPool]:
-    # The deadline is long, because other processes may keep the cores busy.
-    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
-        yield pool
 
 
 def tagged(answer: object) -> str:

@@ -96,13 +96,12 @@ def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
         assert lengths == [(5, -1.25), (None, None)], name
 
 
-@pytest.mark.parametrize(
-    "name", ["日本.jsonl", "==.jsonl", "a b=c.jsonl", "x" * 200 + ".jsonl", "[bold].jsonl"]
-)
-def test_labels_of_unusual_file_names(tmp_path: Path, name: str) -> None:
-    (label,) = read_completions(jsonl(tmp_path / name, {"question": "q", "answer": "1", "completion": "x"}))
-    assert label.replace("-", "").replace("_", "").isascii()
-    assert 0 < len(label) <= 60
+def test_labels_of_unusual_file_names(tmp_path: Path) -> None:
+    for name in ("日本.jsonl", "==.jsonl", "a b=c.jsonl", "x" * 200 + ".jsonl", "[bold].jsonl"):
+        path = jsonl(tmp_path / name, {"question": "q", "answer": "1", "completion": "x"})
+        (label,) = read_completions(path)
+        assert label.replace("-", "").replace("_", "").isascii()
+        assert 0 < len(label) <= 60
 
 
 def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
@@ -151,13 +150,12 @@ def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) ->
     assert problems[0].problem.extra == {}
 
 
-@pytest.mark.parametrize("grader", ["math", "countdown", "my_module:judge"])
-def test_requested_grader_replaces_that_of_a_table(tmp_path: Path, grader: str) -> None:
-    path = write_eval_table(
-        tmp_path / "samples.parquet", [ROW, {**ROW, "problem_id": "p2", "grader": "math"}]
-    )
-    assert [stored.problem.grader for stored in read_completions(path)["aime24"]] == ["number", "math"]
-    assert [stored.problem.grader for stored in read_completions(path, grader)["aime24"]] == [grader] * 2
+def test_requested_grader_replaces_that_of_a_table(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "problem_id": "p2", "grader": "math"}]
+    path = write_eval_table(tmp_path / "samples.parquet", rows)
+    for grader in (None, "math", "countdown", "my_module:judge"):
+        graders = [stored.problem.grader for stored in read_completions(path, grader)["aime24"]]
+        assert graders == ([grader] * 2 if grader else ["number", "math"])
 
 
 def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path) -> None:

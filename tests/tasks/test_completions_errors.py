@@ -20,27 +20,19 @@ from tests.tasks.stored_completions import ROW, error_of, jsonl, mutations, nest
     ("content", "parts"),
     [
         (b"", ["holds no completions"]),
-        (b"\n\n  \n", ["holds no completions"]),
         (b"[]", ["line 1", "expected an object"]),
         (b'{"question": "q", "answer": "1"}', ["no field found for the completions", "'question', 'answer'"]),
         (b'{"answer": "1", "completions": ["x"]}', ["no field found for the question"]),
         (b'{"question": "q", "completions": ["x"]}', ["no field found for the answer"]),
         (b'{"question": "q", "answer": "1", "completions": []}', ["row 1", "'completions'", "list of texts, not []"]),
-        (b'{"question": "q", "answer": "1", "completions": null}', ["row 1", "not None"]),
         (b'{"question": "q", "answer": "1", "completions": {"a": 1}}', ["row 1", "{'a': 1}"]),
         (b'{"question": "q", "answer": "1", "completions": [["x"]]}', ["row 1", "must hold text, not ['x']"]),
         (b'{"question": "q", "answer": "1", "completions": ["x", 5]}', ["row 1", "not 5"]),
-        (b'{"question": " ", "answer": "1", "completions": ["x"]}', ["no field found for the question"]),
-        (b'{"question": "q", "answer": "1", "completions": ["\xff"]}', ["line 1", "UTF-8"]),
-        (b'{"question": "q", "answer": "1", "completions": ["x"', ["line 1", "not readable as JSON"]),
         (b'{"a\\nb": 1, "c": 2}', ["no field found"]),
-        (b'{"question": "q", "answer": "1", "completions": ' + nested(100_000).encode() + b"}", ["line 1"]),
         (b'{"question": "q", "answer": "1", "completions": ' + nested(900).encode() + b"}", ["row 1"]),
         (b'{"question": "q", "answer": ' + nested(900).encode() + b', "completions": ["x"]}', ["answer"]),
-        (b'{"x": "' + b"a" * 5_000_000 + b'"}', ["no field found"]),
         (b'{"' + b"a" * 5_000_000 + b'": 1}', ["no field found"]),
         (b'{"question": "q", "answer": "1", "completions": [' + b"1," * 1_000_000 + b"1]}", ["must hold text"]),
-        (b'{"question": "q", "answer": ' + b"9" * 10_000 + b', "completions": ["x"]}', ["line 1"]),
     ],
 )  # fmt: skip
 def test_invalid_jsonl_files(tmp_path: Path, content: bytes, parts: list[str]) -> None:
@@ -52,19 +44,19 @@ def test_invalid_jsonl_files(tmp_path: Path, content: bytes, parts: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("second", "parts"),
+    ("second", "part"),
     [
-        ({"question": "q", "answer": "1"}, ["row 2", "'completions'", "not None"]),
-        ({"answer": "1", "completions": ["x"]}, ["row 2", "'question' holds no question: None"]),
-        ({"question": "q", "answer": {}, "completions": ["x"]}, ["row 2", "'answer' holds no answer: {}"]),
-        ({"question": "q", "answer": math.inf, "completions": ["x"]}, ["row 2", "no answer: inf"]),
+        ({"question": "q", "answer": "1"}, "'completions' must be a list of texts, not None"),
+        ({"answer": "1", "completions": ["x"]}, "'question' holds no question: None"),
+        ({"question": "q", "answer": {}, "completions": ["x"]}, "'answer' holds no answer: {}"),
+        ({"question": "q", "answer": math.inf, "completions": ["x"]}, "no answer: inf"),
     ],
 )
-def test_error_in_a_later_row_names_the_row(tmp_path: Path, second: dict, parts: list[str]) -> None:
+def test_error_in_a_later_row_names_the_row(tmp_path: Path, second: dict, part: str) -> None:
     first = {"question": "p", "answer": "1", "completions": ["x"]}
     line = error_of(jsonl(tmp_path / "a.jsonl", first, second))
-    for part in parts:
-        assert part in line
+    assert "row 2: " in line
+    assert part in line
 
 
 @pytest.mark.parametrize(
@@ -99,29 +91,11 @@ def test_invalid_values_in_an_own_table(tmp_path: Path, change: dict, parts: lis
         assert part in line
 
 
-@pytest.mark.parametrize("missing", ["problem_id", "reference", "text", "task"])
-def test_missing_field_in_an_own_table(tmp_path: Path, missing: str) -> None:
-    row = {key: value for key, value in ROW.items() if key != missing}
-    assert f"row 2: '{missing}' must hold text, not None" in error_of(jsonl(tmp_path / "a.jsonl", ROW, row))
-
-
-@pytest.mark.parametrize(
-    "name", ["nowhere.jsonl", "nowhere.parquet", "folder.jsonl", "folder.parquet", "a.txt", ""]
-)
-def test_paths_that_are_not_data_files(tmp_path: Path, name: str) -> None:
-    for folder in ("folder.jsonl", "folder.parquet"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "a.txt").write_text("x")
-    assert str(tmp_path) in error_of(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"PAR1", b"PAR1PAR1", b"not parquet at all, but long enough to look at"]
-)
-def test_invalid_parquet_files(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(content)
-    assert "not readable as Parquet" in error_of(path)
+def test_missing_field_in_an_own_table(tmp_path: Path) -> None:
+    for missing in ("problem_id", "reference", "text", "task"):
+        row = {key: value for key, value in ROW.items() if key != missing}
+        message = error_of(jsonl(tmp_path / "a.jsonl", ROW, row))
+        assert f"row 2: '{missing}' must hold text, not None" in message
 
 
 def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def read(value: Any) -> QuestionValue | None:
 
 @given(VALUES)
 def test_any_value_is_converted_or_none(value: Any) -> None:
-    """No value raises another error than that of chat messages; every result can be encoded as UTF-8 and JSON."""
+    """Only chat messages raise an error; every result can be encoded as UTF-8 and JSON."""
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
     with contextlib.suppress(ConfigError):

@@ -151,7 +151,10 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 
 def test_files_without_rows(tmp_path: Path) -> None:
-    assert list(read_file(write_file(tmp_path / "e.jsonl", "\n \n"))) == []
-    assert list(read_file(write_file(tmp_path / "e.csv", ""))) == []
-    assert list(read_file(write_file(tmp_path / "h.csv", "question,answer\n"))) == []
-    assert list(read_file(write_file(tmp_path / "e.json", "[]"))) == []
+    for name, content in (
+        ("e.jsonl", "\n \n"),
+        ("e.csv", ""),
+        ("h.csv", "question,answer\n"),
+        ("e.json", "[]"),
+    ):
+        assert list(read_file(write_file(tmp_path / name, content))) == []

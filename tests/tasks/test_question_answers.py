@@ -115,9 +115,12 @@ def test_few_problems_give_both_sides(tmp_path: Path) -> None:
         task.train_problems()
 
 
-def test_several_sources_are_split_into_one_set(tmp_path: Path) -> None:
+def test_several_sources_are_split_into_one_set_and_a_known_data_set_has_its_grader(tmp_path: Path) -> None:
     paths = [jsonl(tmp_path / f"{n}.jsonl", rows(n * 100, n * 100 + 100)) for n in range(2)]
     assert list(data_task(paths).heldout_sets()) == ["heldout"]
+    task = data_task({"name": "gsm8k", "path": paths[0]}, paths[1], name="gsm8k")
+    assert task.name == "gsm8k"
+    assert {(problem.source, problem.grader) for problem in task.train_problems()} == {("gsm8k", "number")}
 
 
 def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> None:
@@ -189,14 +192,6 @@ def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").unlink()
     assert len(task.train_problems()) == 900 - count
     assert len(task.notes()) == 2, "each source is read once"
-
-
-def test_known_dataset_with_local_files(tmp_path: Path) -> None:
-    train, test = jsonl(tmp_path / "train.jsonl", rows(0, 10)), jsonl(tmp_path / "t.jsonl", rows(10, 12))
-    local = {"name": "gsm8k", "path": train}
-    task = build_task(DataTask.model_validate({"name": "gsm8k", "train": local, "heldout": [test]}))
-    assert task.name == "gsm8k"
-    assert {(problem.source, problem.grader) for problem in task.train_problems()} == {("gsm8k", "number")}
 
 
 @pytest.mark.parametrize(
