@@ -193,8 +193,7 @@ def _load_divergence(entry: DivergenceEntry) -> Divergence:
 
 def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
     """Raise ConfigError unless f is finite, zero at 1 and convex on a grid of u from 1e-4 to 1e4."""
-    u = np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)])
-    u = np.unique(u)
+    u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     with np.errstate(all="ignore"):
         try:
             values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
@@ -209,11 +208,7 @@ def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
         raise ConfigError(f"divergence '{name}': f(u) is not finite at u = {u[~np.isfinite(values)][0]:g}")
     if abs(at_one) > 1e-9:
         raise ConfigError(f"divergence '{name}': f(1) must be 0 and is {at_one:g}")
-    _check_convex(name, u, values)
-
-
-def _check_convex(name: str, u: np.ndarray, values: np.ndarray) -> None:
-    """Raise ConfigError unless each value of f lies on or below the chord of its two neighbours."""
+    # Convex: each value lies on or below the chord of its two neighbours.
     chord = values[:-2] + (values[2:] - values[:-2]) * (u[1:-1] - u[:-2]) / (u[2:] - u[:-2])
     above = values[1:-1] - chord
     scale = np.abs(values[:-2]) + np.abs(values[2:]) + 1e-3

@@ -73,7 +73,10 @@ class RootFinder:
 
     def __call__(self, s: Array, delta: float, side: int) -> Array:
         """Return the root t on one side, ±inf where the bound saturates. Shape of `s`, which is in (0, ½]."""
-        bracket = self._full_bracket(s, delta, side)
+        xp = namespace(s)
+        zero = xp.zeros_like(s)
+        far = zero + side * _MAX_T
+        bracket = (zero, far, zero - delta, xp.clip(self._excess(s, delta, far), 0.0, None))
         t = chandrupatla(lambda t: self._excess(s, delta, t), bracket)
         return self._saturate(t, s, delta, side)
 
@@ -103,12 +106,6 @@ class RootFinder:
         """Return G(t) − δ."""
         rare, rare_x, other, other_x = _ratio_pair(s, t)
         return s * self.f(rare, rare_x) + (1.0 - s) * self.f(other, other_x) - delta
-
-    def _full_bracket(self, s: Array, delta: float, side: int) -> tuple[Array, Array, Array, Array]:
-        """Return 0, the largest t of the side, and G − δ at both."""
-        zero = namespace(s).zeros_like(s)
-        far = zero + side * _MAX_T
-        return zero, far, zero - delta, namespace(s).clip(self._excess(s, delta, far), 0.0, None)
 
     def _saturate(self, t: Array, s: Array, delta: float, side: int) -> Array:
         """Return `t`, ±inf where G stays within δ on the whole side."""

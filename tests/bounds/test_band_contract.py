@@ -113,11 +113,6 @@ def test_limits_of_kl() -> None:
     assert upper[1] * math.exp(-60.0) == pytest.approx(-math.expm1(-0.05), rel=1e-12)
 
 
-def test_max_ratio_caps_the_upper_bound_only_above_it() -> None:
-    assert band_bounds([-10.0, -0.1], max_ratio=10.0).upper[0] == 10.0
-    assert band_bounds([-0.1], max_ratio=10.0).upper == band_bounds([-0.1]).upper
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
