@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ import pytest
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_data
@@ -26,18 +21,8 @@ from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.base import build_task
 from bandpo_cli.types import Message, Problem
+from tests.exports.folders import SMALL, run_script, small
 from tests.text_model import save_text_model
-
-SMALL: dict[str, Any] = {
-    "task": {"max_number": 5, "numbers": 3},
-    "sampling": {"prompts": 8, "samples": 4},
-    "optim": {"updates": 2, "warmup_steps": 0},
-    "evaluation": {"problems": 10},
-}
-
-
-def small(**sections: Any) -> RunConfig:
-    return resolve([SMALL, sections])
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exports") / "job of today"
     export_verl(small(), out, nodes=1, gpus_per_node=4)
     return out
-
-
-def run_script(folder: Path, *arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment with which run.sh calls Python."""
-    programs = folder.parent / "programs"
-    programs.mkdir(exist_ok=True)
-    stub = programs / "python3"
-    stub.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c "
-        "'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' \"$@\"\n"
-    )
-    stub.chmod(0o755)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW", "VERL"))}
-    done = subprocess.run(
-        [folder / "run.sh", *arguments],
-        env={**clean, "PATH": f"{programs}:{os.environ['PATH']}", **environment},
-        cwd="/", check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    words, variables = json.loads(done.stdout)
-    return words, variables
 
 
 def test_run_sh_calls_verl_with_every_override_and_further_arguments(folder: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,6 +39,37 @@ def integration(name: str, modules: dict[str, dict[str, Any]]) -> Iterator[Modul
         finally:
             del sys.modules[path]
             delattr(bandpo_cli.integrations, name)
+
+
+@contextmanager
+def partial_package(
+    package: str, folders: Sequence[str], modules: Mapping[str, dict[str, Any]] | None = None
+) -> Iterator[None]:
+    """Make the modules of an installed package importable one by one; skip the test where it is not installed.
+
+    `import verl` needs ray and more, and single modules of it need little.
+
+    Args:
+        folders: packages that become empty modules with the packages' folders, so that no `__init__.py` runs.
+        modules: modules that are replaced, with the attributes that are taken from them.
+    """
+    try:
+        installed = distribution(package)
+    except PackageNotFoundError:
+        pytest.skip(f"needs {package}")
+    empty = {name: {"__path__": [str(installed.locate_file(name.replace(".", "/")))]} for name in folders}
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, attributes in (empty | dict(modules or {})).items():
+            module = ModuleType(name)
+            vars(module).update(attributes)
+            patch.setitem(sys.modules, name, module)
+        try:
+            yield
+        finally:
+            for name in set(sys.modules) - before:
+                if name.partition(".")[0] == package:
+                    del sys.modules[name]
 
 
 def is_installed(package: str) -> bool:

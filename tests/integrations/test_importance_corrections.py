@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.importance import importance_weights
+from tests.integrations.stand_ins import partial_package
 
 ANNOTATIONS = {
     "verl.protocol": "DataProto",
@@ -22,31 +21,18 @@ ANNOTATIONS = {
 }
 """Modules of verl that need ray and more, and the class that annotations of the functions take from each."""
 
-PACKAGES = ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.trainer.config", "verl.workers")
+FOLDERS = (
+    "verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.trainer.config", "verl.workers",
+    "verl.workers.config",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def verl() -> Iterator[ModuleType]:
     """Return verl's module of corrections, imported without the packages that only verl's trainer needs."""
     pytest.importorskip("tensordict")
-    try:
-        installed = distribution("verl")
-    except PackageNotFoundError:
-        pytest.skip("needs verl")
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*PACKAGES, "verl.workers.config"):
-            package = ModuleType(name)
-            package.__path__ = [str(installed.locate_file(name.replace(".", "/")))]
-            patch.setitem(sys.modules, name, package)
-        for name, attribute in ANNOTATIONS.items():
-            module = ModuleType(name)
-            setattr(module, attribute, object)
-            patch.setitem(sys.modules, name, module)
+    with partial_package("verl", FOLDERS, {name: {cls: object} for name, cls in ANNOTATIONS.items()}):
         yield import_module("verl.trainer.ppo.rollout_corr_helper")
-    for name in set(sys.modules) - before:
-        if name == "verl" or name.startswith("verl."):
-            del sys.modules[name]
 
 
 LENGTHS = torch.tensor([1, 2, 3, 5, 8, 13, 21, 34])

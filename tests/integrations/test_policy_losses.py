@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.integrations.batches import (
     trl_inputs,
     trl_trainer,
 )
+from tests.integrations.stand_ins import partial_package
 
 SEEDS = range(4)
 Reference = Callable[[torch.Tensor], torch.Tensor]
@@ -54,52 +54,20 @@ class ActorConfig(SimpleNamespace):
         return getattr(self, name, default)
 
 
-@contextmanager
-def partial_verl() -> Iterator[None]:
-    """Make verl's modules importable one by one: `import verl` needs ray and more.
-
-    Packages are replaced by empty modules with the packages' folders, so that no `__init__.py` runs; the names that
-    core_algos.py takes from them are added, and the one that it takes from omegaconf, for an annotation.
-    """
-    verl = distribution("verl")
-    before = dict(sys.modules)
-    packages = ["verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"]
-    try:
-        for name in packages:
-            module = ModuleType(name)
-            module.__path__ = [str(verl.locate_file(name.replace(".", "/")))]
-            sys.modules[name] = module
-        omegaconf = ModuleType("omegaconf")
-        omegaconf.DictConfig = dict  # type: ignore[attr-defined]
-        sys.modules["omegaconf"] = omegaconf
-        config = ModuleType("verl.workers.config")
-        config.ActorConfig = ActorConfig  # type: ignore[attr-defined]
-        sys.modules["verl.workers.config"] = config
-        groupwise = importlib.import_module("verl.utils.groupwise")
-        for name in ("as_torch_index", "group_mean_std"):
-            setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("verl", "omegaconf")]:
-            del sys.modules[name]
-            if name in before:
-                sys.modules[name] = before[name]
-
-
 VerlLoss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def verl_losses() -> dict[str, VerlLoss]:
     """Return verl's registered policy losses by name."""
-    try:
-        distribution("verl")
-    except PackageNotFoundError:
-        pytest.skip("needs verl")
-    with partial_verl():
-        losses: dict[str, VerlLoss] = importlib.import_module(
-            "verl.trainer.ppo.core_algos"
-        ).POLICY_LOSS_REGISTRY
+    folders = ["verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"]
+    annotations = {"omegaconf": {"DictConfig": dict}, "verl.workers.config": {"ActorConfig": ActorConfig}}
+    with partial_package("verl", folders, annotations):
+        groupwise = importlib.import_module("verl.utils.groupwise")
+        for name in ("as_torch_index", "group_mean_std"):
+            setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
+        algos = importlib.import_module("verl.trainer.ppo.core_algos")
+    losses: dict[str, VerlLoss] = algos.POLICY_LOSS_REGISTRY
     return losses
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.signatures import answer_of, load_grader
 from bandpo_cli.registries import load_attribute
 from bandpo_cli.types import Grade, Message, Problem
+from tests.integrations.stand_ins import partial_package
 
 TEXTS = [
     "<think>\n1 + 1\n</think>\nThe answer is \\boxed{2}.",
@@ -29,19 +27,10 @@ PROMPT = (Message("user", "1 + 1?"),)
 
 
 @pytest.fixture
-def _verl_rewards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make `verl.utils.reward_score` importable alone: `import verl` needs ray and more."""
-    try:
-        verl = distribution("verl")
-    except PackageNotFoundError:
-        pytest.skip("needs verl")
-    for name in ("verl", "verl.utils"):
-        module = ModuleType(name)
-        module.__path__ = [str(verl.locate_file(name.replace(".", "/")))]
-        monkeypatch.setitem(sys.modules, name, module)
-    yield
-    for name in [name for name in sys.modules if name.startswith("verl.")]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def _verl_rewards() -> Iterator[None]:
+    """Make `verl.utils.reward_score` importable alone."""
+    with partial_package("verl", ["verl", "verl.utils"]):
+        yield
 
 
 def problem(grader: str, **extra: Any) -> Problem:

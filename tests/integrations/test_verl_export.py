@@ -7,8 +7,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,17 +32,11 @@ from bandpo_cli.objective.loss import k3
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
+from tests.exports.folders import SMALL, run_script, small
 from tests.integrations.batches import SPREADS, assert_equal, ours, random_batch
 from tests.text_model import save_text_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL: dict[str, Any] = {
-    "task": {"max_number": 5, "numbers": 3},
-    "sampling": {"prompts": 8, "samples": 4},
-    "optim": {"updates": 2, "warmup_steps": 0},
-    "evaluation": {"problems": 10},
-}
-
 Compose = Callable[..., Any]
 
 
@@ -55,27 +47,11 @@ def compose(verl_package: SimpleNamespace) -> Compose:
     folder = Path(importlib.import_module("verl").__file__).parent / "trainer" / "config"
 
     def composed(exported: Path) -> Any:
+        words, _ = run_script(exported)  # -m verl.trainer.main_ppo, and the overrides
         with hydra.initialize_config_dir(str(folder), version_base=None):
-            return hydra.compose("ppo_trainer", overrides=words_of(exported))
+            return hydra.compose("ppo_trainer", overrides=words[2:])
 
     return composed
-
-
-def words_of(folder: Path) -> list[str]:
-    """Return the overrides that run.sh passes to Python, as the shell makes them."""
-    programs = folder.parent / "programs"
-    programs.mkdir(exist_ok=True)
-    stub = programs / "python3"
-    stub.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[3:]))' \"$@\"\n"
-    )
-    stub.chmod(0o755)
-    path = f"{programs}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [folder / "run.sh"], env={**os.environ, "PATH": path}, check=True, capture_output=True, text=True
-    )
-    words: list[str] = json.loads(done.stdout)
-    return words
 
 
 def validate(config: Any) -> None:
@@ -90,10 +66,6 @@ def validate(config: Any) -> None:
 
 def dataclass_of(config: Any) -> Any:
     return importlib.import_module("verl.utils.config").omega_conf_to_dataclass(config)
-
-
-def small(*layers: dict[str, Any]) -> RunConfig:
-    return resolve([SMALL, *layers])
 
 
 METHOD_FILES = sorted((CONFIGS / "methods").glob("*.yaml"))
