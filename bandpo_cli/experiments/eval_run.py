@@ -28,7 +28,7 @@ from bandpo_cli.experiments.eval_request import (
 )
 from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
 from bandpo_cli.experiments.preflight import choose_run_name
-from bandpo_cli.experiments.rank_group import connected_ranks, result_of_main
+from bandpo_cli.experiments.rank_group import connected_ranks
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed
 from bandpo_cli.storage.environment import describe_environment
@@ -236,7 +236,8 @@ def _run(
             else:  # sample and grade the share of this rank, which stores nothing
                 for _ in source.batches(keys):
                     pass
-        result = result_of_main(result, ranks)
+        result = ranks.gather(result)[0]
+        assert result is not None
     if not ranks.is_main:
         return result
     events.end(result)

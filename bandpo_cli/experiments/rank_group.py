@@ -8,15 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
-
-T = TypeVar("T")
 
 LOST_RANK = "lost the connection to another rank, whose process has ended"
 
@@ -123,10 +120,3 @@ def check_same_on_all(ranks: Ranks, *values: str) -> None:
         raise UserError(
             "the ranks were started with different settings; start all of them with one command line and equal files"
         )
-
-
-def result_of_main(result: T | None, ranks: Ranks) -> T:
-    """Return the result of rank 0, which is None elsewhere, on every rank."""
-    found = ranks.gather(result)[0]
-    assert found is not None
-    return found

@@ -53,7 +53,7 @@ from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.base import Task
-from bandpo_cli.tracking.tracker import MlflowCallback
+from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport, TrainCallback, status_of
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     """
     if not is_main_process():
         return Dispatcher([each for each in callbacks if getattr(each, "on_every_rank", False)])
-    trackers = [MlflowCallback(config.tracking)] if config.tracking.mlflow else []
+    trackers = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
     return Dispatcher([*trackers, *callbacks])
 
 

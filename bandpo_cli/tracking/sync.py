@@ -48,11 +48,6 @@ class SyncResult:
     ended: bool
     writing: bool
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nothing was sent."""
-        return not (self.metrics.new or self.params or self.tags or self.files or self.ended)
-
 
 class RunSender:
     """Sends a run folder to a store. Every call of `send` continues where the last successful one ended.

@@ -6,13 +6,12 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.storage.run_folder import sync_command
 from bandpo_cli.tracking.link import new_link, read_links, run_url
-from bandpo_cli.tracking.store import Store, check_reachable, is_server, short_error, tracking_store
+from bandpo_cli.tracking.store import check_reachable, is_server, short_error, tracking_store
 from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 
@@ -31,37 +30,42 @@ UNREACHABLE_GRACE_S = 1.5
 """Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
 
 
-class MlflowTracker:
-    """Sends a run folder to a store on a daemon thread, MLflow's slow import included.
+class MlflowTracker(CallbackBase):
+    """Callback of `train` and `resume` that sends the run to MLflow on a daemon thread, MLflow's slow import included.
 
-    The first failure is reported in one warning. What could not be sent is tried again with a growing pause. What is
-    missing when `finish` times out is reported in a second warning, with the command that sends it later; the run
-    folder has everything. Call `start` after the imports of the training: two threads that import delay each other.
+    Problems are warnings: the run folder has everything. The first failure is reported, and what could not be sent is
+    tried again with a growing pause. What is missing at the end of the run is reported with the command that sends it.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
-        self._store, self._folder = store, folder
-        self._sender = RunSender(store, folder)
-        self._status: RunStatus | None = None  # set by `finish`
+    def __init__(self, config: TrackingConfig) -> None:
+        self._config = config
+        self._status: RunStatus | None = None  # set by `end`
         self._reached = self._closed = self._warned = self._announced = False
         self._failures = 0
         self._tries_left = FINAL_RETRIES
         self._wake = threading.Event()  # set when there is something to send
-        self._ending = threading.Event()  # set by `finish`
+        self._ending = threading.Event()  # set by `end`
         self._thread = threading.Thread(target=self._send_until_closed, name="mlflow-mirror", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread, which connects at once."""
+    def start(self, info: RunInfo) -> None:
+        """Start the thread, which connects at once.
+
+        The store of a run without `tracking.uri` lies beside the run folder. This is called after the imports of the
+        training: two threads that import delay each other.
+        """
+        self._folder = info.folder
+        self._store = tracking_store(self._config, info.folder.absolute().parent)
+        self._sender = RunSender(self._store, self._folder)
         self._thread.start()
 
-    def step_done(self, step: int) -> None:
-        """Let the thread send the line of `step`, which is in metrics.jsonl; takes microseconds."""
-        self._sender.clocks[step] = int(time.time() * 1000)
+    def step(self, report: StepReport) -> None:
+        """Let the thread send the line of the step, which is in metrics.jsonl; takes microseconds."""
+        self._sender.clocks[report.step] = int(time.time() * 1000)
         self._wake.set()
 
-    def finish(self, status: RunStatus) -> None:
+    def end(self, result: RunResult) -> None:
         """Send the rest, the status and the files within `FINISH_TIMEOUT_S`; report what was not sent."""
-        self._status = status
+        self._status = result.status
         self._ending.set()
         self._wake.set()
         if self._thread.ident is None:  # never started: MLflow knows nothing of this run
@@ -152,30 +156,3 @@ class MlflowTracker:
             f"MLflow at {redact_credentials(self._store.uri)} lacks {what}; {self._folder} has everything. "
             f"Send it later with: {sync_command(self._folder, self._folder.parent)}"
         )
-
-
-class MlflowCallback(CallbackBase):
-    """Callback of `train` and `resume` that sends the run to MLflow with an `MlflowTracker`.
-
-    Problems are logged as warnings and never raised: the run folder has everything.
-    """
-
-    def __init__(self, config: TrackingConfig) -> None:
-        self._config = config
-        self._tracker: MlflowTracker | None = None
-
-    def start(self, info: RunInfo) -> None:
-        """Start the tracker's thread. The store of a run without `tracking.uri` lies beside the run folder."""
-        store = tracking_store(self._config, info.folder.absolute().parent)
-        self._tracker = MlflowTracker(store, info.folder)
-        self._tracker.start()
-
-    def step(self, report: StepReport) -> None:
-        """Send the metrics of one step."""
-        if self._tracker is not None:
-            self._tracker.step_done(report.step)
-
-    def end(self, result: RunResult) -> None:
-        """Send the rest, the status and the files of the run folder."""
-        if self._tracker is not None:
-            self._tracker.finish(result.status)

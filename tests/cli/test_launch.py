@@ -322,26 +322,21 @@ def test_the_message_names_the_rank_that_failed_once(
         launcher._exit_code(exits, [], lambda: "continue with: COMMAND")
 
 
+def test_how_a_process_ended() -> None:
+    assert describe_exit(-6) == "was killed by SIGABRT"
+    assert describe_exit(-9) == "was killed by SIGKILL (as the system does when memory runs out)"
+    assert describe_exit(-200) == "was killed by signal 200"
+    assert describe_exit(9) == "ended with exit code 9"
+
+
 @pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (-6, "was killed by SIGABRT"),
-        (-9, "was killed by SIGKILL (as the system does when memory runs out)"),
-        (-200, "was killed by signal 200"),
-        (9, "ended with exit code 9"),
-    ],
+    ("count", "environ", "threads"),
+    [(2, {}, max(1, usable_cores() // 2)), (10_000, {}, 1), (2, {"OMP_NUM_THREADS": "3"}, 3)],
 )
-def test_how_a_process_ended(code: int, text: str) -> None:
-    assert describe_exit(code) == text
-
-
-def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says() -> None:
-    def threads(count: int, environ: dict[str, str]) -> str:
-        return rank_variables(0, count, 1, None, environ)["OMP_NUM_THREADS"]
-
-    assert threads(2, {}) == str(max(1, usable_cores() // 2))
-    assert threads(10_000, {}) == "1"
-    assert threads(2, {"OMP_NUM_THREADS": "3"}) == "3"
+def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says(
+    count: int, environ: dict[str, str], threads: int
+) -> None:
+    assert rank_variables(0, count, 1, None, environ)["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

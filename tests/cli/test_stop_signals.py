@@ -170,7 +170,8 @@ def test_a_rank_of_torchrun_writes_its_summary_after_the_sigterm_of_a_lost_rank(
     assert capfd.readouterr().err == ""  # rank 0 prints
 
 
-def test_sighup_stops_as_sigterm_does_and_a_further_one_asks_for_nothing() -> None:
+def test_sighup_stops_as_sigterm_does_unless_nohup_ignores_it() -> None:
+    """A further one, of which a closed terminal sends several, asks for nothing."""
     with StopSignals() as signals:
         signals.start(None)
         for _ in range(2):
@@ -178,9 +179,6 @@ def test_sighup_stops_as_sigterm_does_and_a_further_one_asks_for_nothing() -> No
         assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGHUP", 129)
     with pytest.raises(SystemExit, match="stopped by SIGHUP"), exit_on_sigterm():
         os.kill(os.getpid(), signal.SIGHUP)
-
-
-def test_nohup_keeps_a_program_from_sighup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with exit_on_sigterm(), StopSignals() as signals:

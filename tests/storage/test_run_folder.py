@@ -81,14 +81,20 @@ def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path)
         RunFolder.open(tmp_path / "none", "first")
 
 
-def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path):
-    for name, file, command in (("e", "eval.json", "eval"), ("s", "sweep.yaml", "sweep"), ("x", "notes", "")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-        expected = f"bandpo {command} --resume {name} --runs-dir {tmp_path}" if command else "no config.yaml"
-        with pytest.raises(UserError) as error:
-            RunFolder.open(tmp_path, name)
-        assert expected in str(error.value)
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("eval.json", "bandpo eval --resume x --runs-dir {runs}"),
+        ("sweep.yaml", "bandpo sweep --resume x --runs-dir {runs}"),
+        ("notes", "no config.yaml"),
+    ],
+)
+def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path, file, message):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / file).write_text("{}")
+    with pytest.raises(UserError) as error:
+        RunFolder.open(tmp_path, "x")
+    assert message.format(runs=tmp_path) in str(error.value)
 
 
 def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.link import read_links, write_link
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import send_evaluation
-from bandpo_cli.tracking.tracker import MlflowTracker
+from tests.tracking.tracked import track
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
 
@@ -37,12 +37,9 @@ def mirror(run: RunFolder, status: Any) -> None:
     """Track the three steps of `run`, each with an evaluation, and end it with `status`."""
     records = run.read_metrics()
     run.metrics_path.unlink()
-    tracker = MlflowTracker(store_of(run), run.path)
-    tracker.start()
     for record in records:
         run.append_metrics({**record, "eval/a/mean_at_4": record["step"] / 10})
-        tracker.step_done(record["step"])
-    tracker.finish(status)
+    track(store_of(run), run, status)
 
 
 def send(

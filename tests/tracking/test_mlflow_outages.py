@@ -20,7 +20,9 @@ from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.store import Store
 from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.types import RunResult
 from tests.tracking.mlflow_server import MlflowServer, Triple, silent_port
+from tests.tracking.tracked import report, start_tracker
 
 pytestmark = pytest.mark.slow
 STEPS, STEP_S = 40, 0.15
@@ -61,19 +63,18 @@ def log(tracker: MlflowTracker, folder: RunFolder, step: int) -> None:
     metrics = {f"train/metric_{i}": step + i / 7 for i in range(KEYS)}
     record = {"step": step, **metrics, "time/step": STEP_S}
     folder.append_metrics(record)
-    tracker.step_done(step)
+    tracker.step(report(step))
 
 
 def track_steps(folder: RunFolder, uri: str, events: dict[int, Callable[[], object]], first: int = 1) -> None:
     """Log `STEPS` steps as a run does, call the `events` before their steps, and finish."""
-    tracker = MlflowTracker(Store(uri, "bandpo", None), folder.path)
-    tracker.start()
+    tracker = start_tracker(Store(uri, "bandpo", None), folder.path)
     for step in range(first, STEPS + 1):
         events.get(step, lambda: None)()
         log(tracker, folder, step)
         time.sleep(STEP_S)
     folder.write_summary({"status": "FINISHED", "steps": STEPS})
-    tracker.finish("FINISHED")
+    tracker.end(RunResult(folder.path, "FINISHED", []))
 
 
 def check_complete(
@@ -156,7 +157,8 @@ def sync(server: MlflowServer, folder: RunFolder) -> Counter[Triple]:
     """
     sent = RunSender(Store(server.uri, "bandpo", None), folder.path).send().metrics
     assert (sent.new + sent.there, sent.differing) == (sum(expected(folder).values()), 0)
-    assert RunSender(Store(server.uri, "bandpo", None), folder.path).send().is_empty
+    again = RunSender(Store(server.uri, "bandpo", None), folder.path).send()
+    assert (again.metrics.new, again.files, again.ended) == (0, 0, False)
     return server.metrics(folder.name)
 
 
@@ -194,8 +196,7 @@ def test_a_run_that_is_killed_and_resumed_has_one_record_per_step(
     server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first process dies while the server is down; the second resumes after step 20 and repeats five steps."""
-    first = MlflowTracker(Store(server.uri, "bandpo", None), folder.path)
-    first.start()
+    first = start_tracker(Store(server.uri, "bandpo", None), folder.path)
     for step in range(1, 26):
         if step == 22:
             wait_for(lambda: max((step for _, step, _ in server.metrics(folder.name)), default=0) == 21)

@@ -17,9 +17,10 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.link import run_url
 from bandpo_cli.tracking.store import Store, tracking_store
-from bandpo_cli.tracking.tracker import MlflowCallback, MlflowTracker
-from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
+from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.types import RunResult, RunStatus
 from tests.tracking.mlflow_server import MlflowServer, silent_port
+from tests.tracking.tracked import track as track_run
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
 ENV = {"git": {"commit": "abc", "dirty": False}}
@@ -58,11 +59,7 @@ def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
     def track(run: RunFolder, store: Store, status: RunStatus = "FINISHED") -> list[str]:
         caplog.clear()
-        tracker = MlflowTracker(store, run.path)
-        tracker.start()
-        for record in run.read_metrics():
-            tracker.step_done(record["step"])
-        tracker.finish(status)
+        track_run(store, run, status)
         return [record.getMessage() for record in caplog.records if record.name == "bandpo_cli"]
 
     return track
@@ -202,17 +199,17 @@ import sys, threading, time
 from pathlib import Path
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.types import RunInfo, RunResult, StepReport
 
 folder, uri = RunFolder(Path(sys.argv[1])), sys.argv[2] or None
-tracker = MlflowTracker(tracking_store(TrackingConfig(uri=uri), folder.path.parent, {}), folder.path)
-tracker.start()
+tracker = MlflowTracker(TrackingConfig(uri=uri))
+tracker.start(RunInfo(folder.path, {}, {}, 3, 0, (), None))
 for step in range(100, 300):
     folder.append_metrics({"step": step, "a": 1.0})
-    tracker.step_done(step)
+    tracker.step(StepReport(step, {}, None))
     time.sleep(0.01 if uri else 0)
-tracker.finish("FINISHED")
+tracker.end(RunResult(folder.path, "FINISHED", []))
 print("mlflow" in sys.modules, [thread.name for thread in threading.enumerate()])
 """
 
@@ -267,17 +264,8 @@ def test_a_real_server_gets_the_complete_record_through_http(run, mirror, tmp_pa
         server.stop()
 
 
-def test_the_callback_sends_steps_and_status(run):
-    callback = MlflowCallback(TrackingConfig())
-    callback.start(RunInfo(run.path, PARAMS, ENV, 2, 0, (), None))
-    for record in run.read_metrics():
-        callback.step(StepReport(record["step"], record, None))
-    callback.end(RunResult(run.path, "FINISHED", run.read_metrics()))
-    _check_complete(tracking_store(TrackingConfig(), run.path.parent, {}).uri, run, "FINISHED")
-
-
 def test_finishing_a_run_that_never_started_prints_nothing(run, caplog):
-    MlflowTracker(Store(NOWHERE, "bandpo", None), run.path).finish("FAILED")
+    MlflowTracker(TrackingConfig(uri=NOWHERE)).end(RunResult(run.path, "FAILED", []))
     assert caplog.messages == []
 
 

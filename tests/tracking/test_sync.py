@@ -22,7 +22,7 @@ from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
-from bandpo_cli.tracking.tracker import MlflowTracker
+from tests.tracking.tracked import track
 
 NO_VARIABLES: dict[str, str] = {}
 
@@ -80,13 +80,8 @@ def sync_run(store: Store, path: Path) -> SyncResult:
     return RunSender(store, path).send()
 
 
-def track(store: Store, folder: RunFolder) -> None:
-    """Track the run as `bandpo train` does."""
-    tracker = MlflowTracker(store, folder.path)
-    tracker.start()
-    for record in folder.read_metrics():
-        tracker.step_done(record["step"])
-    tracker.finish("FINISHED")
+def sent_nothing(result: SyncResult) -> bool:
+    return not (result.metrics.new or result.params or result.tags or result.files or result.ended)
 
 
 def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, folder: RunFolder) -> None:
@@ -101,7 +96,7 @@ def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, 
     top = [file.path for file in client_of(store).list_artifacts(there.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
-    assert again.is_empty
+    assert sent_nothing(again)
     assert (again.metrics.there, again.files_there) == (9, 5)
     assert history(store, folder) == metrics_of(folder)
 
@@ -141,7 +136,7 @@ def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_ea
         client_of(store).log_metric(mirror.run_id, name, value, step=3)
     sent = sync_run(store, folder.path)
     assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
-    assert sync_run(store, folder.path).is_empty
+    assert sent_nothing(sync_run(store, folder.path))
     points = history(store, folder)
     assert max(points.values()) == 1
     assert {key for key, step, _ in points if step == 3} == {*sent_then, present, "Main/reward"}
@@ -171,7 +166,7 @@ def test_a_changed_file_and_a_file_that_mlflow_lost_are_sent_again(store: Store,
     artifacts = Path(run_at(store, folder).info.artifact_uri.removeprefix("file://"))
     (artifacts / "metrics.jsonl").unlink()
     assert sync_run(store, folder.path).files == 1
-    assert sync_run(store, folder.path).is_empty
+    assert sent_nothing(sync_run(store, folder.path))
 
 
 def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFolder) -> None:
@@ -305,7 +300,7 @@ def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder: RunFolder, sto
     write_link(folder.path, moved)
     found = store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
     assert found.uri == store.uri
-    assert sync_run(store, folder.path).is_empty
+    assert sent_nothing(sync_run(store, folder.path))
     assert run_at(store, folder).info.run_id == link.run_id
 
 

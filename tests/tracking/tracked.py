@@ -1,0 +1,31 @@
+"""Tracking of a run folder in tests, as `bandpo train` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
+
+
+def start_tracker(store: Store, folder: Path) -> MlflowTracker:
+    """Return a tracker whose thread sends to `store`."""
+    config = TrackingConfig.model_construct(uri=store.uri, experiment=store.experiment)
+    tracker = MlflowTracker(config)
+    tracker.start(RunInfo(folder, {}, {}, 3, 0, (), None))
+    return tracker
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step, {}, None)
+
+
+def track(store: Store, folder: RunFolder, status: RunStatus = "FINISHED") -> None:
+    """Track all steps of a run."""
+    tracker = start_tracker(store, folder.path)
+    for record in folder.read_metrics():
+        tracker.step(report(record["step"]))
+    tracker.end(RunResult(folder.path, status, []))
