@@ -74,21 +74,16 @@ class EvalRequest:
     source: tuple[ModelRef, Task] | SamplesFile
     legacy: bool = False
 
-    @property
-    def stem(self) -> str:
-        """The evaluation's name without the time."""
-        if isinstance(self.source, SamplesFile):
-            return _to_file_name(f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored")
-        model, task = self.source
-        labels = "+".join(task.heldout_sets())
-        return _to_file_name(
-            f"eval-{model.stem}-{labels}"[:_MAX_STEM_CHARS]
-            + f"-n{self.config.evaluation.samples}-s{self.config.seed}"
-        )
-
     def default_name(self) -> str:
-        """Return the evaluation's name with the time."""
-        return timestamped(self.stem)
+        """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
+        if isinstance(self.source, SamplesFile):
+            stem = f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored"
+        else:
+            model, task = self.source
+            stem = f"eval-{model.stem}-{'+'.join(task.heldout_sets())}"[:_MAX_STEM_CHARS]
+            stem += f"-n{self.config.evaluation.samples}-s{self.config.seed}"
+        # A folder's name cannot have all characters.
+        return timestamped(re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", stem))
 
     def as_json(self) -> dict[str, Any]:
         """Return what a later call needs to resume the same evaluation."""
@@ -269,11 +264,6 @@ def _samples_name(path: Path) -> str:
     if path.name == SAMPLES_FILE:
         return path.parent.name.removeprefix("eval-")
     return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
-
-
-def _to_file_name(name: str) -> str:
-    """Return `name` with dashes for the characters that a folder's name cannot have."""
-    return re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", name)
 
 
 def request_from_record(

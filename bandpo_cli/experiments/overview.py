@@ -252,11 +252,11 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
         return _listed(line)
 
     stored = read_stored_run(folder.path, note)
-    config = resolve([stored.config])
+    config, hardware = resolve([stored.config]), stored.env.get("hardware")
     return RunDescription(
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
-        changed=changed_settings(config, on_gpu=_has_gpu(stored.env)),
+        changed=changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus"))),
         metrics={
             key: ((line["step"], float(line[key])), (last[key]["step"], float(last[key][key])))
             for key, line in first.items()
@@ -295,12 +295,6 @@ def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple
         for key, value in flatten(values).items()
         if key != "model.path" and defaults.get(key) != value
     }
-
-
-def _has_gpu(env: Mapping[str, Any]) -> bool:
-    """Return whether the machine of an env.json has a GPU."""
-    hardware = env.get("hardware")
-    return isinstance(hardware, Mapping) and bool(hardware.get("gpus"))
 
 
 def read_completions_of(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError, UserError, nearest
@@ -94,7 +94,12 @@ def check_config(config: RunConfig) -> Task:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     check_model_path(config.model.path)
     check_is_no_adapter(config.model.path)
-    check_revision(config.model)
+    is_local = config.model.path == EMBEDDED_MODEL or path_exists(user_path(config.model.path))
+    if config.model.revision is not None and is_local:
+        raise ConfigError(
+            f"model.revision = {config.model.revision!r}: only a model on the hub has revisions, and model.path = "
+            f"{config.model.path!r} is a folder; leave it out"
+        )
     check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
@@ -239,16 +244,6 @@ def check_is_no_adapter(path: str) -> None:
         raise ConfigError(
             f"model.path = {path!r}: an adapter, and training starts from a complete model; write it with "
             f"bandpo export merged {path} --out DIR"
-        )
-
-
-def check_revision(model: ModelConfig) -> None:
-    """Raise ConfigError for a revision of a model that is a folder, which has none."""
-    is_local = model.path == EMBEDDED_MODEL or path_exists(user_path(model.path))
-    if model.revision is not None and is_local:
-        raise ConfigError(
-            f"model.revision = {model.revision!r}: only a model on the hub has revisions, and model.path = "
-            f"{model.path!r} is a folder; leave it out"
         )
 
 
