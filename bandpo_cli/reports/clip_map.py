@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from bandpo_cli.bounds.methods import clip_state
@@ -82,7 +83,7 @@ def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
     axes.set(xscale="log", yscale="log", xlim=(tokens.prob.min() / 1.3, 1.25), ylim=(low, high))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
     style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
     style.legend(axes, columns=3, marker_scale=2.0)
     return style.save(figure, path)
@@ -109,8 +110,7 @@ def _ratio_limits(tokens: ClipMapTokens) -> tuple[float, float]:
 
 def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -> None:
     order = np.argsort(tokens.prob)
-    prob = tokens.prob[order]
-    lower, upper = tokens.lower[order], tokens.upper[order]
+    prob, lower, upper = tokens.prob[order], tokens.lower[order], tokens.upper[order]
     inside = np.maximum(lower, low), np.minimum(upper, high)
     axes.fill_between(prob, *inside, color=style.SKY, alpha=0.20, linewidth=0, label="allowed interval")
     for bound in (lower, upper):  # a bound beyond the axes gets no line at their edge
@@ -121,15 +121,8 @@ def _plot_interval(axes: Axes, tokens: ClipMapTokens, low: float, high: float) -
 def _plot_limit(axes: Axes, tokens: ClipMapTokens) -> None:
     """Plot the largest possible ratio, 1/p, and the ratio 1."""
     limit = np.geomspace(tokens.prob.min() / 1.3, 1.0, 200)
-    axes.plot(
-        limit,
-        1 / limit,
-        color=style.TEXT_COLOR,
-        linewidth=1.2,
-        linestyle=(0, (4, 3)),
-        zorder=4,
-        label="limit 1/p",
-    )
+    line: dict[str, Any] = {"color": style.TEXT_COLOR, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+    axes.plot(limit, 1 / limit, zorder=4, label="limit 1/p", **line)
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
 
 
@@ -139,20 +132,16 @@ def _plot_tokens(axes: Axes, tokens: ClipMapTokens) -> None:
     A method without bounds has no inside and outside.
     """
     active = tokens.active
-    kinds = [(active, "clipped (zero gradient)", style.RED, 9, 0.7)]
+    kinds = [(~active, "not clipped", style.MUTED_COLOR, 5, 0.40)]
     if tokens.has_bounds:
-        kinds.insert(0, (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40))
-        kinds.insert(1, (tokens.outside & ~active, "outside, not clipped", style.ORANGE, 9, 0.7))
-    else:
-        kinds.insert(0, (~active, "not clipped", style.MUTED_COLOR, 5, 0.40))
-    for mask, text, color, size, alpha in kinds:
+        kinds = [
+            (~tokens.outside, "inside", style.MUTED_COLOR, 5, 0.40),
+            (tokens.outside & ~active, "outside, not clipped", style.ORANGE, 9, 0.7),
+        ]
+    for mask, text, color, size, alpha in [*kinds, (active, "clipped (zero gradient)", style.RED, 9, 0.7)]:
         index = np.flatnonzero(mask)
-        name = f"{text} ({_percent(len(index) / len(mask))})"
+        share = len(index) / len(mask)
+        name = f"{text} ({f'{100 * share:.2g}' if share < 0.995 else f'{100 * share:.4g}'} %)"
         index = index[:: max(1, -(-len(index) // MAX_POINTS))]
-        axes.scatter(
-            tokens.prob[index], tokens.ratio[index], s=size, color=color, alpha=alpha, linewidth=0, label=name
-        )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.4g} %"
+        dots: dict[str, Any] = {"s": size, "color": color, "alpha": alpha, "linewidth": 0, "label": name}
+        axes.scatter(tokens.prob[index], tokens.ratio[index], **dots)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
 from bandpo_cli.errors import UserError
@@ -23,8 +23,7 @@ _SIMPLEX = "#f1f2f4"
 class _Curve(NamedTuple):
     name: str
     bounds: RatioBounds
-    color: str
-    dash: Any
+    line: dict[str, Any]
 
 
 def plot_intervals(
@@ -57,11 +56,10 @@ def plot_intervals(
     )
     _plot_ratios(ratios, p, curves)
     _plot_changes(changes, p, curves)
-    for axes in (ratios, changes):
-        _probability_axis(axes, p, marked)
     handles, labels = ratios.get_legend_handles_labels()
     further_rows = (len(labels) - 1) // _LEGEND_COLUMNS
     for axes in (ratios, changes):
+        _probability_axis(axes, p, marked)
         box = axes.get_position()
         axes.set_position((box.x0, box.y0, box.width, box.height - 0.036 * further_rows))
     figure.legend(
@@ -70,9 +68,7 @@ def plot_intervals(
         loc="upper left",
         bbox_to_anchor=(0.022, 0.885),
         ncols=_LEGEND_COLUMNS,
-        frameon=False,
-        fontsize=10.5,
-        labelcolor=style.TEXT_COLOR,
+        **style.LEGEND,
     )
     try:
         figure.savefig(path)
@@ -90,44 +86,43 @@ def _curves(
     """Yield one curve per method: a colour per divergence, a dash per radius; peers are grey."""
     dashes: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
     for index, name in enumerate(divergences):
+        color = style.LINE_COLORS[index % len(style.LINE_COLORS)]
         for delta_index, delta in enumerate(deltas):
-            band = band_bounds(logp, name, delta, max_ratio)
-            color, dash = style.LINE_COLORS[index % len(style.LINE_COLORS)], dashes[delta_index % len(dashes)]
-            yield _Curve(f"{name} δ={delta:g}", band, color, dash)
+            bounds = band_bounds(logp, name, delta, max_ratio)
+            line = {"color": color, "linestyle": dashes[delta_index % len(dashes)], "linewidth": 1.9}
+            yield _Curve(f"{name} δ={delta:g}", bounds, line)
     for index, name in enumerate(peers):
-        yield _Curve(
-            peer_name(PEERS[name]), ratio_bounds(PEERS[name])(logp), style.MUTED_COLOR, dashes[1 + index % 3]
-        )
+        line = {"color": style.MUTED_COLOR, "linestyle": dashes[1 + index % 3], "linewidth": 1.9}
+        yield _Curve(peer_name(PEERS[name]), ratio_bounds(PEERS[name])(logp), line)
 
 
 def _plot_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
-    for curve in curves:
-        line_style: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
-        axes.plot(p, np.clip(curve.bounds.upper, None, 1e6), label=curve.name, **line_style)
-        axes.plot(p, np.clip(curve.bounds.lower, 1e-6, None), **line_style)
+    for name, bounds, line in curves:
+        axes.plot(p, np.clip(bounds.upper, None, 1e6), label=name, **line)
+        axes.plot(p, np.clip(bounds.lower, 1e-6, None), **line)
     axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
     axes.plot(p, 1.0 / p, color=style.TEXT_COLOR, linewidth=0.9, label="simplex, r = 1/p")
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    axes.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
     style.label(axes, "old probability p", "probability ratio r = π / π_old")
 
 
 def _plot_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
-    for curve in curves:
-        line_style: dict[str, Any] = {"color": curve.color, "linestyle": curve.dash, "linewidth": 1.9}
-        axes.plot(p, np.clip(p * (curve.bounds.upper - 1.0), None, 2.0), **line_style)
-        axes.plot(p, p * (curve.bounds.lower - 1.0), **line_style)
-    axes.fill_between(p, 1.0 - p, 2.0, color=_SIMPLEX, zorder=0)
-    axes.fill_between(p, -p, -2.0, color=_SIMPLEX, zorder=0)
-    axes.plot(p, 1.0 - p, color=style.TEXT_COLOR, linewidth=0.9)
-    axes.plot(p, -p, color=style.TEXT_COLOR, linewidth=0.9)
+    largest_gain = largest_loss = 0.02
+    for _, bounds, line in curves:
+        gain, loss = p * (bounds.upper - 1.0), p * (1.0 - bounds.lower)
+        axes.plot(p, np.clip(gain, None, 2.0), **line)
+        axes.plot(p, -loss, **line)
+        largest_gain = max(largest_gain, float(np.minimum(gain, 1.0 - p).max()))
+        largest_loss = max(largest_loss, float(loss.max()))
+    axes.set_ylim(-1.25 * largest_loss, 1.25 * largest_gain)
+    for limit, beyond in ((1.0 - p, 2.0), (-p, -2.0)):
+        axes.fill_between(p, limit, beyond, color=_SIMPLEX, zorder=0)
+        axes.plot(p, limit, color=style.TEXT_COLOR, linewidth=0.9)
     axes.axhline(0.0, color=style.MUTED_COLOR, linewidth=0.8)
-    largest_gains = np.concatenate([np.minimum(p * (c.bounds.upper - 1.0), 1.0 - p) for c in curves])
-    largest_losses = np.concatenate([p * (1.0 - c.bounds.lower) for c in curves])
-    axes.set_ylim(-1.25 * max(largest_losses.max(), 0.02), 1.25 * max(largest_gains.max(), 0.02))
     style.label(axes, "old probability p", "change of probability Δp = (r − 1)·p")
 
 
@@ -136,6 +131,6 @@ def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> Non
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(p[0], 1.0)
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda prob, _: f"{prob:g}"))
+    axes.xaxis.set_major_formatter(style.PLAIN_NUMBERS)
     for prob in marked[:12]:
         axes.axvline(prob, color=style.MUTED_COLOR, linewidth=0.8, linestyle=":", zorder=0.5)

@@ -72,9 +72,10 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """Return one row per probability for a method in `PEERS`."""
     settings = PEERS[name]
+    delta = settings.delta if isinstance(settings, TrustRegionSettings) else None
     lower, upper = ratio_bounds(settings)(_logs(probs))
     return [
-        _row(prob, peer_name(settings), _radius(settings), low, high, low <= 0.0, high * prob >= 1.0)
+        _row(prob, peer_name(settings), delta, low, high, low <= 0.0, high * prob >= 1.0)
         for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True)
     ]
 
@@ -82,10 +83,6 @@ def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
 def peer_name(settings: MethodSettings) -> str:
     """Return the name of a method, with its divergence where it has one: `clip`, `dppo kl`."""
     return settings.region() if isinstance(settings, TrustRegionSettings) else settings.method
-
-
-def _radius(settings: MethodSettings) -> float | None:
-    return settings.delta if isinstance(settings, TrustRegionSettings) else None
 
 
 def _row(

@@ -165,27 +165,19 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
     ks = sorted({count for _, measure, count in map(_eval_parts, names) if measure == "pass"})
     for name, (eval_steps, values) in evaluations:
         task, measure, count = _eval_parts(name)
-        mean = measure == "mean"
+        marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)] if measure == "pass" else "o"
+        line: dict[str, Any] = {"linestyle": "-", "linewidth": 2.2}
+        if measure == "pass":
+            line = {"linestyle": (0, (4, 2)), "linewidth": 1.6, "markerfacecolor": "white"}
         color = style.CYCLE[tasks.index(task) % len(style.CYCLE)]
-        if mean:
+        if measure == "mean":
             _plot_interval(axes, eval_steps, intervals.get(name, {}), color)
-        axes.plot(
-            eval_steps,
-            values,
-            color=color,
-            linestyle="-" if mean else (0, (4, 2)),
-            linewidth=2.2 if mean else 1.6,
-            marker="o" if mean else _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)],
-            markersize=6,
-            markerfacecolor=None if mean else "white",
-            label=f"held-out {style.escape_mathtext(style.shorten_middle(task))} {measure}@{count}",
-            clip_on=False,
-            zorder=3,
-        )
+        label = f"held-out {style.escape_mathtext(style.shorten_middle(task))} {measure}@{count}"
+        dots: dict[str, Any] = {"marker": marker, "markersize": 6, "clip_on": False, "zorder": 3}
+        axes.plot(eval_steps, values, color=color, label=label, **line, **dots)
     if axes.collections:
-        axes.fill_between(
-            [], [], color=style.MUTED_COLOR, alpha=0.25, label="mean: 95% interval over problems"
-        )
+        label = "mean: 95% interval over problems"
+        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=label)
     axes.set_ylim(0, 1)
     style.percent_axis(axes)
     style.label(axes, "step", "correct answers")
@@ -294,15 +286,9 @@ def _plot_smoothed(axes: Axes, points: Series, name: str, color: Any, show_value
     means, width = smooth(values)
     if show_values and width > 1:
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
-    axes.plot(
-        steps,
-        means,
-        color=color,
-        linewidth=2.2,
-        solid_capstyle="round",
-        marker="o" if len(steps) == 1 else None,
-        label=name,
-    )
+    marker = "o" if len(steps) == 1 else None
+    line: dict[str, Any] = {"linewidth": 2.2, "solid_capstyle": "round", "marker": marker}
+    axes.plot(steps, means, color=color, label=name, **line)
 
 
 def _plot_interval(

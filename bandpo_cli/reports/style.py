@@ -37,6 +37,12 @@ HEADER = 0.875
 LARGE_DOT: dict[str, Any] = {"marker": "o", "markersize": 11, "markeredgecolor": "white", "zorder": 4}
 """Arguments of `Axes.plot` for a dot that stands out from the dots of a line."""
 
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 10.5, "labelcolor": TEXT_COLOR}
+"""Arguments of every legend."""
+
+PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
+"""Labels of logarithmic axes: 0.01 in place of a power of ten."""
+
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 _MAX_NAME_CHARS = 30
 
@@ -97,20 +103,9 @@ def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> Legend | 
     handles, names = axes.get_legend_handles_labels()
     if not handles:
         return None
-    return axes.legend(
-        handles,
-        names,
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 1.0),
-        ncols=columns,
-        frameon=False,
-        fontsize=10.5,
-        labelcolor=TEXT_COLOR,
-        handlelength=1.6,
-        columnspacing=1.4,
-        borderaxespad=0.1,
-        markerscale=marker_scale,
-    )
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.1}
+    sizes: dict[str, Any] = {"handlelength": 1.6, "columnspacing": 1.4, "markerscale": marker_scale}
+    return axes.legend(handles, names, ncols=columns, **place, **sizes, **LEGEND)
 
 
 def fit_legends(figure: Figure, panels: Sequence[Axes]) -> None:
@@ -201,11 +196,9 @@ def side_legend(
         texts,
         loc="upper right",
         bbox_to_anchor=(0.985, top + 0.02),
-        frameon=False,
-        fontsize=10.5,
-        labelcolor=TEXT_COLOR,
         handlelength=2.4,
         labelspacing=0.75,
+        **LEGEND,
     )
     width = legend.get_window_extent().width / figure.bbox.width
     box = axes.get_position()

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from bandpo_cli.reports import style
 from bandpo_cli.reports.run_plots import Series, smooth
 from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
+from bandpo_cli.reports.sweep.arms import Report
 from bandpo_cli.reports.sweep.equal_accuracy import percent_text
 from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.sweep.selection import format_setting
 from bandpo_cli.reports.sweep.statistics import interval_band
-from bandpo_cli.reports.sweep.tuning import Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.sweep.tuning import accuracy_by_learning_rate
 
 Floats = NDArray[np.float64]
 Arms = Mapping[str, Sequence[ArmRunData]]
@@ -64,32 +65,18 @@ class Curve:
         return np.asarray(self.values_RS.mean(axis=0))
 
 
-def plot_all(
-    arms: Arms,
-    order: Sequence[str],
-    baseline: str | None,
-    sets: Sequence[str],
-    level: float | None,
-    subtitle: str,
-    out: Path,
-) -> dict[str, Path]:
-    """Plot into `out` what the runs have data for.
+def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
+    """Plot into `out` what the runs of `arms` have data for, and the tuning of `report`.
 
-    Args:
-        arms: the runs of each arm; line styles are assigned in this order.
-        order: names of the arms, highest accuracy first.
-        baseline: name of the baseline; None for no comparison.
-        sets: the evaluation sets whose mean is plotted.
-        level: accuracy at which the entropies are compared; None for no such comparison.
-        subtitle: first part of the line under each title.
-        out: folder to write to.
+    Line styles are assigned in the order of `arms`.
 
     Returns:
         The written files by the names of `tables.CAPTIONS`.
     """
-    subtitle = escape_mathtext(subtitle)
-    names = [name for name in order if name in order[:MAX_ARMS_PLOTTED] or name == baseline]
-    styles = arm_styles([name for name in arms if name in names], baseline if baseline in arms else None)
+    subtitle, sets = escape_mathtext(report.title), report.sets
+    order = [arm.name for arm in report.arms]
+    names = [name for name in order if name in order[:MAX_ARMS_PLOTTED] or name == report.baseline]
+    styles = arm_styles([name for name in arms if name in names], report.baseline)
     plotted = {name: arms[name] for name in names}
 
     def accuracy(record: ArmRunData) -> Series:
@@ -106,29 +93,20 @@ def plot_all(
         ),
         "accuracy_lr": plot_accuracy_lr(lines, subtitle, y_label),
         "entropy": _plot_over_steps(plotted, styles, entropy_of, entropy_texts, False),
-        "accuracy_entropy": _plot_accuracy_entropy(plotted, styles, accuracy, level, subtitle, y_label),
+        "accuracy_entropy": _plot_accuracy_entropy(
+            plotted, styles, accuracy, report.accuracy_level, subtitle, y_label
+        ),
         "clip_by_probability": _plot_clip_table(plotted, styles, subtitle),
     }
-    return {
-        name: style.save(figure, out / f"{name}.png")
-        for name, figure in figures.items()
-        if figure is not None
-    }
-
-
-def plot_tuning(tuning: Tuning, out: Path) -> dict[str, Path]:
-    """Plot into `out` the metric that chose the settings against the learning rate; {} for one learning rate.
-
-    Returns:
-        The written file by its name in `tables.CAPTIONS`.
-    """
-    figure = plot_accuracy_lr(
-        tuning.by_learning_rate(),
-        escape_mathtext(tuning.sweep),
-        "held-out accuracy" if tuning.metric == "accuracy" else "area under held-out accuracy",
-        "Tuning: held-out accuracy against learning rate",
-    )
-    return {} if figure is None else {"tuning_lr": style.save(figure, out / "tuning_lr.png")}
+    if report.tuning is not None:
+        figures["tuning_lr"] = plot_accuracy_lr(
+            report.tuning.by_learning_rate(),
+            escape_mathtext(report.tuning.sweep),
+            "held-out accuracy" if report.tuning.metric == "accuracy" else "area under held-out accuracy",
+            "Tuning: held-out accuracy against learning rate",
+        )
+    shown = {name: figure for name, figure in figures.items() if figure is not None}
+    return {name: style.save(figure, out / f"{name}.png") for name, figure in shown.items()}
 
 
 def plot_accuracy_lr(

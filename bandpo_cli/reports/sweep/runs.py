@@ -147,20 +147,17 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
 
     Of two records of the same step the last one counts.
     """
+    records: dict[int, dict[str, Any]] = {}
     try:
-        lines = [
-            (line["step"], {key: value for key, value in line.items() if _is_number(value)})
-            for line in iterate_metrics(folder / "metrics.jsonl")
-        ]
+        for line in iterate_metrics(folder / "metrics.jsonl"):
+            step = line["step"]
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEPS:
+                raise UserError(f"metrics.jsonl has a step {json.dumps(step)[:40]}")
+            records[step] = {key: value for key, value in line.items() if _is_number(value)}
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
     except OSError as error:
         raise UserError(f"metrics.jsonl: {error.strerror or error}") from None
-    records: dict[int, dict[str, Any]] = {}
-    for step, line in lines:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEPS:
-            raise UserError(f"damaged: metrics.jsonl has a step {json.dumps(step)[:40]}")
-        records[step] = line
     return [records[step] for step in sorted(records)]
 
 
@@ -174,17 +171,15 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
         summary = read_summary(folder)
-    except UserError:
+        content = {"status": None} if summary is None else summary.content
+        status = content["status"]
+    except (UserError, KeyError):
         raise UserError("damaged: summary.json is not readable") from None
     if summary is None:
         raise UserError(f"not finished: {of_steps}, no summary.json")
-    if "status" not in summary.content:
-        raise UserError("damaged: summary.json is not readable")
     if summary.status != "FINISHED":
-        error = first_line(str(summary.content.get("error") or ""))
-        raise UserError(
-            f"{str(summary.content['status']).lower()} at {of_steps}{f': {error}' if error else ''}"
-        )
+        error = first_line(str(content.get("error") or ""))
+        raise UserError(f"{str(status).lower()} at {of_steps}{f': {error}' if error else ''}")
     if isinstance(steps, int) and last < steps:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 

@@ -10,16 +10,11 @@ from tempfile import TemporaryDirectory
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.sweep import tables
-from bandpo_cli.reports.sweep.arms import (
-    Report,
-    compare_arms,
-    evaluate_arms,
-    group_by_arm,
-)
+from bandpo_cli.reports.sweep.arms import ArmDifference, Report, compare_arms, evaluate_arms, group_by_arm
 from bandpo_cli.reports.sweep.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
 from bandpo_cli.reports.sweep.metrics import common_k, common_sets, report_metrics, run_values
-from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all, plot_tuning
+from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
 from bandpo_cli.reports.sweep.tuning import Tuning
@@ -54,38 +49,42 @@ def write_report(
         UserError: all runs are excluded, two runs of an arm have the same seed, the runs share no evaluation set,
             `baseline` is not an arm, or `out` cannot be written to.
     """
-    _check_baseline(runs, baseline)
+    planned = dict.fromkeys(run.arm for run in runs)
+    if baseline is not None and baseline not in planned:
+        raise UserError(
+            f"baseline = {baseline!r}: no arm of that name{nearest(baseline, planned)}; arms: {', '.join(planned)}"
+        )
     read = [read_arm_run(run) for run in runs]
-    excluded = [each for each in read if isinstance(each, ExcludedRun)]
-    records = [each for each in read if isinstance(each, ArmRunData)]
+    excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
+    records = [run for run in read if isinstance(run, ArmRunData)]
     if not records:
-        raise UserError(_no_runs_message(title, excluded))
+        more = f"; {len(excluded) - 1} more" if len(excluded) > 1 else ""
+        why = f"all runs are excluded: {excluded[0].run}: {excluded[0].reason}{more}" if excluded else ""
+        raise UserError(f"{title}: {why or 'no runs to report on'}")
     arms = group_by_arm(records)
-    sets = common_sets(records)
-    equal = entropy_at_equal_accuracy(arms, sets)
+    sets, equal = common_sets(records), entropy_at_equal_accuracy(arms, common_sets(records))
     level = equal.level.accuracy if equal.level is not None and equal.values else None
     k = common_k(records, sets)
     values = {
-        name: {record.run.seed: run_values(record, sets, k, equal) for record in runs}
-        for name, runs in arms.items()
+        name: {record.run.seed: run_values(record, sets, k, equal) for record in members}
+        for name, members in arms.items()
     }
     metrics = report_metrics(records, sets, level)
     evaluated = evaluate_arms(arms, values, metrics)
     metrics = [metric for metric in metrics if any(metric.key in arm.figures for arm in evaluated)]
-    compared = baseline in arms and len(arms) > 1
-    order = [arm.name for arm in evaluated]
-    differences = compare_arms(order, values, str(baseline), metrics) if compared else []
-    plot_notes = (
-        [f"The plots show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline."]
-        if len(arms) > MAX_ARMS_PLOTTED
-        else []
-    )
+    differences: list[ArmDifference] = []
+    if baseline in arms and len(arms) > 1:
+        differences = compare_arms([arm.name for arm in evaluated], values, str(baseline), metrics)
+    in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
+    all_notes = [*notes, *report_notes(arms, baseline, differences, sets, bool(k), excluded, equal)]
+    if tuning is not None:
+        all_notes += tuning.notes_on_range()
+    if len(arms) > MAX_ARMS_PLOTTED:
+        all_notes.append(f"The plots show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline.")
     report = Report(
         title=title,
         about=scope(evaluated, sets),
-        finding=headline(
-            evaluated, baseline, [each for each in differences if each.figure == "accuracy"], metrics[0]
-        ),
+        finding=headline(evaluated, baseline, in_accuracy, metrics[0]),
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
         accuracy_level=level,
@@ -93,13 +92,8 @@ def write_report(
         arms=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
-        notes=(
-            *notes,
-            *report_notes(arms, baseline, differences, sets, bool(k), excluded, equal),
-            *(tuning.notes_on_range() if tuning is not None else ()),
-            *plot_notes,
-        ),
-        left_out=tuple(excluded),
+        notes=tuple(all_notes),
+        left_out=excluded,
         files={},
     )
     try:
@@ -108,34 +102,13 @@ def write_report(
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
 
 
-def _check_baseline(runs: Sequence[ArmRun], baseline: str | None) -> None:
-    arms = dict.fromkeys(run.arm for run in runs)
-    if baseline is not None and baseline not in arms:
-        raise UserError(
-            f"baseline = {baseline!r}: no arm of that name{nearest(baseline, arms)}; arms: {', '.join(arms)}"
-        )
-
-
-def _no_runs_message(title: str, excluded: Sequence[ExcludedRun]) -> str:
-    if not excluded:
-        return f"{title}: no runs to report on"
-    first = excluded[0]
-    more = f"; {len(excluded) - 1} more" if len(excluded) > 1 else ""
-    return f"{title}: all runs are excluded: {first.run}: {first.reason}{more}"
-
-
 def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
     """Write all files into a temporary folder, then move them to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    order = [arm.name for arm in report.arms]
     beside = out if out.is_dir() else out.parent
     with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
         hidden = Path(folder)
-        plots = plot_all(
-            arms, order, report.baseline, report.sets, report.accuracy_level, report.title, hidden
-        )
-        if report.tuning is not None:
-            plots |= plot_tuning(report.tuning, hidden)
+        plots = plot_all(arms, report, hidden)
         names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
         report = replace(report, files={name: out / name for name in names})
         write_text(hidden / "leaderboard.csv", tables.leaderboard_csv(report))
