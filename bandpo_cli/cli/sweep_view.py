@@ -20,7 +20,8 @@ from bandpo_cli.reports.sweep.arms import Report
 from bandpo_cli.reports.sweep.metrics import Metric
 from bandpo_cli.reports.sweep.tables import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
-from bandpo_cli.sweeps.folder import SweepRun, by_arm
+from bandpo_cli.sweeps.folder import by_arm
+from bandpo_cli.sweeps.plan import SweepRun
 
 LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""

@@ -25,7 +25,8 @@ from bandpo_cli.sweeps.estimate import (
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import RunState, run_sweep
 from bandpo_cli.tracking.link import ui_text
@@ -172,11 +173,10 @@ def sweep(
 
 def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
-    runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in request.runs]
     configs = {run.name: run.config for run in request.runs}
     check_run_ranks(configs.values(), executor)
-    with closing(_local_pool(executor, len(runs), {})) as pool:
-        return SweepInfo(None, runs, configs, runs, pool.slots, pool.threads, executor.ranks)
+    with closing(_local_pool(executor, len(configs), {})) as pool:
+        return SweepInfo(None, request.runs, configs, request.runs, pool.slots, pool.threads, executor.ranks)
 
 
 def estimate_time(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,12 @@ from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.sweeps.plan import PlannedRun
+from bandpo_cli.sweeps.plan import PlannedRun, SweepRun
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
 _RESERVED_NAMES = ("attempts", "logs", "plans", "report")
 _MAX_SEED = 2**31
 _MAX_ERROR_CHARS = 300
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """One entry of `runs` in `sweep.yaml`.
-
-    `group` is the arm without the values of its axes (`sweeps.plan.PlannedRun`); "" where the plan has none, as in
-    earlier versions.
-    """
-
-    name: str
-    arm: str
-    seed: int
-    group: str = ""
 
 
 class SweepFolder:
@@ -76,17 +62,13 @@ class SweepFolder:
         path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-        runs = [SweepRun(run.name, run.arm, run.seed, run.group) for run in planned]
-        several = {"gpus_per_run": gpus_per_run} if gpus_per_run > 1 else {}
-        plan = {
-            "name": path.name,
-            "baseline": baseline,
-            **several,
-            **about,
-            "runs": [vars(run) for run in runs],
-        }
+        plan: dict[str, Any] = {"name": path.name, "baseline": baseline}
+        if gpus_per_run > 1:
+            plan["gpus_per_run"] = gpus_per_run
+        keys = [field.name for field in fields(SweepRun)]
+        plan |= {**about, "runs": [{key: getattr(run, key) for key in keys} for run in planned]}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
-        return cls(path, runs, plan)
+        return cls(path, planned, plan)
 
     @classmethod
     def open(cls, runs_dir: Path, text: str) -> SweepFolder:

@@ -26,17 +26,23 @@ DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """One run of a sweep: `name` is its folder.
+class SweepRun:
+    """One run of a sweep, an entry of `runs` in `sweep.yaml`. Its name is that of its folder.
 
     The runs of an `arm` differ in the seed alone, those of a `group` also in the values of the axes, except method and
-    divergence: a group is what `tuned_on` compares the settings of.
+    divergence: a group is what `tuned_on` compares the settings of. Plans of earlier versions have no groups: "".
     """
 
     name: str
     arm: str
-    group: str
     seed: int
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(SweepRun):
+    """A run with its settings."""
+
     config: RunConfig
 
 
@@ -129,7 +135,7 @@ def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -
             f"baseline = {sweep.baseline!r}: no arm of that name{near}; arms: {', '.join(names)}"
         )
     return [
-        PlannedRun(run_name(arm, seed), arm, group, seed, config.model_copy(update={"seed": seed}))
+        PlannedRun(run_name(arm, seed), arm, seed, group, config=config.model_copy(update={"seed": seed}))
         for seed in sweep.seeds
         for config, (arm, group) in arms.items()
     ]

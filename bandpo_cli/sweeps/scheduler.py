@@ -15,7 +15,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.run_folder import RunFolder, read_metrics
 from bandpo_cli.storage.run_record import read_summary
-from bandpo_cli.sweeps.folder import SweepFolder, SweepRun
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import Pool
 
 Status = Literal["waiting", "running", "finished", "failed", "stopped"]

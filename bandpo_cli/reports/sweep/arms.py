@@ -126,16 +126,14 @@ def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
     """
     arms: dict[str, dict[int, ArmRunData]] = {}
     for record in records:
-        seeds = arms.setdefault(record.run.arm, {})
-        other = seeds.setdefault(record.run.seed, record)
+        run, other = record.run, arms.setdefault(record.run.arm, {}).setdefault(record.run.seed, record)
         if other is not record:
             keys = differing_settings([other.settings, record.settings])
             advice = (
                 f"they differ in {', '.join(keys[:3])}: add it to --by" if keys else "give only one of them"
             )
             raise UserError(
-                f"{other.run.folder} and {record.run.folder} are both seed {record.run.seed} of the arm "
-                f"'{record.run.arm}'; {advice}"
+                f"{other.run.folder} and {run.folder} are both seed {run.seed} of the arm '{run.arm}'; {advice}"
             )
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 

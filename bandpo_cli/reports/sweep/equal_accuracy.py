@@ -123,14 +123,12 @@ def entropy_when_reached(record: ArmRunData, accuracy: Series, level: float) -> 
         return None
     steps = accuracy[0]
     after = next(index for index, step in enumerate(steps) if step >= moment)
-    points = [
-        (step - 1, entropy)
-        for step, entropy in zip(*record.entropy, strict=True)
-        if steps[after - 1] <= step - 1 <= steps[after]
-    ]
-    if not points:
+    policies, entropies = np.array(record.entropy, dtype=np.float64)
+    policies -= 1
+    between = (steps[after - 1] <= policies) & (policies <= steps[after])
+    policies, entropies = policies[between], entropies[between]
+    if not len(policies):
         return None
-    policies, entropies = np.array(points, dtype=np.float64).T
     distances = policies - policies.mean()
     squares = float(np.sum(distances**2))
     slope = float(np.sum(distances * entropies)) / squares if squares else 0.0
