@@ -37,29 +37,24 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_slots_have_their_environment_and_exit_codes_are_returned(tmp_path: Path) -> None:
+def log_of(tmp_path: Path, name: str) -> str:
+    return (tmp_path / "logs" / f"{name}.log").read_text()
+
+
+def test_jobs_have_the_environment_of_their_slot_and_exit_codes_are_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables of a slot replace those of the environment."""
+    monkeypatch.setenv("PLACE", "everywhere")
+    monkeypatch.setenv("KEPT", "yes")
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
-    code = "import os, time; print(os.environ['PLACE'], flush=True); time.sleep(0.2)"
+    code = "import os, time; print(os.environ['PLACE'], os.environ['KEPT'], flush=True); time.sleep(0.2)"
     start(pool, tmp_path, "one", code)
     start(pool, tmp_path, "two", code + "; raise SystemExit(3)")
     assert pool.free_slots == 0
     assert wait(pool, 2) == {"one": 0, "two": 3}
     assert pool.free_slots == 2
-    assert [(tmp_path / "logs" / f"{name}.log").read_text() for name in ("one", "two")] == ["a\n", "b\n"]
-    start(pool, tmp_path, "three", code)
-    wait(pool, 1)
-    assert (tmp_path / "logs" / "three.log").read_text() == "a\n"
-
-
-def test_the_variables_of_a_slot_replace_those_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PLACE", "everywhere")
-    monkeypatch.setenv("KEPT", "yes")
-    pool = LocalPool([{"PLACE": "a"}])
-    start(pool, tmp_path, "one", "import os; print(os.environ['PLACE'], os.environ['KEPT'])")
-    assert wait(pool, 1) == {"one": 0}
-    assert (tmp_path / "logs" / "one.log").read_text() == "a yes\n"
+    assert [log_of(tmp_path, name) for name in ("one", "two")] == ["a yes\n", "b yes\n"]
 
 
 def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
@@ -72,8 +67,7 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
     start(pool, tmp_path, "next", code)
     assert wait(pool, 1) == {"next": 0}
     pool.stop()
-    places = {name: (tmp_path / "logs" / f"{name}.log").read_text() for name in ("short", "next")}
-    assert places == {"short": "a\n", "next": "a\n"}
+    assert [log_of(tmp_path, name) for name in ("short", "next")] == ["a\n", "a\n"]
 
 
 def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:

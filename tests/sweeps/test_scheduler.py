@@ -164,40 +164,37 @@ def state(status: Status, evaluations: dict[int, float]) -> RunState:
     return RunState(status, max(evaluations, default=0), 100, evaluations=evaluations)
 
 
-def stopped(a0: RunState, a1: RunState, b0: RunState, margin: float = 0.1) -> set[str]:
-    return set(runs_to_stop(RUNS, {"a-s0": a0, "a-s1": a1, "b-s0": b0}, margin))
-
-
 NOTHING = state("waiting", {})
 
 
 def test_a_run_far_behind_another_arm_is_stopped_with_its_reason() -> None:
     behind, ahead = state("running", {0: 0.2, 60: 0.3}), state("finished", {0: 0.2, 60: 0.45, 100: 0.5})
-    assert stopped(behind, NOTHING, ahead) == {"a-s0"}
     reasons = runs_to_stop(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
-    assert reasons["a-s0"] == "held-out accuracy 0.300 at step 60, b had 0.450"
+    assert reasons == {"a-s0": "held-out accuracy 0.300 at step 60, b had 0.450"}
 
 
-def test_a_run_is_compared_at_its_latest_evaluation_and_not_early() -> None:
-    ahead = state("finished", {40: 0.9, 60: 0.32, 100: 0.9})
-    assert stopped(state("running", {40: 0.1}), NOTHING, ahead) == set()
-    assert stopped(state("running", {40: 0.1, 60: 0.3}), NOTHING, ahead) == set()
-    not_comparable = state("running", {50: 0.1})  # no other arm was evaluated at step 50
-    assert stopped(not_comparable, NOTHING, ahead) == set()
+AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
 
 
-def test_seeds_of_one_arm_are_not_compared_with_each_other() -> None:
-    assert stopped(state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING) == set()
-
-
-def test_arms_count_by_their_mean_and_only_running_runs_are_stopped() -> None:
-    a0, a1 = state("finished", {60: 0.5}), state("finished", {60: 0.3})
-    assert stopped(a0, a1, state("running", {60: 0.31})) == set()  # 0.4 on average
-    assert stopped(a0, a1, state("running", {60: 0.29})) == {"b-s0"}
-    assert stopped(a0, a1, state("failed", {60: 0.1})) == set()
-
-
-def test_a_run_that_has_trained_its_last_step_is_not_stopped_while_it_closes() -> None:
-    ahead = state("finished", {60: 0.9, 99: 0.9, 100: 0.9})
-    assert stopped(state("running", {60: 0.1, 99: 0.1}), NOTHING, ahead) == {"a-s0"}
-    assert stopped(state("running", {60: 0.1, 100: 0.1}), NOTHING, ahead) == set()
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ((state("running", {40: 0.1}), NOTHING, AHEAD), set()),  # before half of the steps
+        ((state("running", {40: 0.1, 60: 0.3}), NOTHING, AHEAD), set()),  # the latest evaluation counts
+        ((state("running", {50: 0.1}), NOTHING, AHEAD), set()),  # no other arm was evaluated at step 50
+        ((state("running", {60: 0.1, 99: 0.1}), NOTHING, AHEAD), {"a-s0"}),
+        ((state("running", {60: 0.1, 100: 0.1}), NOTHING, AHEAD), set()),  # trained, it only closes
+        ((state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING), set()),  # seeds of one arm
+        # The other arm has 0.4 on average.
+        ((state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.31})), set()),
+        (
+            (state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.29})),
+            {"b-s0"},
+        ),
+        ((state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("failed", {60: 0.1})), set()),
+    ],
+)
+def test_runs_are_compared_late_and_with_the_mean_of_another_arm(
+    runs: tuple[RunState, RunState, RunState], expected: set[str]
+) -> None:
+    assert set(runs_to_stop(RUNS, dict(zip([run.name for run in RUNS], runs, strict=True)), 0.1)) == expected
