@@ -70,13 +70,13 @@ class Done(NamedTuple):
     err: str
 
 
-def bandpo(*arguments: str | Path, cwd: Path) -> Done:
-    """Run a command in `cwd` and return its exit code and output."""
+def bandpo(*arguments: str | Path, cwd: Path, **variables: str) -> Done:
+    """Run a command in `cwd`, with these environment variables, and return its exit code and output."""
     out, err = io.StringIO(), io.StringIO()
     environ = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     with (
         contextlib.chdir(cwd),
-        mock.patch.dict(os.environ, {**environ, "COLUMNS": "100"}, clear=True),
+        mock.patch.dict(os.environ, {**environ, "COLUMNS": "100", **variables}, clear=True),
         mock.patch.object(sys, "argv", ["bandpo", *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -89,9 +89,9 @@ def bandpo(*arguments: str | Path, cwd: Path) -> Done:
     return Done(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
 
 
-def succeed(*arguments: str | Path, cwd: Path) -> Done:
+def succeed(*arguments: str | Path, cwd: Path, **variables: str) -> Done:
     """Run a command and require exit code 0."""
-    done = bandpo(*arguments, cwd=cwd)
+    done = bandpo(*arguments, cwd=cwd, **variables)
     assert done.code == 0, done.out + done.err
     return done
 

@@ -13,40 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.__main__ import main
 from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings
+from tests.cli.eval_command import bandpo
 
 KEYS = [
-    "prob",
-    "divergence",
-    "delta",
-    "lower",
-    "upper",
-    "prob_lower",
-    "prob_upper",
-    "lower_saturated",
-    "upper_saturated",
-]
-
-
-class CommandResult:
-    """Output and exit code of one command."""
-
-    def __init__(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
-    ) -> None:
-        monkeypatch.setattr(sys, "argv", ["bandpo", "bounds", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        self.code = ended.value.code or 0
-        self.out, self.err = capsys.readouterr()
+    "prob", "divergence", "delta", "lower", "upper", "prob_lower", "prob_upper", "lower_saturated", "upper_saturated",
+]  # fmt: skip
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return lambda *arguments: CommandResult(capsys, monkeypatch, *arguments)
+    return lambda *arguments: bandpo("bounds", *arguments, cwd=tmp_path, COLUMNS="80")
 
 
 def test_json_has_the_documented_keys_in_order(run) -> None:
@@ -103,17 +81,8 @@ def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
     arguments = ["0.000123456", "0.08", "0.9", "-d", "kl", "-d", "reverse-kl", "--delta", "0.001"]
     result = run(*arguments, "--compare", "clip,clip-higher,dcpo")
     assert max(map(len, result.out.splitlines())) <= 80
-    for word in (
-        "kl, delta 0.001",
-        "reverse-kl, delta 0.001",
-        "clip",
-        "clip-higher",
-        "dcpo",
-        "Δp",
-        "lower",
-        "upper",
-        "saturated",
-    ):
+    methods = ("kl, delta 0.001", "reverse-kl, delta 0.001", "clip", "clip-higher", "dcpo")
+    for word in (*methods, "Δp", "lower", "upper", "saturated"):
         assert word in result.out
     assert "…" not in result.out
 
@@ -215,35 +184,25 @@ def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -
         assert part in result.err
 
 
-def test_help_has_examples(run) -> None:
-    result = run("--help")
-    assert result.code == 0
-    assert "bandpo bounds 0.001 0.08 0.9" in result.out
-    assert "--match clip-higher --at 0.1" in result.out
+LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["0.08", "-d", "js"], ["--match", "dcpo", "--at", "0.1"], ["0.1", "--format", "json"]]
+    ("arguments", "unused"),
+    [
+        (["bounds", "0.08", "-d", "js"], LARGE),
+        (["bounds", "--match", "dcpo", "--at", "0.1"], LARGE),
+        (["bounds", "0.1", "--format", "json"], LARGE),
+        (["--help"], [*LARGE, "numpy", "pydantic"]),
+    ],
 )
-def test_the_command_does_not_import_torch(arguments: list[str]) -> None:
+def test_a_command_does_not_import_what_it_does_not_need(arguments: list[str], unused: list[str]) -> None:
     code = (
         "import sys; from bandpo_cli.__main__ import main\n"
-        f"sys.argv = ['bandpo', 'bounds', *{arguments!r}]\n"
+        f"sys.argv = ['bandpo', *{arguments!r}]\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'mlflow', 'pandas', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_help_does_not_import_numpy() -> None:
-    code = (
-        "import sys; from bandpo_cli.__main__ import main\n"
-        "sys.argv = ['bandpo', '--help']\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "assert not {'torch', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)"
+        f"assert not set({unused!r}) & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.__main__ import main
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.experiments import train
+from tests.cli.eval_command import Done
+from tests.cli.eval_command import bandpo as run_command
 
 SETTINGS: dict[str, Any] = {
     "steps": 3,
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"problems": 3, "samples": 2, "k": [2], "every": 3},
     "tracking": {"mlflow": False},
 }
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +34,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bandpo(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
+def bandpo(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs a command beside a copy of the trained run: (exit code, stdout, stderr)."""
     shutil.copytree(trained, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["bandpo", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return int(ended.value.code or 0), out, err
+    def run(*arguments: str, columns: str = "120") -> Done:
+        return run_command(*arguments, cwd=tmp_path, COLUMNS=columns)
 
     return run
 
@@ -78,9 +70,8 @@ def test_runs_lists_values_of_metrics_jsonl(bandpo: Run, trained: Path) -> None:
     assert f"{last['train/entropy']:.3f}" in line
 
 
-def test_runs_fits_eighty_columns(bandpo: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = bandpo("runs")
+def test_runs_fits_eighty_columns(bandpo: Run) -> None:
+    _, out, _ = bandpo("runs", columns="80")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "first" in out
     assert "finished" in out
@@ -198,23 +189,8 @@ def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
 
 
 def test_samples_of_an_evaluation(bandpo: Run) -> None:
-    assert (
-        bandpo(
-            "eval",
-            "--model",
-            "first",
-            "--name",
-            "scored",
-            "--limit",
-            "2",
-            "--n",
-            "2",
-            "--k",
-            "2",
-            "--no-mlflow",
-        )[0]
-        == 0
-    )
+    few = ["--limit", "2", "--n", "2", "--k", "2", "--no-mlflow"]
+    assert bandpo("eval", "--model", "first", "--name", "scored", *few).code == 0
     code, out, _ = bandpo("samples", "scored", "--limit", "1")
     assert code == 0
     assert "1 of 4 completions of runs/scored/samples.parquet" in out

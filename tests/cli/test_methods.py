@@ -13,7 +13,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.registries import METHODS
 from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tracking.names import FIRST_METRICS, finite_metrics
-from tests.cli.eval_command import succeed, without_torch
+from tests.cli.eval_command import succeed
 
 TINY = [
     "--steps", "2", "--set", "task.max_number=5",
@@ -77,18 +77,3 @@ def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     assert "clip/outside_fraction" in succeed("show", "hard", cwd=tmp_path).out
     report = json.loads(succeed("report", "runs", "--format", "json", cwd=tmp_path).out)
     assert {arm["name"] for arm in report["arms"]} == {"sapo", "clip"}
-
-
-def test_mistakes_in_a_method_are_found_without_torch(tmp_path: Path) -> None:
-    mistakes = {
-        "train --method gpso": "did you mean 'gspo'",
-        "train --method sapo --delta 0.1": "no such setting of 'sapo'",
-        "train --method dppo --divergence chi2": "allowed: kl, tv",
-        "train --method dppo --delta 0": "bounds.delta = 0",
-        "bounds 0.1 --compare gspo": "no interval of ratios",
-    }
-    found = without_torch([(tmp_path, command.split()) for command in mistakes])
-    assert [done.code for done in found] == [2] * len(mistakes)
-    for done, part in zip(found, mistakes.values(), strict=True):
-        assert done.err.count("\n") == 1
-        assert part in done.err

@@ -8,24 +8,19 @@ import sys
 
 import pytest
 
-from bandpo_cli.__main__ import main
+from tests.cli.eval_command import bandpo, succeed
 from tests.reports.sweep_folders import CLIP, KL, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 0.52}}
 
 
 @pytest.fixture
-def report(capsys, monkeypatch, tmp_path):
-    """Return a function that runs the command in an empty folder and returns (exit code, stdout, stderr)."""
+def report(monkeypatch, tmp_path):
+    """Return a function that runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["bandpo", "report", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
+    def run(*arguments, **variables):
+        return bandpo("report", *arguments, cwd=tmp_path, **variables)
 
     return run
 
@@ -117,11 +112,10 @@ def test_a_user_error_is_one_line_and_exit_code_2(report, tmp_path, arguments, m
     assert len(err.splitlines()) == 1
 
 
-def test_nothing_is_truncated_in_80_columns(report, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_nothing_is_truncated_in_80_columns(report, tmp_path):
     name = "Qwen2.5-0.5B-Instruct kl 0.05 sampling.temperature=0.7"
     write_sweep(tmp_path / "s", {"clip": FINALS["clip"], name: FINALS["kl 0.02"]})
-    _, out, _ = report("s")
+    _, out, _ = report("s", COLUMNS="80")
     assert "…" not in out
     assert "±0.038" in out
 
@@ -140,18 +134,14 @@ def test_reading_files_imports_no_large_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_of_the_trainer_are_reported(report, tmp_path, monkeypatch, capsys):
+def test_runs_of_the_trainer_are_reported(report, tmp_path):
     small = ["sampling.prompts=4", "sampling.samples=4", "evaluation.problems=4", "evaluation.samples=4"]
     small += ["evaluation.k=[2,4]", "optim.updates=2", "optim.lr=1e-3"]
     for method in ("clip", "band"):
         for seed in ("0", "1"):
             arguments = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
             arguments += ["--name", f"{method}-{seed}", *(word for each in small for word in ("--set", each))]
-            monkeypatch.setattr(sys, "argv", ["bandpo", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                main()
-            assert not ended.value.code
-    capsys.readouterr()
+            succeed(*arguments, cwd=tmp_path)
     code, out, _ = report("runs", "--baseline", "clip", "--format", "json")
     found = json.loads(out)
     assert code == 0

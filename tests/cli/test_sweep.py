@@ -20,7 +20,6 @@ import yaml
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
-from tests.cli.eval_command import Done, without_torch
 from tests.commands import run_bandpo
 
 SMALL = [
@@ -36,51 +35,6 @@ def bandpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def records(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [without_clock(line) for line in lines]
-
-
-MISTAKES: list[tuple[list[str], list[str]]] = [
-    (["--axis", "bounds.delt=0.1,0.2"], ["bounds.delt", "did you mean 'delta'"]),
-    (["--axis", "delta"], ["--axis 'delta'", "section.key=value,value"]),
-    (["--delta", ""], ["--delta", "empty item"]),
-    (["--delta", "0.1,,0.2"], ["--delta", "empty item"]),
-    (["--delta", "0.1,0.1"], ["bounds.delta", "twice"]),
-    (["--delta", "0.1,-1"], ["bounds.delta = -1", "greater than 0"]),
-    (["--method", "clip", "--delta", "0.1,0.2"], ["'bounds.delta'", "no arm"]),
-    (["--divergence", "kl,tw"], ["tw", "did you mean 'tv'"]),
-    (["--seeds", "0,x"], ["--seeds 0,x", "whole numbers"]),
-    (["--seeds", "1,1"], ["seeds", "twice"]),
-    (["--delta", "0.1,0.2", "--baseline", "0.3"], ["baseline = '0.3'", "arms: 0.1, 0.2"]),
-    (["--resume", "none"], ["no sweep 'none'"]),
-    (["--resume", "none", "--steps", "3"], ["--resume", "leave out --steps"]),
-    (["none.yaml"], ["none.yaml", "no such file"]),
-    (["axes.yaml"], ["axes.yaml", "axis", "did you mean 'axes'"]),
-    (["--model", "nowhere/at/all"], ["model.path", "no such folder"]),
-    (["--name", "../x", "--seeds", "0,1"], ["--name", "../x"]),
-    (["--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
-    (["--gpus-per-run", "0", "--seeds", "0"], ["--gpus-per-run", "greater than or equal to 1"]),
-]
-
-
-@pytest.fixture(scope="module")
-def mistakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """Return the result of each mistake by its arguments, and require that none writes a file."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "axes.yaml").write_text("axis: {bounds.delta: [0.1]}\n")
-    done = without_torch([(folder, ["sweep", *arguments]) for arguments, _ in MISTAKES])
-    assert [path.name for path in folder.iterdir()] == ["axes.yaml"], "nothing may be written"
-    return {json.dumps(arguments): each for (arguments, _), each in zip(MISTAKES, done, strict=True)}
-
-
-@pytest.mark.parametrize(("arguments", "parts"), MISTAKES)
-def test_a_user_error_is_one_line_and_nothing_is_written(
-    mistakes: dict[str, Done], arguments: list[str], parts: list[str]
-) -> None:
-    done = mistakes[json.dumps(arguments)]
-    assert done.code == 2, done.err
-    assert done.err.startswith("error: ")
-    assert done.err.count("\n") == 1
-    for part in parts:
-        assert part in done.err
 
 
 @pytest.mark.slow

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bandpo_cli.__main__ import main
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.store import sqlite_uri
+from tests.cli.eval_command import Done, bandpo
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 
@@ -24,9 +22,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # restores the value that the command sets
-    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path / "runs"
 
 
@@ -38,25 +34,11 @@ def make_run(runs: Path, name: str, config: str = "seed: 3\n") -> RunFolder:
     return folder
 
 
-Sync = Callable[..., tuple[int, str, str]]
+def sync(*arguments: str, **variables: str) -> Done:
+    return bandpo("sync", *arguments, cwd=Path.cwd(), **variables)
 
 
-@pytest.fixture
-def sync(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sync:
-    """Return a function that runs the command, and returns exit code, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["bandpo", "sync", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        message = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, message.out, message.err
-
-    return run
-
-
-def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store: str, sync: Sync) -> None:
+def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store: str) -> None:
     make_run(runs, "first")
     code, out, _ = sync("first", "--tracking-uri", store)
     assert code == 0
@@ -69,9 +51,7 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store
     )
 
 
-def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
-    runs: Path, store: str, sync: Sync
-) -> None:
+def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(runs: Path, store: str) -> None:
     make_run(runs, "alone")
     make_run(runs, "private", "tracking:\n  mlflow: false\n")
     make_run(runs / "sweep", "one")
@@ -92,9 +72,7 @@ def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(
     ]
 
 
-def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
-    runs: Path, store: str, sync: Sync, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(runs: Path, store: str) -> None:
     uri = UNREACHABLE.replace("//", "//me:secret@")
     for name in ("a", "b"):
         make_run(runs, name)
@@ -103,13 +81,12 @@ def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(
     assert code == 1
     assert err.count("cannot be reached") == err.count("\n") == 1
     assert "secret" not in err
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    code, out, err = sync("--all")
+    code, out, err = sync("--all", MLFLOW_TRACKING_URI=uri)
     assert code == 1
     assert out.startswith("c  sent 2 metric values")
 
 
-def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str, sync: Sync) -> None:
+def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str) -> None:
     """A folder in the place of the lock file gives an error for root too, whom permissions do not stop."""
     make_run(runs, "a")
     (runs / "a" / ".mlflow.lock").mkdir()
@@ -129,9 +106,7 @@ def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str,
         (["damaged"], "metrics.jsonl"),
     ],
 )
-def test_a_user_error_is_one_line_and_exit_code_2(
-    runs: Path, arguments: list[str], message: str, sync: Sync
-) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(runs: Path, arguments: list[str], message: str) -> None:
     make_run(runs, "first")
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     code, _, err = sync(*arguments)
@@ -140,7 +115,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
-def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs: Path, store: str, sync: Sync) -> None:
+def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs: Path, store: str) -> None:
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     make_run(runs, "intact")
     code, out, err = sync("--all", "--tracking-uri", store)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +11,8 @@ import pytest
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
 from bandpo_cli.storage.run_folder import RunFolder
-from tests.cli.eval_command import WITHOUT_TORCH, succeed, usage_error
-from tests.cli.train_runs import (
-    SMALL,
-    file_contents,
-    metrics_lines,
-    truncate_metrics,
-)
+from tests.cli.eval_command import succeed, usage_error, without_torch
+from tests.cli.train_runs import SMALL, file_contents, metrics_lines, truncate_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,34 +124,14 @@ def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run: Pat
     succeed("train", "--resume", "a", "--steps", "12", "--dry-run", cwd=tmp_path)
 
 
-def _no_config(folder: Path) -> None:
-    (folder / "config.yaml").unlink()
+def _replace(name: str, text: str | None) -> Callable[[Path], object]:
+    """Return a function that writes a file of a run, or removes it."""
+    return lambda folder: (folder / name).unlink() if text is None else (folder / name).write_text(text)
 
 
-def _truncated_config(folder: Path) -> None:
-    (folder / "config.yaml").write_text("seed: [")
-
-
-def _config_with_unknown_setting(folder: Path) -> None:
-    (folder / "config.yaml").write_text("optim:\n  lrr: 1\n")
-
-
-def _no_metrics(folder: Path) -> None:
-    (folder / "metrics.jsonl").unlink()
-
-
-def _truncated_metrics(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("".join(metrics_lines(folder)[:3]))
-
-
-def _duplicate_line(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("".join([*metrics_lines(folder)[:3], metrics_lines(folder)[2]]))
-
-
-def _invalid_line(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text(
-        "".join([*metrics_lines(folder)[:3], "rubbish\n", *metrics_lines(folder)[3:]])
-    )
+def _change_metrics(change: Callable[[list[str]], list[str]]) -> Callable[[Path], object]:
+    """Return a function that changes the lines of metrics.jsonl."""
+    return lambda folder: (folder / "metrics.jsonl").write_text("".join(change(metrics_lines(folder))))
 
 
 def _no_checkpoint_of_a_finished_run(folder: Path) -> None:
@@ -173,13 +146,29 @@ def _evaluation(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "arguments", "words"),
     [
-        (_no_config, [], ["it has no config.yaml", "start a new run"]),
-        (_truncated_config, [], ["config.yaml", "not readable as YAML"]),
-        (_config_with_unknown_setting, [], ["config.yaml", "optim.lrr", "did you mean 'lr'"]),
-        (_no_metrics, [], ["metrics.jsonl", "checkpoint of step 2", "lines are missing"]),
-        (_truncated_metrics, [], ["ends with step 2", "checkpoint of step 4", "lines are missing"]),
-        (_duplicate_line, [], ["line 4: step 2 where step 3 belongs"]),
-        (_invalid_line, [], ["line 4", "is not a JSON object"]),
+        (_replace("config.yaml", None), [], ["it has no config.yaml", "start a new run"]),
+        (_replace("config.yaml", "seed: ["), [], ["config.yaml", "not readable as YAML"]),
+        (
+            _replace("config.yaml", "optim:\n  lrr: 1\n"),
+            [],
+            ["config.yaml", "optim.lrr", "did you mean 'lr'"],
+        ),
+        (_replace("metrics.jsonl", None), [], ["metrics.jsonl", "checkpoint of step 2", "lines are missing"]),
+        (
+            _change_metrics(lambda lines: lines[:3]),
+            [],
+            ["ends with step 2", "checkpoint of step 4", "lines are missing"],
+        ),
+        (
+            _change_metrics(lambda lines: [*lines[:3], lines[2]]),
+            [],
+            ["line 4: step 2 where step 3 belongs"],
+        ),
+        (
+            _change_metrics(lambda lines: [*lines[:3], "rubbish\n", *lines[3:]]),
+            [],
+            ["line 4", "is not a JSON object"],
+        ),
         (
             _no_checkpoint_of_a_finished_run,
             ["--steps", "8"],
@@ -191,7 +180,7 @@ def _evaluation(folder: Path) -> None:
 def test_a_damaged_run_is_one_line(
     placeholder_run: Path,
     tmp_path: Path,
-    damage: Callable[[Path], None],
+    damage: Callable[[Path], object],
     arguments: list[str],
     words: list[str],
 ) -> None:
@@ -205,16 +194,9 @@ def test_a_damaged_run_is_one_line(
 
 def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tmp_path: Path) -> None:
     """A similar run name is suggested."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "train", "--resume", "a", "--seed", "9"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "seed = 9" in done.stderr
+    (done,) = without_torch([(tmp_path, ["train", "--resume", "a", "--seed", "9"])])
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "seed = 9" in done.err
     assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
 
 

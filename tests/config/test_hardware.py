@@ -187,18 +187,3 @@ def test_no_other_header_names_a_gpu() -> None:
     """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
     assert files == {*MODELS, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}
-
-
-def test_the_table_of_several_gpus_has_the_numbers_of_the_headers() -> None:
-    text = (CONFIGS.parent / "docs" / "several_gpus.md").read_text("utf-8")
-    for file in MODELS:
-        header = file.read_text("utf-8")
-        one, eight = _MODEL_HEADER.match(header), _EIGHT_GPUS.search(header)
-        assert one is not None
-        assert eight is not None
-        cells = (
-            f"{one[2]} GiB of {one[1]} GB | {eight[2]} GiB of {eight[1]} GB, {eight[3]} GiB of them always |"
-        )
-        (row,) = (line for line in text.splitlines() if line.endswith(cells))
-        name = row.split("|")[1].strip()
-        assert name.lower() in file.stem.replace("-instruct", "")

@@ -46,22 +46,6 @@ from bandpo_cli.errors import ConfigError
         ({"sampling": {"max_lag": 2}}, {"sampling": {"max_lag": 1}}),
         ({"sampling": {"max_lag": -1}}, {"sampling": {"max_lag": 0}}),
     ],
-    ids=[
-        "top-p",
-        "top-k",
-        "min-p",
-        "rewards",
-        "buffer",
-        "greedy",
-        "k",
-        "best",
-        "updates",
-        "lag and old log-probs",
-        "lag without a correction",
-        "lag and tensor parallel",
-        "lag of 2",
-        "negative lag",
-    ],
 )
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     refused: dict[str, Any], accepted: dict[str, Any]
