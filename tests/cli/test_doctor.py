@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.__main__ import main
+from tests.cli.eval_command import bandpo, usage_error
 
-Doctor = Callable[..., tuple[int, str]]
 Plant = Callable[..., None]
 
 TORCH = """
@@ -51,28 +50,16 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
     return install
 
 
-@pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Return a function that runs the command: (exit code, stdout)."""
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["bandpo", "doctor", *arguments])
-        monkeypatch.setenv("COLUMNS", "100")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert err == ""
-        return int(ended.value.code or 0), out
-
-    return run
+def doctor(*arguments: str) -> tuple[int, str]:
+    """Run the command, and return its exit code and its output."""
+    done = bandpo("doctor", *arguments, cwd=Path.cwd())
+    assert done.err == ""
+    return done.code, done.out
 
 
-def test_everything_in_order(plant: Plant, doctor: Doctor) -> None:
-    plant(
-        "bandpo",
-        "9.9",
-        ("plantedone<3,>=1.5", "planted-gym==1; extra == 'gym'", "planted-lint>=1; extra == 'dev'"),
-    )
+def test_everything_in_order(plant: Plant) -> None:
+    extras = ("planted-gym==1; extra == 'gym'", "planted-lint>=1; extra == 'dev'")
+    plant("bandpo", "9.9", ("plantedone<3,>=1.5", *extras))
     plant("plantedone", "2.15.0+cpu")
     code, out = doctor()
     assert code == 0
@@ -82,14 +69,11 @@ def test_everything_in_order(plant: Plant, doctor: Doctor) -> None:
     assert not any(word in out for word in ("planted-lint", "problem", "repair"))
 
 
-def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant, doctor: Doctor) -> None:
+def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant) -> None:
     """Also an optional package that is too new, and a version that another package does not allow."""
     extras = ("plantedengine<3,>=2; extra == 'engine'", "plantedabsent>=1; extra == 'more'")
-    plant(
-        "bandpo",
-        "9.9",
-        ("plantednew<3,>=2", "plantedmissing>=1.5", "plantedold<3,>=1", "plantedfine>=1", *extras),
-    )
+    needs = ("plantednew<3,>=2", "plantedmissing>=1.5", "plantedold<3,>=1", "plantedfine>=1")
+    plant("bandpo", "9.9", (*needs, *extras))
     plant("plantednew", "3.0.1")
     plant(
         "plantedold", "2.9", code="raise ImportError('a version problem is reported before an import error')"
@@ -110,7 +94,7 @@ def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant
     )
 
 
-def test_a_package_whose_import_raises_is_one_line(plant: Plant, doctor: Doctor) -> None:
+def test_a_package_whose_import_raises_is_one_line(plant: Plant) -> None:
     """Whatever it raises and prints; the packages after it are imported all the same."""
     names = ("plantedraise", "plantedexit", "plantedlast")
     plant("bandpo", "9.9", names)
@@ -127,7 +111,7 @@ def test_a_package_whose_import_raises_is_one_line(plant: Plant, doctor: Doctor)
     assert "repair" not in out
 
 
-def test_an_import_that_ends_python_is_reported(plant: Plant, doctor: Doctor) -> None:
+def test_an_import_that_ends_python_is_reported(plant: Plant) -> None:
     plant("bandpo", "9.9", ("plantedfirst", "plantedcrash", "plantedlast"))
     plant("plantedfirst", "1.0")
     plant("plantedcrash", "1.0", code="import os; os.abort()")
@@ -154,7 +138,6 @@ def test_gpus(
     warning: str,
     problem: str | None,
     plant: Plant,
-    doctor: Doctor,
     tmp_path: Path,
 ) -> None:
     plant("bandpo", "9.9", ("torch>=2",))
@@ -179,9 +162,7 @@ def test_gpus(
     )
 
 
-def test_hidden_gpus_are_no_problem(
-    plant: Plant, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_gpus_are_no_problem(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant("bandpo", "9.9", ("torch>=2",))
     plant("torch", "2.15.0", code=TORCH.format(cuda="13.0", gpus=0, warning="hidden"))
     smi = tmp_path / "nvidia-smi"
@@ -191,20 +172,13 @@ def test_hidden_gpus_are_no_problem(
     assert doctor()[0] == 0
 
 
-def test_without_installation_the_message_says_what_to_type(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_installation_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "metadata", missing)
-    monkeypatch.setattr(sys, "argv", ["bandpo", "doctor"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(
-        "error: bandpo is not installed in this environment: type pip install"
-    )
+    line = usage_error("doctor", cwd=Path.cwd())
+    assert line.startswith("error: bandpo is not installed in this environment: type pip install")
 
 
 @pytest.mark.slow

@@ -133,23 +133,8 @@ def poison_run(folder: Path, valid: bool) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with hostile runs, evaluations, data, a model, a sweep file and graders."""
     folder = tmp_path_factory.mktemp("hostile")
-    for arguments in (
-        ["train", *SMALL, "--steps", "2", "--name", "a"],
-        [
-            "eval",
-            "--model",
-            "a",
-            "--n",
-            "2",
-            "--limit",
-            "2",
-            "--task",
-            "countdown",
-            "--name",
-            "e",
-            "--no-mlflow",
-        ],
-    ):
+    evaluation = ["eval", "--model", "a", "--n", "2", "--limit", "2", "--task", "countdown", "--name", "e"]
+    for arguments in (["train", *SMALL, "--steps", "2", "--name", "a"], [*evaluation, "--no-mlflow"]):
         subprocess.run([sys.executable, "-m", "bandpo_cli", *arguments], cwd=folder, check=True)
     runs = folder / "runs"
     shutil.copytree(runs / "a", runs / NAME)
@@ -190,21 +175,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = ["--task", "data.jsonl", "--model", "model", "--max-tokens", "4", "--no-mlflow"]
-FEW = [
-    *DATA,
-    "--steps",
-    "1",
-    "--set",
+SETTINGS = [
     "sampling.prompts=2",
-    "--set",
     "sampling.samples=2",
-    "--set",
     "optim.updates=1",
-    "--set",
     "evaluation.every=0",
-    "--set",
     "optim.warmup_steps=0",
 ]
+FEW = [*DATA, "--steps", "1", *(word for setting in SETTINGS for word in ("--set", setting))]
 COMMANDS: Mapping[str, list[str]] = {
     "runs": ["runs"],
     "runs json": ["runs", "--format", "json"],

@@ -103,80 +103,46 @@ def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "parts"),
+    ("setting", "parts"),
     [
-        ({"optim": {"lrr": 1}}, ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
-        ({"bonds": {}}, ["bonds", "did you mean 'bounds'"]),
-        ({"bounds": {"method": "clipp"}}, ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
-        ({"bounds": {"divergence": "k1"}}, ["bounds.divergence = 'k1'", "did you mean 'kl'", "hellinger"]),
-        ({"bounds": {"delta": 0}}, ["bounds.delta = 0", "greater than 0"]),
-        ({"bounds": {"delta": "a"}}, ["bounds.delta = 'a'", "number"]),
-        ({"bounds": {"delta": float("nan")}}, ["bounds.delta = nan", "finite"]),
-        ({"bounds": {"detla": 0.1}}, ["bounds.detla", "did you mean 'delta'"]),
-        ({"bounds": {"method": "clip", "delta": 0.1}}, ["bounds.delta", "no such setting", "eps_low"]),
-        ({"bounds": {"relax": {"eps_lo": 0.1}}}, ["bounds.relax.eps_lo", "did you mean 'eps_low'"]),
-        (
-            {"objective": {"aggregation": "token_mean"}},
-            ["objective.aggregation", "did you mean 'token-mean'"],
-        ),
-        ({"sampling": {"engine": "vllmm"}}, ["sampling.engine = 'vllmm'", "transformers"]),
-        ({"optim": {"updates": 7}}, ["sampling.prompts = 64", "optim.updates = 7", "63"]),
-        ({"evaluation": {"k": [1, 32]}}, ["k = 32", "evaluation.samples is 16"]),
-        ({"optim": 3}, ["optim = 3", "section"]),
-        ({"bounds": "clip"}, ["bounds"]),
-        ({"task": {"name": "countdwn"}}, ["task.name = 'countdwn'", "countdown"]),
-        (
-            {"task": {"name": "gsm8"}},
-            [
-                "task.name = 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, reasoning-gym, data, gsm8k"
-            ],
-        ),
-        ({"task": {"name": ["gsm8k"]}}, ["task.name = ['gsm8k']", "unknown"]),
-        (
-            {"task": {"name": "gsm8k", "tempate": 1}},
-            ["task.tempate", "of 'gsm8k'", "did you mean 'template'"],
-        ),
-        ({"task": {"name": "gsm8k", "numbers": 3}}, ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
-        (
-            {"task": {"train": "x.jsonl"}},
-            ["task.train: no such setting of 'countdown'", "a setting of data, gsm8k"],
-        ),
-        (
-            {"bounds": {"method": "gspo", "delta": 0.1}},
-            ["bounds.delta: no such setting of 'gspo'; known: method, eps_low", "; a setting of band, dppo"],
-        ),
-        ({"task": {"name": "data", "template": "boxd"}}, ["task.template = 'boxd'", "did you mean 'boxed'"]),
-        (
-            {"task": {"name": "data", "train": ["a.jsonl", {"pth": "x"}]}},
-            ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"],
-        ),
-        (
-            {"task": {"name": "data", "train": [{"name": "gsm9"}]}},
-            ["task.train[0].name = 'gsm9': unknown (did you mean 'gsm8k'?); allowed: gsm8k, math"],
-        ),
-        (
-            {"task": {"name": "data", "train": [{}]}},
-            ["task.train[0] = {}", "give it a name (gsm8k", "or a path"],
-        ),
-        (
-            {"task": {"name": "data", "heldout": [{"path": "x", "fields": {"qestion": "q"}}]}},
-            ["task.heldout[0].fields.qestion: no such setting (did you mean 'question'?)"],
-        ),
-        ({"steps": "many"}, ["steps = 'many'", "integer"]),
-        (
-            {"model": {"lora": {"alpha": 2}}},
-            ["model.lora.rank: no value is given; add --set model.lora.rank=VALUE"],
-        ),
-        (
-            {"model": {"lora": {"rnk": 4}}},
-            ["model.lora.rnk: no such setting (did you mean 'rank'?)", "(and 1 more)"],
-        ),
-        ({"model": {"lora": True}}, ["model.lora = True", "with keys below it: rank, alpha, target_modules"]),
+        ("optim.lrr=1", ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
+        ("bonds={}", ["bonds", "did you mean 'bounds'"]),
+        ("bounds.method=clipp", ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
+        ("bounds.divergence=k1", ["bounds.divergence = 'k1'", "did you mean 'kl'", "hellinger"]),
+        ("bounds.delta=0", ["bounds.delta = 0", "greater than 0"]),
+        ("bounds.delta=.nan", ["bounds.delta = nan", "finite"]),
+        ("bounds.detla=0.1", ["bounds.detla", "did you mean 'delta'"]),
+        ("bounds={method: clip, delta: 0.1}", ["bounds.delta", "no such setting", "eps_low"]),
+        ("bounds.relax.eps_lo=0.1", ["bounds.relax.eps_lo", "did you mean 'eps_low'"]),
+        ("objective.aggregation=token_mean", ["objective.aggregation", "did you mean 'token-mean'"]),
+        ("sampling.engine=vllmm", ["sampling.engine = 'vllmm'", "transformers"]),
+        ("optim.updates=7", ["sampling.prompts = 64", "optim.updates = 7", "63"]),
+        ("evaluation.k=[1, 32]", ["k = 32", "evaluation.samples is 16"]),
+        ("optim=3", ["optim = 3", "section"]),
+        ("bounds=clip", ["bounds"]),
+        ("task.name=gsm8", ["= 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, reasoning-gym, data"]),
+        ("task.name=[gsm8k]", ["task.name = ['gsm8k']", "unknown"]),
+        ("task={name: gsm8k, tempate: 1}", ["task.tempate", "of 'gsm8k'", "did you mean 'template'"]),
+        ("task={name: gsm8k, numbers: 3}", ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
+        ("task.train=x.jsonl", ["task.train: no such setting of 'countdown'", "a setting of data, gsm8k"]),
+        ("bounds={method: gspo, delta: 0.1}", ["of 'gspo'; known: method, eps_low", "; a setting of band, dppo"]),
+        ("task={name: data, template: boxd}", ["task.template = 'boxd'", "did you mean 'boxed'"]),
+        ("task={name: data, train: [a.jsonl, {pth: x}]}",
+         ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"]),
+        ("task={name: data, train: [{name: gsm9}]}",
+         ["task.train[0].name = 'gsm9': unknown (did you mean 'gsm8k'?); allowed: gsm8k, math"]),
+        ("task={name: data, train: [{}]}", ["task.train[0] = {}", "give it a name (gsm8k", "or a path"]),
+        ("task={name: data, heldout: [{path: x, fields: {qestion: q}}]}",
+         ["task.heldout[0].fields.qestion: no such setting (did you mean 'question'?)"]),
+        ("steps=many", ["steps = 'many'", "integer"]),
+        ("model.lora.alpha=2", ["model.lora.rank: no value is given; add --set model.lora.rank=VALUE"]),
+        ("model.lora.rnk=4", ["model.lora.rnk: no such setting (did you mean 'rank'?)", "(and 1 more)"]),
+        ("model.lora=true", ["model.lora = True", "with keys below it: rank, alpha, target_modules"]),
     ],
-)
-def test_an_invalid_setting_gives_a_one_line_message(layer: dict[str, Any], parts: list[str]) -> None:
+)  # fmt: skip
+def test_an_invalid_setting_gives_a_one_line_message(setting: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve([layer])
+        resolve([read_assignments([setting])])
     message = str(caught.value)
     assert "\n" not in message
     for part in parts:

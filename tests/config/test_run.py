@@ -8,51 +8,36 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("refused", "accepted"),
+    ("others", "refused", "accepted"),
     [
-        ({"sampling": {"top_p": 0.9}}, {"sampling": {"top_p": 1.0}}),
-        ({"sampling": {"top_k": 20}}, {"sampling": {"top_k": 0}}),
-        ({"sampling": {"min_p": 0.05}}, {"sampling": {"min_p": 0.0}}),
-        ({"reward": {"correct": 0.5, "wrong": 0.5}}, {"reward": {"correct": 0.5, "wrong": 0.4}}),
-        (
-            {"sampling": {"max_tokens": 20}, "reward": {"overlong_buffer": 21}},
-            {"sampling": {"max_tokens": 20}, "reward": {"overlong_buffer": 20}},
-        ),
-        (
-            {"evaluation": {"temperature": 0, "samples": 2, "k": [1]}},
-            {"evaluation": {"temperature": 0, "samples": 1, "k": [1]}},
-        ),
-        ({"evaluation": {"samples": 3, "k": [4]}}, {"evaluation": {"samples": 4, "k": [4]}}),
-        ({"checkpoint": {"best_metric": "time/step"}}, {"checkpoint": {"best_metric": "train/accuracy"}}),
-        ({"optim": {"updates": 3}}, {"optim": {"updates": 2}}),
-        (
-            {"objective": {"old_logprobs": "sampler"}, "sampling": {"max_lag": 1}},
-            {"objective": {"old_logprobs": "sampler"}, "sampling": {"max_lag": 0}},
-        ),
-        (
-            {"objective": {"importance_cap": None}, "sampling": {"max_lag": 1}},
-            {"objective": {"importance_cap": None}, "sampling": {"max_lag": 0}},
-        ),
-        (
-            {"sampling": {"max_lag": 1, "vllm": {"tensor_parallel": 2}}},
-            {"sampling": {"max_lag": 1, "vllm": {"tensor_parallel": 1}}},
-        ),
-        ({"sampling": {"max_lag": 2}}, {"sampling": {"max_lag": 1}}),
-        ({"sampling": {"max_lag": -1}}, {"sampling": {"max_lag": 0}}),
+        ([], "sampling.top_p=0.9", "sampling.top_p=1.0"),
+        ([], "sampling.top_k=20", "sampling.top_k=0"),
+        ([], "sampling.min_p=0.05", "sampling.min_p=0.0"),
+        (["reward.correct=0.5"], "reward.wrong=0.5", "reward.wrong=0.4"),
+        (["sampling.max_tokens=20"], "reward.overlong_buffer=21", "reward.overlong_buffer=20"),
+        (["evaluation={temperature: 0, k: [1]}"], "evaluation.samples=2", "evaluation.samples=1"),
+        (["evaluation.k=[4]"], "evaluation.samples=3", "evaluation.samples=4"),
+        ([], "checkpoint.best_metric=time/step", "checkpoint.best_metric=train/accuracy"),
+        ([], "optim.updates=3", "optim.updates=2"),
+        (["objective.old_logprobs=sampler"], "sampling.max_lag=1", "sampling.max_lag=0"),
+        (["objective.importance_cap=null"], "sampling.max_lag=1", "sampling.max_lag=0"),
+        (["sampling.max_lag=1"], "sampling.vllm.tensor_parallel=2", "sampling.vllm.tensor_parallel=1"),
+        ([], "sampling.max_lag=2", "sampling.max_lag=1"),
+        ([], "sampling.max_lag=-1", "sampling.max_lag=0"),
     ],
 )
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
-    refused: dict[str, Any], accepted: dict[str, Any]
+    others: list[str], refused: str, accepted: str
 ) -> None:
-    with pytest.raises(ConfigError, match=next(reversed(refused))):
-        resolve([refused])
-    resolve([accepted])
+    with pytest.raises(ConfigError, match=refused.partition(".")[0]):
+        resolve([read_assignments([*others, refused])])
+    resolve([read_assignments([*others, accepted])])
 
 
 @pytest.mark.parametrize(
