@@ -227,36 +227,21 @@ def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path
     assert count_parts(folder) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--n", "4"], "--n"),
-        (["--seed", "0"], "--seed"),
-        (["--k", "1"], "--k"),
-        (["--task", "countdown"], "--task"),
-        (["--name", "b"], "--name"),
-        (["--set", "seed=1"], "--set"),
-        (["--grader", "math"], "--grader"),
-        (["--temperature", "0"], "--temperature"),
-        (["--legacy-best-at-k"], "--legacy-best-at-k"),
-    ],
-)
-def test_resume_refuses_settings(tmp_path: Path, flags: list[str], named: str) -> None:
-    line = usage_error("eval", "--resume", "anything", *flags, cwd=tmp_path)
+def test_resume_refuses_settings(tmp_path: Path) -> None:
+    flags = {
+        "--task": "countdown", "--n": "4", "--k": "1", "--temperature": "0", "--seed": "0", "--grader": "math",
+        "--name": "b", "--set": "seed=1",
+    }  # fmt: skip
+    words = [word for flag in flags.items() for word in flag]
+    line = usage_error("eval", "--resume", "anything", *words, "--legacy-best-at-k", cwd=tmp_path)
     assert "own settings" in line
-    assert f"leave out {named}" in line
+    named = line.partition("leave out ")[2].strip().split(", ")
+    assert sorted(named) == sorted([*flags, "--legacy-best-at-k"])
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"config": []},
-        {"config": {"seed": -1}},
-        {"model": {}},
-        {"model": 5},
-        {"model": None},
-        {"samples": {"path": 7}},
-    ],
+    [{"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"model": 5}, {"samples": {"path": 7}}],
 )
 def test_a_damaged_record_is_one_line(tmp_path: Path, change: dict) -> None:
     folder = tmp_path / "runs" / "a"

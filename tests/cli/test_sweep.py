@@ -8,11 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +18,9 @@ import yaml
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
+from tests.cli.eval_command import start
+from tests.cli.test_train_stopped import count_lines, wait_until
+from tests.cli.train_runs import record as records
 from tests.commands import run_bandpo
 
 SMALL = [
@@ -32,25 +33,15 @@ def bandpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_bandpo("sweep", *arguments, cwd=cwd, timeout=300, COLUMNS="120", OMP_NUM_THREADS="1")
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [without_clock(line) for line in lines]
-
-
 @pytest.mark.slow
 def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
     arguments = ["--delta", "0.01,0.1", "--seeds", "0,1", *SMALL, "--jobs", "2", "--name", "a", "--no-mlflow"]
-    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
-    first = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-    )
+    first = start(tmp_path, "sweep", *arguments)
     sweep = tmp_path / "runs" / "a"
-    end = time.monotonic() + 240
     # Kill it when the runs of the first seed are finished and one of the second has started.
-    while not (sweep / "0.1-s1" / "metrics.jsonl").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(first, (sweep / "0.1-s1" / "metrics.jsonl").exists)
     first.kill()
-    first.wait()
+    first.communicate()
     finished = {path.parent.name: path.stat().st_mtime_ns for path in sweep.glob("*/summary.json")}
     assert "0.1-s1" not in finished
     assert len(finished) >= 1
@@ -63,7 +54,7 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     assert names == ["0.01-s0", "0.1-s0", "0.01-s1", "0.1-s1"]
     for name in names:
         assert json.loads((sweep / name / "summary.json").read_text())["status"] == "FINISHED"
-        assert [record["step"] for record in records(sweep / name)] == [0, 1, 2, 3]
+        assert [line["step"] for line in records(sweep / name)] == [0, 1, 2, 3]
     board = (sweep / "report" / "leaderboard.csv").read_text().splitlines()
     assert sorted(line.partition(",")[0] for line in board[1:]) == ["0.01", "0.1"]
     for name, stamp in finished.items():
@@ -71,18 +62,8 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == interrupted_config
 
     # The run equals one of `bandpo train` with the same settings.
-    alone = [
-        sys.executable,
-        "-m",
-        "bandpo_cli",
-        "train",
-        "-c",
-        str(sweep / "plans" / "0.1-s1.yaml"),
-        "--name",
-        "one",
-    ]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(alone, cwd=tmp_path, env=env, check=True, capture_output=True)
+    alone = start(tmp_path, "train", "-c", str(sweep / "plans" / "0.1-s1.yaml"), "--name", "one")
+    alone.communicate(timeout=120)
     assert records(tmp_path / "runs" / "one") == records(sweep / "0.1-s1")
 
     # A run whose folder was deleted is repeated; the others are not.
@@ -108,21 +89,21 @@ def processes_with(text: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_runs_of_two_ranks_end_with_a_killed_sweep_and_resume_as_two(tmp_path: Path) -> None:
+def test_runs_of_two_ranks_end_with_a_killed_sweep_and_resume_as_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU the ranks of a run are processes on the CPU; the run is that of one rank."""
     arguments = ["--seeds", "0", *SMALL, "--steps", "8", "--gpus-per-run", "2", "--name", "two"]
     arguments += ["--set", "checkpoint.every=1", "--no-mlflow"]
-    command = [sys.executable, "-m", "bandpo_cli", "sweep", *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    first = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    first = start(tmp_path, "sweep", *arguments)
     sweep = tmp_path / "runs" / "two"
-    end = time.monotonic() + 240
-    while not list(sweep.glob("*/checkpoints/step-*/trainer/state.json")) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(first, lambda: any(sweep.glob("*/checkpoints/step-*/trainer/state.json")))
     plan = str(sweep / "plans")
     assert len(processes_with(plan)) >= 3, "the launcher and two ranks"
     first.kill()
-    first.wait()
+    first.communicate()
+    end = time.monotonic() + 60
     while processes_with(plan) and time.monotonic() < end:
         time.sleep(0.1)
     assert not processes_with(plan)
@@ -177,17 +158,8 @@ def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) 
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 
     long = ["--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow", "--jobs", "2"]
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "bandpo_cli", "sweep", *long],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    end = time.monotonic() + 120
-    while len(list((tmp_path / "runs/c").glob("*/metrics.jsonl"))) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
+    sweep = start(tmp_path, "sweep", *long)
+    wait_until(sweep, lambda: len(list((tmp_path / "runs/c").glob("*/metrics.jsonl"))) == 2)
     sweep.send_signal(signal.SIGINT)
     out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 130, err
@@ -201,18 +173,9 @@ def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) 
 def test_sigterm_lets_the_runs_save_their_state(tmp_path: Path, to_all: bool) -> None:
     """The time limit of a cluster sends SIGTERM to the sweep, or to all processes of the job."""
     arguments = ["--seeds", "0", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow"]
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "bandpo_cli", "sweep", *arguments],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    sweep = start(tmp_path, "sweep", *arguments)
     run = tmp_path / "runs/c/band-s0"
-    end = time.monotonic() + 120
-    while not ((run / "metrics.jsonl").exists() and len(records(run)) > 2) and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(sweep, lambda: count_lines(run) > 2)
     if to_all:
         os.kill(json.loads((run / ".lock").read_text())["pid"], signal.SIGTERM)
     sweep.terminate()
