@@ -17,8 +17,9 @@ import torch
 from tests.oracle.comparison import Case, Differences, compare
 from tests.oracle.reference import Token
 
-TOLERANCE = 2e-4
-"""Largest difference of float32 from float64 that is due to rounding; seen up to 6e-5, see `Differences`."""
+TOLERANCE = 4e-4
+"""Largest difference of float32 from float64 that is due to rounding; see `Differences`. Seen up to 6e-5, on another
+processor up to 2.8e-4 in `sampler/logprob_gap_max`, which is itself a difference."""
 
 TIGHT_KL = {"bounds": {"delta": 0.005}}
 CLIP = {"bounds": {"method": "clip"}}
