@@ -64,9 +64,6 @@ _DTYPES = list(_DTYPE_NAMES)
 class AbandonedError(RunError):
     """The run gave up a checkpoint while it was being written."""
 
-    def __init__(self, line: str = "the checkpoint was given up") -> None:
-        super().__init__(line)
-
 
 @dataclass(frozen=True)
 class TrainedState:

@@ -331,7 +331,7 @@ class CheckpointWriter:
     def _check_abandoned(self) -> None:
         """Raise AbandonedError if the checkpoint is given up; runs in the thread."""
         if self._abandoned.is_set():
-            raise AbandonedError
+            raise AbandonedError("the checkpoint was given up")
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
