@@ -1,4 +1,4 @@
-"""Largest relative error of the bounds of every divergence, compared with 60-digit roots.
+"""Largest relative error of the bounds of every divergence, compared with roots in 60-digit arithmetic.
 
     python benchmarks/bounds_accuracy.py [--points N] [--only NAME ...]
 
@@ -15,7 +15,9 @@ its largest number are excluded.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import mpmath as mp
 import numpy as np
@@ -25,59 +27,14 @@ from shared import command_line
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.divergences import find_divergence
 from bandpo_cli.bounds.solver import MIN_TOKENS_FOR_TABLE
+from bandpo_cli.registries import DIVERGENCES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.bounds.oracle import oracle, rounding_change  # the package `tests` is not installed
 
 BATCH = {True: 4096, False: MIN_TOKENS_FOR_TABLE}
 """Tokens of a batch that is large enough for tables, by whether the divergence has its own `solve` (as kl has)."""
-
-F = {
-    "kl": lambda u: -mp.log(u),
-    "reverse-kl": lambda u: u * mp.log(u) if u else mp.mpf(0),
-    "tv": lambda u: abs(u - 1) / 2,
-    "chi2": lambda u: (u - 1) ** 2,
-    "neyman": lambda u: (u - 1) ** 2 / u,
-    "hellinger": lambda u: (mp.sqrt(u) - 1) ** 2,
-    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
-    "js": lambda u: ((u * mp.log(2 * u / (1 + u)) if u else 0) + mp.log(2 / (1 + u))) / 2,
-}
-INFINITE_AT_ZERO = ("kl", "neyman")
-
-
-def reference(name: str, logp: float, delta: float) -> tuple[mp.mpf, mp.mpf]:
-    """Return both bounds from root finding in the logit of the new probability, independent of the package's code."""
-    f, delta = F[name], mp.mpf(delta)
-    p = mp.exp(mp.mpf(logp))
-    m = -mp.expm1(mp.mpf(logp))
-
-    def excess(r: mp.mpf, other: mp.mpf) -> mp.mpf:
-        return p * f(r) + m * f(other) - delta
-
-    def ratio_pair(t: mp.mpf) -> tuple[mp.mpf, mp.mpf]:
-        other = 1 / (1 + p * mp.expm1(t))
-        return mp.exp(t) * other, other
-
-    def root(side: int) -> mp.mpf:
-        inner, outer = mp.mpf(0), mp.mpf(side)
-        while excess(*ratio_pair(outer)) < 0:
-            inner, outer = outer, 2 * outer
-        for _ in range(12):
-            middle = (inner + outer) / 2
-            inner, outer = (middle, outer) if excess(*ratio_pair(middle)) < 0 else (inner, middle)
-        tiny = mp.mpf(10) ** -90
-        t = mp.findroot(
-            lambda t: excess(*ratio_pair(t)), (inner, outer), solver="anderson", tol=tiny, verify=False
-        )
-        return ratio_pair(t)[0]
-
-    lower_saturates = name not in INFINITE_AT_ZERO and excess(mp.mpf(0), 1 / m) <= 0
-    upper_saturates = name not in INFINITE_AT_ZERO and excess(1 / p, mp.mpf(0)) <= 0
-    return mp.mpf(0) if lower_saturates else root(-1), 1 / p if upper_saturates else root(+1)
-
-
-def condition(name: str, logp: float, delta: float, ratio: mp.mpf) -> mp.mpf:
-    """Return |∂ log r / ∂ log p| of the lower bound by finite difference; infinite where it saturates nearby."""
-    step = mp.mpf(10) ** -25
-    shifted = reference(name, mp.mpf(logp) - step, delta)[0]
-    return mp.inf if shifted == 0 else abs(mp.log(shifted / ratio)) / step
 
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
@@ -104,7 +61,7 @@ def measure(name: str, dtype: torch.dtype, count: int) -> str:
     info, worst, ill, ill_points, used = torch.finfo(dtype), {"lower": 0.0, "upper": 0.0}, 0.0, 0, 0
     for exact_logp, delta in points(count):
         logp = torch.tensor(exact_logp, dtype=dtype).item()
-        truth = reference(name, logp, delta)
+        truth = oracle(name, logp, delta)
         for batch in (False, True):
             results = computed(logp, name, delta, dtype, batch)
             for side, want, got in zip(("lower", "upper"), truth, results, strict=True):
@@ -115,7 +72,7 @@ def measure(name: str, dtype: torch.dtype, count: int) -> str:
                 limit = 1e-12 if dtype == torch.float64 else 1e-6
                 # The condition number is slow to compute, so it is computed for large errors only.
                 has_number = error > limit and side == "lower" and want != 0
-                number = condition(name, logp, delta, want) if has_number else mp.mpf(0)
+                number = rounding_change(name, logp, delta)[0] * mp.mpf(10) ** 16 if has_number else mp.mpf(0)
                 if number > 1000:
                     ill, ill_points = max(ill, float(error / number)), ill_points + 1
                 else:
@@ -128,7 +85,7 @@ def main() -> None:
     """Parse the arguments and print the table."""
     parser = command_line(__doc__)
     parser.add_argument("--points", type=int, default=60, help="random points per divergence and type")
-    parser.add_argument("--only", nargs="*", choices=list(F), default=list(F))
+    parser.add_argument("--only", nargs="*", choices=list(DIVERGENCES), default=list(DIVERGENCES))
     arguments = parser.parse_args()
     mp.mp.dps = 60
     print(
