@@ -97,6 +97,7 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     assert fits(config, report, size * 10**9)
 
 
+@pytest.mark.slow
 def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> None:
     """The base in bfloat16, and adapters with 14 bytes per parameter: 2, a master and two moments."""
     file, model = PAPER / "lora-7b.yaml", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
@@ -127,6 +128,7 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
         assert not fits(each, on_gpu, before * 10**9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path, file: Path) -> None:
     header = _EIGHT_GPUS.search(file.read_text("utf-8"))
@@ -144,6 +146,7 @@ def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path
     assert not report_on_gpu(config, size).fits, "one such GPU is enough"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "overlay"),
     [*((file, "dapo") for file in MODELS), (MODELS[0], "dynamic-sampling")],

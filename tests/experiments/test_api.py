@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,13 +119,13 @@ def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
     assert (compared.path_a, [*compared.sets]) == (runs / "a" / "eval.json", ["countdown"])
 
 
-def test_sync_reports_each_run(trained: Recorder, runs: Path) -> None:
+def test_sync_reports_each_run(trained: Recorder, runs: Path, empty_database: Path) -> None:
     seen = Recorder()
     reports = sync(all_runs=True, runs_dir=runs, callbacks=[seen])
     assert [(report.name, report.result) for report in reports] == [("demo", None)]
     assert "tracking.mlflow is false" in str(reports[0].skipped)
     assert seen.outline() == ["start", "step", "end"]
-    uri = f"sqlite:///{runs / 'other.db'}"
+    uri = f"sqlite:///{shutil.copy(empty_database, runs / 'other.db')}"
     (sent,) = sync(["demo"], uri=uri, runs_dir=runs, callbacks=[seen])
     assert sent.result is not None
     assert sent.result.ended
