@@ -6,7 +6,7 @@
 
 `scripts/mutants.toml` lists the errors that no mutation tool makes. In pyproject.toml, `[tool.mutants]` names the
 modules of the random mutations and the tests of every module. An error is caught if these tests fail; an error that
-survives needs a test. Exit code 1: an error survived, or a listed text is not in its file exactly once.
+survives needs a test. Exit code 1: an error survived, or a listed text is not in the modules exactly once.
 
 Every copy is tested in a forked process of a parent that has imported the heavy libraries already, because importing
 torch and transformers takes longer than most of the tests.
@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,30 @@ def settings() -> dict[str, Any]:
     return table
 
 
+@cache
+def modules() -> dict[str, tuple[str, list[str]]]:
+    """Return the text and the tests of each module in which errors are made, by its path."""
+    found = {}
+    for place, tests in settings()["tests"].items():
+        for path in sorted((ROOT / place).rglob("*.py")) if place.endswith("/") else [ROOT / place]:
+            found[str(path.relative_to(ROOT))] = path.read_text(), tests
+    return found
+
+
 def listed() -> tuple[list[Mutant], list[str]]:
     """Return the errors of mutants.toml, and a line for every error that does not fit the code or names no test."""
     mutants, problems = [], []
-    tests_of = settings()["tests"]
-    for file, errors in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
-        source = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+    for errors in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).values():
         for description, old, new, *tests in errors:
-            tests = tests or next(tests for place, tests in tests_of.items() if file.startswith(place))
-            mutants.append(Mutant(file, description, source.replace(old, new), tuple(tests)))
-            if source.count(old) != 1:
-                problems.append(f"{file}: {description}: {old!r} occurs {source.count(old)} times")
-            problems += [f"{file}: {description}: no {test}" for test in tests if not (ROOT / test).exists()]
+            places = [file for file, (text, _) in modules().items() for _ in range(text.count(old))]
+            problems += [f"{description}: no {test}" for test in tests if not (ROOT / test).exists()]
+            if len(places) != 1:
+                problems.append(
+                    f"{description}: {old!r} occurs {len(places)} times, in {sorted(set(places))}"
+                )
+                continue
+            text, usual = modules()[places[0]]
+            mutants.append(Mutant(places[0], description, text.replace(old, new), tuple(tests or usual)))
     return mutants, problems
 
 
@@ -85,29 +98,27 @@ def random_mutants(number: int, seed: int) -> list[Mutant]:
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
-    table = settings()
-    operators = [name for name in sorted(operator_names()) if not re.search(table["exclude-operators"], name)]
+    excluded = settings()["exclude-operators"]
+    operators = [name for name in sorted(operator_names()) if not re.search(excluded, name)]
     places: dict[tuple[str, tuple[int, int]], list[tuple[str, int]]] = {}
-    for prefix in table["tests"]:
-        for path in sorted((ROOT / prefix).rglob("*.py")) if prefix.endswith("/") else [ROOT / prefix]:
-            nodes = list(ast_nodes(get_ast(path.read_text())))
-            for name in operators:
-                operator = get_operator(name)()
-                starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
-                for occurrence, start in enumerate(starts):
-                    places.setdefault((str(path.relative_to(ROOT)), start), []).append((name, occurrence))
+    for file, (text, _) in modules().items():
+        nodes = list(ast_nodes(get_ast(text)))
+        for name in operators:
+            operator = get_operator(name)()
+            starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+            for occurrence, start in enumerate(starts):
+                places.setdefault((file, start), []).append((name, occurrence))
     generator = random.Random(seed)
     mutants = []
     for file, start in generator.sample(sorted(places), number):
         name, occurrence = generator.choice(places[file, start])
-        source = (ROOT / file).read_text()
+        source, tests = modules()[file]
         text = mutate_code(source, get_operator(name)(), occurrence)
         assert text is not None
         changed = [line for line in difflib.ndiff(source.splitlines(), text.splitlines()) if line[0] in "-+"]
         description = f"{name.removeprefix('core/')}, line {start[0]}: " + " ".join(
             " ".join(line.split()) for line in changed
         )
-        tests = next(tests for prefix, tests in table["tests"].items() if file.startswith(prefix))
         mutants.append(Mutant(file, description, text, tuple(tests)))
     return mutants
 
