@@ -146,15 +146,13 @@ def read_unit(text: str) -> tuple[Fraction, bool] | None:
     text = _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent ")
     text = FONT.sub(r" \1 ", text)
     words = re.findall(r"[A-Za-z]+", text)
-    if not words or not _UNIT.fullmatch(text) or not _are_units(words):
+    if not words or not _UNIT.fullmatch(text) or not _is_unit(words[0]):
+        return None
+    if not all(_is_unit(word) or _PREPOSITION.fullmatch(word) for word in words[1:]):
         return None
     if is_attached and not _SHORT_UNIT.fullmatch(words[0]):
         return None
     return _SCALES.get(words[0].lower(), Fraction(1)), is_letter
-
-
-def _are_units(words: list[str]) -> bool:
-    return _is_unit(words[0]) and all(_is_unit(word) or _PREPOSITION.fullmatch(word) for word in words[1:])
 
 
 def _is_unit(word: str) -> bool:

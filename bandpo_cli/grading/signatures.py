@@ -154,7 +154,12 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
     """
     parameters = _parameters(function)
     _check_parameter("completions", function, "trl", ("prompts", "completions", "**columns"))
-    required = {name for name, parameter in parameters.items() if _is_required(parameter)}
+    required = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+    }
     if missing := required & _NOT_AVAILABLE:
         raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
     annotation = parameters["completions"].annotation if "completions" in parameters else None
@@ -263,11 +268,6 @@ def _check_parameter(
         raise ValueError(
             f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are {_enumerate(names)}"
         )
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return by_name and parameter.default is parameter.empty
 
 
 def _enumerate(names: Any) -> str:

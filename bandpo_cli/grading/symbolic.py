@@ -60,7 +60,11 @@ def is_equal(gold: str, answer: str) -> bool:
     if gold.count(":") > 1:  # the ratio 2:3:4 would be read as (2/3)/4
         terms = gold.split(":"), answer.split(":")
         return len(terms[0]) == len(terms[1]) and all(map(is_equal, *terms))
-    if _different_bases(gold, answer):
+    bases, other_bases = (
+        _BASE.findall(gold),
+        _BASE.findall(answer),
+    )  # 1001_2 and 1001_{3}; the parser ignores them
+    if bases and other_bases and bases != other_bases:
         return False
     golds, answers = _parse(gold), _parse(answer)
     if not golds or not answers or _differ_at_test_points(golds[0], answers[0]):
@@ -68,12 +72,6 @@ def is_equal(gold: str, answer: str) -> bool:
     if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
         return False
     return not _numbers_differ(golds[0], answers[0])
-
-
-def _different_bases(gold: str, answer: str) -> bool:
-    r"""Return True if both name bases, as 1001_2 and 1001_{3} do, and not the same ones; the parser ignores them."""
-    bases, others = _BASE.findall(gold), _BASE.findall(answer)
-    return bool(bases and others) and bases != others
 
 
 @lru_cache(maxsize=256)

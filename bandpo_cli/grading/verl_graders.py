@@ -56,8 +56,8 @@ _WRAPPERS = (
     re.compile(r"\\text\{(?:([^}\n]*+)\}|[^}\n]*+)"),
     re.compile(r"\\textbf\{(?:([^}\n]*+)\}|[^}\n]*+)"),
     re.compile(r"\\overline\{(?:([^}\n]*+)\}|[^}\n]*+)"),
+    re.compile(r"\\boxed\{(?:([^\n]*)\}|[^\n]*+)"),
 )
-_BOXED = re.compile(r"\\boxed\{(?:([^\n]*)\}|[^\n]*+)")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")  # \frac12 is \frac{1}{2}
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
@@ -142,8 +142,7 @@ def normalize(answer: str) -> str:
         text = text.replace(removed, "")
     text = _FORMULA.sub(r"$\1$", text)
     for wrapper in _WRAPPERS:
-        text = wrapper.sub(_content, text)
-    text = _BOXED.sub(_content, text)
+        text = wrapper.sub(lambda match: match[0] if match[1] is None else match[1], text)
     text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"sqrt{\1}", text)
     text = text.replace("$", "")
@@ -156,11 +155,6 @@ def _compare(answer: str | None, reference: str) -> Grade:
     if answer is not None and answer == reference:
         return CORRECT
     return WRONG if answer else MALFORMED
-
-
-def _content(match: re.Match[str]) -> str:
-    """Return the group of a match; all of the match where it has none."""
-    return match[0] if match[1] is None else match[1]
 
 
 def _answer_line(text: str) -> str | None:

@@ -48,15 +48,9 @@ def find_fields(
     """
     rows = list(rows)
     verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
-    questions = (
-        *(["prompt"] if verl else []),
-        *([dataset_fields.question] if dataset_fields.question else []),
-        *QUESTION_NAMES,
-    )
-    answers = [*([dataset_fields.answer] if dataset_fields.answer else []), *ANSWER_NAMES]
-    answers.sort(key=lambda name: name == "solution")
-    if verl:
-        answers.insert(0, _VERL_ANSWER)
+    questions = ["prompt" if verl else None, dataset_fields.question, *QUESTION_NAMES]
+    answers = sorted([dataset_fields.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
+    answers.insert(0, _VERL_ANSWER if verl else None)
 
     def first(names: Iterable[str | None], usable: Any) -> str | None:
         return next(
@@ -123,12 +117,8 @@ def answer_value(row: Mapping[str, Any], question: QuestionValue, names: Fields)
 
 def is_chat(value: Any) -> bool:
     """Return whether a value is meant as chat messages: a list whose first entry has a role or a content."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and isinstance(value[0], Mapping)
-        and ("role" in value[0] or "content" in value[0])
-    )
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and ("role" in first or "content" in first)
 
 
 def _ends_with_assistant(value: Any) -> bool:

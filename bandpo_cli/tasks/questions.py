@@ -166,7 +166,13 @@ def load_questions(
     names = find_fields(first_rows, source.fields, known_fields)
     if not first_rows:
         raise ConfigError(f"task.{part}: '{place}' holds no rows")
-    _check_fields(names, source, columns)
+    required = ("question", "answer", "level") if source.levels is not None else ("question", "answer")
+    if missing := [name for name in required if getattr(names, name) is None]:
+        mapping = ", ".join(f"{name}: ..." for name in missing)
+        raise ConfigError(
+            f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {', '.join(columns)}; "
+            f"set fields: {{{mapping}}}"
+        )
     dropped: Counter[str] = Counter()
     questions: dict[str, Problem] = {}
     solutions = 0
@@ -200,18 +206,6 @@ def load_questions(
 def format_counts(dropped: Mapping[str, int]) -> str:
     """Format the number of rows per reason: `2 without an answer, 1 repeated`."""
     return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
-
-
-def _check_fields(names: Fields, source: Source, columns: list[str]) -> None:
-    missing = [name for name in ("question", "answer") if getattr(names, name) is None]
-    if source.levels is not None and names.level is None:
-        missing.append("level")
-    if missing:
-        mapping = ", ".join(f"{name}: ..." for name in missing)
-        raise ConfigError(
-            f"'{source.path or source.name}': no field found for the {' and the '.join(missing)}; "
-            f"its fields: {', '.join(columns)}; set fields: {{{mapping}}}"
-        )
 
 
 def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
