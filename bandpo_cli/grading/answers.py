@@ -89,8 +89,8 @@ def _stated_value(answer: str) -> str:
 def without_remark(answer: str) -> str:
     """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
 
-    A remark begins with "because" or "since", or is a phrase in parentheses at the end. The value that counts is the
-    one before it, so that an equation in a remark is not taken for the answer.
+    A remark begins with "because" or "since", or is a phrase in parentheses at the end. The value
+    before the remark counts, so that an equation in a remark is not taken for the answer.
     """
     remark = _REMARK.search(answer)
     if remark is None:

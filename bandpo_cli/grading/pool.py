@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line
 from bandpo_cli.grading.signatures import answer_of
-from bandpo_cli.grading.workers import GraderArguments, Job, WorkerPool
+from bandpo_cli.grading.workers import GraderArguments, WorkerPool
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
 from bandpo_cli.storage.environment import usable_cores
@@ -243,15 +243,15 @@ def _function(name: str) -> str | None:
     return None
 
 
-def _batches(problem_ids: Sequence[str], size: int) -> list[Job]:
-    """Return the answers of each call: consecutive ones, at most `size`; those of one problem are never split."""
-    firsts = [index for index, (before, id_) in enumerate(pairwise(problem_ids), start=1) if before != id_]
-    batches, start = [], 0
-    for first, after in pairwise([*firsts, len(problem_ids)]):
-        if after - start > size:
-            batches.append(range(start, first))
-            start = first
-    return [*batches, range(start, len(problem_ids))]
+def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:
+    """Divide answers into calls of consecutive answers, at most `size`; a call has all answers of a problem."""
+    batches: list[list[int]] = [[]]
+    for _, group in groupby(range(len(problem_ids)), key=problem_ids.__getitem__):
+        indices = list(group)
+        if batches[-1] and len(batches[-1]) + len(indices) > size:
+            batches.append([])
+        batches[-1] += indices
+    return batches
 
 
 def _find_first_stage(name: str) -> FirstStage:

@@ -227,7 +227,7 @@ def _trl_columns(batch: Sequence[Answer]) -> dict[str, list[Any]]:
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that it has."""
+    """Call a function with the arguments that it has a parameter for."""
     if not _takes_any(function):
         names = _parameters(function)
         arguments = {name: value for name, value in arguments.items() if name in names}

@@ -21,7 +21,7 @@ for _library in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_library).setLevel(logging.CRITICAL + 1)
 warnings.simplefilter("ignore")
 
-# Units are not removed by the library: it takes a variable t or m at the end for one. `_TEXT_UNIT` removes those in
+# The library must not remove units: it takes a variable t or m at the end for a unit. `_TEXT_UNIT` removes the units in
 # \text{}.
 _LATEX = LatexExtractionConfig(
     boxed_match_priority=-1,

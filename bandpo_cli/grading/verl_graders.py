@@ -1,9 +1,9 @@
 r"""Graders of verl: `math-dapo`, `math-dapo-boxed`, `gsm8k` and `gsm8k-flexible`.
 
-An answer is correct here exactly when verl gives it the full score, so that an accuracy can be compared with those
-of verl's users. The rules are those of `verl/utils/reward_score/math_dapo.py` and `gsm8k.py`; that of arXiv 2603.04918
-is `math-dapo`. They compare texts, not values: no rule here is to be improved. `tests/integrations` compares them with
-verl itself.
+An answer is correct here exactly when verl gives it the full score, so that accuracies can be compared with the
+accuracies that users of verl report. The rules come from `verl/utils/reward_score/math_dapo.py` and `gsm8k.py`; arXiv
+2603.04918 uses `math-dapo`. They compare texts, not values: do not improve any rule here. `tests/integrations` compares
+the graders with verl itself.
 
 Only the end of a completion is read, so that the work per answer is bounded.
 """
@@ -184,7 +184,7 @@ def _normalized_reference(problem: Problem) -> str:
 
 
 def _digits_of_reference(problem: Problem) -> str:
-    """Return the reference without commas, as verl stores those of GSM8K."""
+    """Return the reference without commas, as verl stores the references of GSM8K."""
     if not _NUMBER.fullmatch(problem.answer) or not _DIGIT.search(problem.answer):
         raise ValueError(
             f"its answer {problem.answer!r:.60} is not a number in digits; use the grader 'math'"

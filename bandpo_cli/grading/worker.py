@@ -1,9 +1,9 @@
 """Worker process: one grader function, called for one line of JSON after another.
 
 A line on standard input is the list of the answers of one call, each a list of arguments; only functions that take
-batches get more than one. A line on standard output is `{"results": [[reward, correct, verdict, has_reward], ...]}` or
-`{"error": ..., "out_of_memory": ...}`, in the same order. The first line on standard output, after the function was
-imported, is `{"ready": true, "batched": ...}`.
+batches get more than one answer. A line on standard output is `{"results": [[reward, correct, verdict, has_reward],
+...]}` or `{"error": ..., "out_of_memory": ...}`, in the same order. The first line on standard output, after the
+function was imported, is `{"ready": true, "batched": ...}`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _call(grader: BatchGrader, answers: Sequence[Any]) -> dict[str, Any]:
     except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
         message = f"{type(error).__name__}: {error!s:.300}"
         return {"error": message, "out_of_memory": isinstance(error, MemoryError)}
-    return {"results": [[each.reward, each.correct, each.verdict, each.has_reward] for each in grades]}
+    return {"results": [[grade.reward, grade.correct, grade.verdict, grade.has_reward] for grade in grades]}
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:

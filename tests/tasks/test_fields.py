@@ -119,22 +119,22 @@ def test_dotted_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "names"),
+    ("row", "names"),
     [
-        ([{"question": "q", "answer": "a", "prompt": "p"}], ("question", "answer")),
-        ([{"problem": "q", "solution": "\\boxed{1}", "answer": "1"}], ("problem", "answer")),
-        ([{"query": "q", "target": 0}], ("query", "target")),
-        ([{"input": "q", "solution": "1"}], ("input", "solution")),
-        ([{"question": None, "problem": "q", "ground_truth": 1}], ("problem", "ground_truth")),
-        ([{"question": "", "answer": None}, {"question": "q", "answer": 1}], ("question", "answer")),
-        ([{"question": "q", "text": "a"}], ("question", None)),
-        ([{"text": "q", "answer": "a"}], (None, "answer")),
-        ([], (None, None)),
+        ({"question": "q", "answer": "a", "prompt": "p"}, ("question", "answer")),
+        ({"problem": "q", "solution": "\\boxed{1}", "answer": "1"}, ("problem", "answer")),
+        ({"query": "q", "target": 0}, ("query", "target")),
+        ({"input": "q", "solution": "1"}, ("input", "solution")),
+        ({"question": None, "problem": "q", "ground_truth": 1}, ("problem", "ground_truth")),
+        ({"question": "q", "text": "a"}, ("question", None)),
+        ({"text": "q", "answer": "a"}, (None, "answer")),
+        ({}, (None, None)),
     ],
 )
-def test_usual_names(rows: list[dict[str, Any]], names: tuple[str | None, str | None]) -> None:
-    found = find_fields(rows)
-    assert (found.question, found.answer) == names
+def test_usual_names(row: dict[str, Any], names: tuple[str | None, str | None]) -> None:
+    for rows in ([row], [dict.fromkeys(row), row]):  # a row without values does not decide
+        fields = find_fields(rows)
+        assert (fields.question, fields.answer) == names
 
 
 def test_configured_fields_and_the_verl_layout_have_priority() -> None:
@@ -161,12 +161,12 @@ def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_las
     assert find_fields([row]).answer == "answer"
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWER_NAMES if name != "solution"])
-@pytest.mark.parametrize("known", [NONE, Fields(answer="solution")])
-def test_worked_solution_is_used_only_without_an_answer_field(name: str, known: Fields) -> None:
+def test_worked_solution_is_used_only_without_an_answer_field() -> None:
     """Also for a copy of a known data set whose answer field is the worked solution."""
-    section, _, key = name.partition(".")
-    row = {"question": "1+1?", "solution": "It is \\boxed{3}.", section: {key: "2"} if key else "2"}
-    assert find_fields([row], NONE, known).answer == name
-    del row[section]
-    assert find_fields([row], NONE, known).answer == "solution"
+    for name in ANSWER_NAMES[:-1]:
+        section, _, key = name.partition(".")
+        row = {"question": "1+1?", "solution": "It is \\boxed{3}."}
+        answered = row | {section: {key: "2"} if key else "2"}
+        for known in (NONE, Fields(answer="solution")):
+            assert find_fields([answered], NONE, known).answer == name
+            assert find_fields([row], NONE, known).answer == "solution"

@@ -136,18 +136,18 @@ def test_all_known_names_have_a_dataset_with_existing_evaluation_sets() -> None:
 
 def test_default_sources_of_dapo(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: _numbered(calls, *a, **k))
+
+    def numbered(path: str, name: str | None, split: str) -> datasets.Dataset:
+        calls.append((path, name, split))
+        columns = ("question", "problem", "prompt")
+        return datasets.Dataset.from_list([{**dict.fromkeys(columns, path), "answer": "1", "solution": "1"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", numbered)
     task = build_task(DataTask(name="dapo-math-17k"))
     assert list(task.heldout_sets()) == ["aime24", "aime25", "amc23"]
     assert len(calls) == 3, "evaluation does not read the training set"
     assert len(task.train_problems()) == 1
     assert calls[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
-
-
-def _numbered(calls: list[tuple[Any, ...]], path: str, name: str | None, split: str) -> datasets.Dataset:
-    calls.append((path, name, split))
-    row = {"question": path, "problem": path, "prompt": path, "answer": "1", "solution": "1"}
-    return datasets.Dataset.from_list([row])
 
 
 def raise_connection_error(*_: Any, **__: Any) -> Any:

@@ -88,10 +88,8 @@ def test_custom_grader_may_have_an_answer_of_several_lines(tmp_path: Path) -> No
 
 
 def test_no_usable_row(tmp_path: Path) -> None:
-    path = jsonl(
-        tmp_path / "x.jsonl", [{"question": "q", "answer": "a\nb", "n": 1}, {"question": "", "answer": "1"}]
-    )
-    message = error_of(Source(path=path))
+    rows = [{"question": "q", "answer": "a\nb", "n": 1}, {"question": "", "answer": "1"}]
+    message = error_of(Source(path=jsonl(tmp_path / "x.jsonl", rows)))
     for part in (
         "task.train",
         "1 without an answer",
@@ -142,14 +140,12 @@ def test_levels(tmp_path: Path) -> None:
     assert "fields: {level: ...}" in error_of(Source(path=bare, levels=(3,)))
 
 
-@pytest.mark.parametrize(
-    ("limit", "kept"), [(1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))]
-)
-def test_limit_keeps_rows_evenly_spread(tmp_path: Path, limit: int, kept: list[int]) -> None:
+def test_limit_keeps_rows_evenly_spread(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
-    loaded = load_questions(Source(path=path, limit=limit), "train")
-    assert [int(question.answer) for question in loaded.questions] == kept
-    assert len(loaded.questions) + loaded.dropped.get("over the limit", 0) == 10
+    for limit, kept in {1: [0], 3: [0, 3, 6], 10: [*range(10)], 99: [*range(10)]}.items():
+        loaded = load_questions(Source(path=path, limit=limit), "train")
+        assert [int(question.answer) for question in loaded.questions] == kept
+        assert len(loaded.questions) + loaded.dropped.get("over the limit", 0) == 10
 
 
 def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
