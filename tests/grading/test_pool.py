@@ -20,6 +20,7 @@ from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
+from benchmarks.hostile_answers import HOSTILE
 
 CUSTOM_GRADER = """
 import ctypes, math, os, subprocess, sys, time
@@ -364,3 +365,27 @@ def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
         assert not worker.ready, "the import is not waited for"
         (grade,) = pool.grade([Problem("p", "", "(x+1)^2", "t", "math")], ["Answer: $x^2+2x+1$"])
         assert grade.correct
+
+
+@pytest.mark.slow
+def test_hostile_answers_are_never_correct_and_do_not_break_the_pool() -> None:
+    """Each hostile answer is followed by an ordinary answer that needs a worker."""
+    five = Problem("five", "", "5", "test", "math")
+    texts = [text for hostile in HOSTILE.values() for text in (hostile, "Answer: 2+3")]
+    with GraderPool(GradingConfig(workers=2, deadline=1)) as pool:
+        given = [grade.verdict for grade in pool.grade([five] * len(texts), texts)]
+        after = pool.grade([five] * 3, ["Answer: \\sqrt{25}", "Answer: \\sqrt{36}", "Answer: 5"])
+    by_name = dict(zip(HOSTILE, given[::2], strict=True))
+    assert len(by_name) >= 50
+    assert [name for name, verdict in by_name.items() if verdict == "correct"] == []
+    assert set(by_name.values()) >= {"timeout", "wrong", "malformed"}
+    assert set(given[1::2]) == {"correct"}
+    assert [grade.verdict for grade in after] == ["correct", "wrong", "correct"]
+
+
+@pytest.mark.parametrize("grader", ["number", "countdown"])
+def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
+    five = Problem("five", "", "5", "test", grader, {"numbers": "2 3"})
+    with GraderPool(GradingConfig()) as pool:
+        given = {grade.verdict for grade in pool.grade([five] * len(HOSTILE), list(HOSTILE.values()))}
+    assert given <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
