@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -15,13 +15,6 @@ def dtype_on(dtype: Literal["auto"] | Dtype, on_gpu: bool) -> Dtype:
     if dtype == "auto":
         return "bfloat16" if on_gpu else "float32"
     return dtype
-
-
-def with_checkpointing(model: ModelConfig, on_gpu: bool) -> ModelConfig:
-    """Return the settings without gradient checkpointing where it is `auto` and the policy is not on a GPU."""
-    if model.gradient_checkpointing == "auto" and not on_gpu:
-        return model.model_copy(update={"gradient_checkpointing": False})
-    return model
 
 
 def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:

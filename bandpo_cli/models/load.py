@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
-from bandpo_cli.config.hardware import with_checkpointing
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.hub import cached_commit
@@ -156,7 +155,7 @@ def load_policy(
     model.eval()
     if for_training:
         check_output_layer(model)
-        if uses_gradient_checkpointing(model, with_checkpointing(config, device.type == "cuda")):
+        if uses_gradient_checkpointing(model, config, device.type == "cuda"):
             _enable_gradient_checkpointing(model)
         if config.lora is not None:
             add_adapters(model, config.lora, seed, location, commit)
@@ -327,8 +326,8 @@ def _attention(config: ModelConfig) -> str | None:
     return None if chosen == "auto" else chosen
 
 
-def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig) -> bool:
-    """Return whether the model is trained with gradient checkpointing; `auto` is where its architecture supports it.
+def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
+    """Return whether the model is trained with gradient checkpointing; `auto` is on a GPU if its architecture can.
 
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.
@@ -338,7 +337,9 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig) -> 
         raise UserError(
             f"model.gradient_checkpointing: {model.config.model_type} models do not support it; set it to false"
         )
-    return bool(config.gradient_checkpointing) and supported
+    return supported and (
+        on_gpu if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
+    )
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:

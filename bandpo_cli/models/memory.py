@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bandpo_cli.config.hardware import with_checkpointing, with_dtype
+from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
@@ -158,7 +158,6 @@ def estimate_memory(
     """
     on_gpu = device.on_gpu
     config = with_dtype(config, on_gpu)
-    config = config.model_copy(update={"model": with_checkpointing(config.model, on_gpu)})
     model = build_on_meta_device(config.model)
     shard = shard_of(model, ranks if training else 1)
     # An engine with weights of its own has them complete and without adapters.
@@ -234,7 +233,7 @@ def _pass_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: b
     tile = min(TILE_BYTES["cuda" if on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
     # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
     components = {
-        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attention),
+        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attention, on_gpu),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
         "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
     }
@@ -346,7 +345,9 @@ def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -
     return max(map(elements, (*(2**i for i in range(longest.bit_length())), longest)))
 
 
-def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int) -> int:
+def activation_bytes(
+    model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int, on_gpu: bool
+) -> int:
     """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
 
     The output layer is not included. With gradient checkpointing these are the input of every layer and all activations
@@ -354,6 +355,7 @@ def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig, a
 
     Args:
         attention: elements that attention saves in a layer.
+        on_gpu: the policy is on a GPU, where checkpointing is `auto`.
 
     Raises:
         NoEstimateError: the forward pass of the architecture needs values of tensors, not only their shapes.
@@ -385,7 +387,7 @@ def activation_bytes(model: PreTrainedModel, tokens: int, config: ModelConfig, a
     layers: int = text.num_hidden_layers
     activations: int = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     activations += layers * attention * model.dtype.itemsize
-    if not uses_gradient_checkpointing(model, config):
+    if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations
     layer_input = tokens * text.hidden_size * model.dtype.itemsize
     return int(layers * layer_input) + activations // layers

@@ -187,7 +187,7 @@ def test_estimated_activations_equal_those_of_packed_rows(
         attention = 4 * HEADS * tokens * WIDTH + tokens**2
     else:
         attention = 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * samples * (prompt + completion)
-    estimated = activation_bytes(meta, tokens, settings, attention)
+    estimated = activation_bytes(meta, tokens, settings, attention, on_gpu=True)
     assert estimated == pytest.approx(saved_by_packed_rows(real, [row]), rel=0.05)
 
 
@@ -221,7 +221,7 @@ def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
 ) -> None:
     def activations(value: bool | str) -> int:
         settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
-        return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000)
+        return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
 
     monkeypatch.setattr("bandpo_cli.models.load.GradientCheckpointingLayer", ())  # no layer supports it
     assert activations("auto") == activations(False)
@@ -242,7 +242,7 @@ def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(
 
     monkeypatch.setattr(model.base_model, "forward", look_at_values)
     with pytest.raises(NoEstimateError, match="the memory of qwen2 models does not follow from their shapes"):
-        activation_bytes(model, TOKENS, settings, 1000)
+        activation_bytes(model, TOKENS, settings, 1000, on_gpu=True)
 
 
 def test_a_folder_with_an_adapter_has_the_memory_of_its_base(tmp_path: Path) -> None:
