@@ -214,6 +214,22 @@ def test_merged_weights_depend_on_name_and_sum_alone() -> None:
     )
 
 
+def test_merged_weights_keep_changes_far_below_a_unit_in_the_last_place() -> None:
+    """The change projected on the exact one; rounding to the nearest number keeps a small part of it."""
+    torch.manual_seed(0)
+    weight, a, b = (torch.randn(shape).bfloat16() for shape in ((512, 512), (4, 512), (512, 4)))
+    exact = 1e-4 * b.double() @ a.double()
+    kept = [
+        (((merged.double() - weight.double()) * exact).sum() / exact.square().sum()).item()
+        for merged in (
+            merged_weight("layer.weight", weight, a, b, 1e-4),
+            (weight.double() + exact).bfloat16(),
+        )
+    ]
+    assert kept[0] == pytest.approx(1.0, abs=0.1)
+    assert kept[1] < 0.3
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_in_bfloat16_rounds_the_sum_of_both_terms_once(bias: bool) -> None:
     """peft rounds W·x first, which drops a term of less than half a unit in the last place."""
