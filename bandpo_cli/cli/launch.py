@@ -280,7 +280,7 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
             return 2, False, 0
         return (3, False, 0) if was_killed else None
 
-    failures = [(found, end.rank, end) for end in exits if (found := place(end)) is not None]
+    failures = [(order, end.rank, end) for end in exits if (order := place(end)) is not None]
     return min(failures)[2] if failures else None
 
 

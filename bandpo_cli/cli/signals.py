@@ -195,8 +195,8 @@ def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
             write_line(STOPPED)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        for each in ending:
-            signal.signal(each, signal.SIG_IGN)
+        for other in ending:
+            signal.signal(other, signal.SIG_IGN)
         raise SignalExit(number)
 
     if threading.current_thread() is not threading.main_thread() or not is_main_process():

@@ -52,8 +52,8 @@ def regrade_batches(
             key = PartKey(index, start)
             if key in done:
                 continue
-            pairs = [(stored.problem, each) for stored in chunk for each in stored.completions_G]
-            grades = grade([problem for problem, _ in pairs], [each.text for _, each in pairs])
+            pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
+            grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
             rows = [
                 eval_row(
                     label,

@@ -106,8 +106,8 @@ def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) ->
         with_intervals: add the ends of each interval as `<name>_low` and `<name>_high`.
     """
     record = {}
-    for label, each in scores.items():
-        for name, (value, low, high) in each.metrics.items():
+    for label, set_scores in scores.items():
+        for name, (value, low, high) in set_scores.metrics.items():
             key = f"eval/{label}/{name}"
             record[key] = value
             if with_intervals:
@@ -129,8 +129,8 @@ def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str,
     """
     if n is None:
         names = [f"{bin_ / 10:.1f} – {(bin_ + 1) / 10:.1f}" for bin_ in range(10)]
-        found = Counter(_tenth(share) for share in shares)
-        return [(name, found[bin_]) for bin_, name in enumerate(["never", *names, "always"])]
+        counts = Counter(_tenth(share) for share in shares)
+        return [(name, counts[bin_]) for bin_, name in enumerate(["never", *names, "always"])]
     if n == 1:
         bins = [("wrong", range(1)), ("correct", range(1, 2))]
     else:
@@ -188,10 +188,10 @@ def _problem_metrics(
         return count / size
 
     metrics = {f"mean_at_{n}": share(correct)}
-    metrics |= {f"pass_at_{each}": pass_at_k(size, correct, each) for each in k}
-    metrics |= {f"maj_at_{each}": maj_at_k(votes, accuracies, each) for each in k}
+    metrics |= {f"pass_at_{size_k}": pass_at_k(size, correct, size_k) for size_k in k}
+    metrics |= {f"maj_at_{size_k}": maj_at_k(votes, accuracies, size_k) for size_k in k}
     if legacy:
-        metrics |= {f"legacy_best_at_{each}": legacy_best_at_k(size, correct, each) for each in k}
+        metrics |= {f"legacy_best_at_{size_k}": legacy_best_at_k(size, correct, size_k) for size_k in k}
     metrics["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))
     if "finish_reason" in known:
         metrics["truncation_rate"] = share(sum(row["finish_reason"] == "length" for row in rows_G))

@@ -62,8 +62,8 @@ class Comparison:
         return {
             "problems": {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b},
             "figures": {
-                name: {"a": each.a, "b": each.b, **each.change._asdict()}
-                for name, each in self.metrics.items()
+                name: {"a": difference.a, "b": difference.b, **difference.change._asdict()}
+                for name, difference in self.metrics.items()
             },
             "wins": self.wins,
             "losses": self.losses,
@@ -171,7 +171,9 @@ def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
     }
     pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))
     wins, losses = sum(y > x for _, x, y in pairs), sum(y < x for _, x, y in pairs)
-    changed = sorted(((id_, x, y) for id_, x, y in pairs if x != y), key=lambda each: -abs(each[2] - each[1]))
+    changed = sorted(
+        ((id_, x, y) for id_, x, y in pairs if x != y), key=lambda change: -abs(change[2] - change[1])
+    )
     return Comparison(
         shared=len(ids),
         only_a=len(a) - len(ids),
@@ -203,7 +205,7 @@ def _problems(scores: Any, label: str, which: str) -> _Problems:
         raise UserError(f"{which} has no metrics of '{label}' yet: its evaluation is not finished")
     by_problem = scores["by_problem"] if isinstance(scores, Mapping) else None
     if not isinstance(by_problem, Mapping) or not all(
-        isinstance(each, Mapping) for each in by_problem.values()
+        isinstance(values, Mapping) for values in by_problem.values()
     ):
         raise UserError(f"{which} contains no metrics by problem for '{label}'; is it an eval.json?")
     return {

@@ -244,7 +244,7 @@ def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
             f"--k {max(k)}: needs as many completions; make it --n {max(k)}, or --k of at most {n}"
         )
     if k is None and n is not None:
-        k = sorted({*(each for each in DEFAULT_K if each < n), n})
+        k = sorted({*(value for value in DEFAULT_K if value < n), n})
     return layer if k is None else {**layer, "k": list(k)}
 
 

@@ -341,12 +341,13 @@ def _score(request: EvalRequest, folder: EvalFolder, rows: Rows, events: EvalEve
 
     events.phase("score")
     scores = {
-        label: score(label, each, request.config.evaluation.k, request.legacy) for label, each in rows.items()
+        label: score(label, rows_N, request.config.evaluation.k, request.legacy)
+        for label, rows_N in rows.items()
     }
     record = {
         **_record_head(request, folder, "finished"),
         "metrics": metric_record(scores, with_intervals=True),
-        "sets": {label: each.as_json() for label, each in scores.items()},
+        "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
     }
     folder.write_record(record)
     plot_success_histogram(folder.path)

@@ -134,20 +134,20 @@ def list_runs(
     if not root.is_dir():
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
     method = None if method is None else method_name(method)
-    found = [
-        each
-        for each in (describe_line(path, root) for path in find_runs(root))
-        if _matches(each.name, patterns)
-        and (method is None or each.method == method or each.method.startswith(f"{method}-"))
-        and (task is None or each.task == task)
-        and (status is None or (each.status or "DAMAGED") == status.upper())
+    runs = [
+        run
+        for run in (describe_line(path, root) for path in find_runs(root))
+        if _matches(run.name, patterns)
+        and (method is None or run.method == method or run.method.startswith(f"{method}-"))
+        and (task is None or run.task == task)
+        and (status is None or (run.status or "DAMAGED") == status.upper())
     ]
     if sort == "time":
-        return sorted(found, key=lambda run: (run.started_ms, run.name))
+        return sorted(runs, key=lambda run: (run.started_ms, run.name))
     if sort == "name":
-        return sorted(found, key=lambda run: run.name)
-    values = {run.name: getattr(run, sort) for run in found}
-    return sorted(found, key=lambda run: (values[run.name] is None, -(values[run.name] or 0), run.name))
+        return sorted(runs, key=lambda run: run.name)
+    values = {run.name: getattr(run, sort) for run in runs}
+    return sorted(runs, key=lambda run: (values[run.name] is None, -(values[run.name] or 0), run.name))
 
 
 def describe_line(path: Path, runs_dir: Path) -> RunOverview:
@@ -339,17 +339,17 @@ def select_completions(
     Raises:
         UserError: no completion is of that problem.
     """
-    found = list(completions)
-    ids = sorted({each["problem_id"] for each in found})
+    rows = list(completions)
+    ids = sorted({row["problem_id"] for row in rows})
     if problem is not None and problem not in ids:
         raise UserError(
             f"--problem {problem}: no completion is of this problem{nearest(problem, ids)}; "
             f"there are {', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
         )
     return [
-        each
-        for each in found
-        if problem in (None, each["problem_id"]) and correct in (None, each["accuracy"] == 1)
+        row
+        for row in rows
+        if problem in (None, row["problem_id"]) and correct in (None, row["accuracy"] == 1)
     ]
 
 

@@ -57,8 +57,8 @@ def stored_resolution(folder: RunFolder) -> Mapping[str, Any]:
         return {}
     resumes = env.get("resumes")
     entries = [env, *(resumes if isinstance(resumes, list) else [])]
-    found = [each[RESOLVED] for each in entries if isinstance(each, dict) and RESOLVED in each]
-    return found[0] if found and isinstance(found[0], dict) else {}
+    resolutions = [entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry]
+    return resolutions[0] if resolutions and isinstance(resolutions[0], dict) else {}
 
 
 def pin_warnings(folder: RunFolder) -> list[str]:

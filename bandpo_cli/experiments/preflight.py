@@ -127,16 +127,16 @@ def check_graders(problems: Iterable[Problem]) -> None:
 
 def config_warnings(config: RunConfig) -> list[str]:
     """Return warnings about the settings of the optimizer."""
-    found = []
+    warnings = []
     method = METHODS[config.bounds.method]
     if _ratio_is_one(config) and not method.control:
-        found.append(_one_update_warning(method))
+        warnings.append(_one_update_warning(method))
     if config.optim.warmup_steps >= config.steps * config.optim.updates:
-        found.append(
+        warnings.append(
             f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
             f"the run {config.steps * config.optim.updates}"
         )
-    return found
+    return warnings
 
 
 def _ratio_is_one(config: RunConfig) -> bool:
@@ -184,12 +184,12 @@ def checkpoint_warnings(config: RunConfig) -> list[str]:
 
 def data_warnings(config: RunConfig, task: Task) -> list[str]:
     """Return warnings about few problems: held out, and to train on."""
-    found = []
+    warnings = []
     sets = task.heldout_sets() if config.evaluation.every else {}
     for label, problems in sets.items():
         if len(problems) < FEW_HELDOUT:
             one = len(problems) == 1
-            found.append(
+            warnings.append(
                 f"the evaluation set '{label}' has only {len(problems)} problem{'' if one else 's'}: "
                 + (
                     "its accuracy is that of one question"
@@ -200,11 +200,11 @@ def data_warnings(config: RunConfig, task: Task) -> list[str]:
             )
     count, wanted = len(task.train_problems()), config.sampling.prompts
     if count < wanted:
-        found.append(
+        warnings.append(
             f"{count:,} training problem{'' if count == 1 else 's'} for {wanted:,} prompts per step: each step repeats "
             f"problems, about {wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
         )
-    return found
+    return warnings
 
 
 def check_model_path(path: str) -> None:

@@ -131,15 +131,15 @@ def _start_profiler() -> profile:
 def phase_times(profiler: profile) -> dict[str, PhaseTime]:
     """Return the time per phase in a stopped profiler; the phases are in the order in which they first began."""
     times: dict[str, PhaseTime] = {}
-    found: list[Any] = profiler.events() or []  # type: ignore[no-untyped-call]
-    events = [event for event in found if event.name.startswith(PROFILER_PREFIX)]
+    recorded: list[Any] = profiler.events() or []  # type: ignore[no-untyped-call]
+    events = [event for event in recorded if event.name.startswith(PROFILER_PREFIX)]
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.device_type.name != "CPU":  # the same label again, on the line of the GPU
             continue
-        each = times.setdefault(_path(event), PhaseTime())
-        each.seconds += event.time_range.elapsed_us() / 1e6
-        each.gpu_seconds += event.device_time_total / 1e6
-        each.calls += 1
+        phase = times.setdefault(_path(event), PhaseTime())
+        phase.seconds += event.time_range.elapsed_us() / 1e6
+        phase.gpu_seconds += event.device_time_total / 1e6
+        phase.calls += 1
     return times
 
 

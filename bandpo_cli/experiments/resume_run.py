@@ -216,7 +216,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         step,
         checkpoint,
         (
-            *(f"skipped: {why}" for each, why in damaged.items() if step < each <= done),
+            *(f"skipped: {why}" for later, why in damaged.items() if step < later <= done),
             *pin_warnings(folder),
             *config_warnings(config),
             *checkpoint_warnings(config),
@@ -312,7 +312,7 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
 
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
-    before, after = (flatten(each.model_dump(mode="json")) for each in (own, config))
+    before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
     changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
     refused = [key for key in changed if key != "steps" and not key.startswith(_CHANGEABLE_PREFIXES)]
     if refused:

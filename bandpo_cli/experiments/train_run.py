@@ -194,7 +194,7 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
     if not is_main_process():
-        return Dispatcher([each for each in callbacks if getattr(each, "on_every_rank", False)])
+        return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
     trackers = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
     return Dispatcher([*trackers, *callbacks])
 

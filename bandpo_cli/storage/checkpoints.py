@@ -140,10 +140,10 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
         if training_state or not name.startswith(f"{TRAINER}/")
     }
     with ThreadPoolExecutor() as executor:
-        found = executor.map(file_checksum, [folder / name for name in checksums])
+        computed = executor.map(file_checksum, [folder / name for name in checksums])
         for name in checksums:
             try:
-                is_equal = next(found) == checksums[name]
+                is_equal = next(computed) == checksums[name]
             except OSError as error:
                 raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
             if not is_equal:
@@ -184,15 +184,15 @@ def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:
     """Return the checkpoints from which training can resume, and the others with their defects."""
-    found = Checkpoints({}, {})
+    checkpoints = Checkpoints({}, {})
     for path in sorted((run.path / "checkpoints").glob("step-*")):
         step = step_of(path)
         if step is not None:
             try:
-                found.complete[step] = read_trainer_state(path)
+                checkpoints.complete[step] = read_trainer_state(path)
             except UserError as error:
-                found.damaged[step] = str(error)
-    return found
+                checkpoints.damaged[step] = str(error)
+    return checkpoints
 
 
 def model_checkpoints(run: RunFolder) -> dict[int, Path]:
@@ -203,8 +203,8 @@ def model_checkpoints(run: RunFolder) -> dict[int, Path]:
     """
     folders = (run.path / "checkpoints").glob("step-*")
     names = (MODEL_CONFIG, ADAPTER_CONFIG)
-    found = {step_of(path): path for path in folders if any((path / name).is_file() for name in names)}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    by_step = {step_of(path): path for path in folders if any((path / name).is_file() for name in names)}
+    return {step: by_step[step] for step in sorted(step for step in by_step if step is not None)}
 
 
 def kept_steps(
@@ -255,9 +255,9 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
 def remove_checkpoints_after(run: RunFolder, step: int) -> None:
     """Remove the checkpoints after `step`, damaged ones, and the hidden folders that a crash left."""
     complete, damaged = complete_checkpoints(run)
-    later = [each for each in complete if each > step]
-    for each in [*later, *damaged]:
-        delete_checkpoint(run.checkpoint_dir(each))
+    later = [number for number in complete if number > step]
+    for number in [*later, *damaged]:
+        delete_checkpoint(run.checkpoint_dir(number))
     for path in (run.path / "checkpoints").glob(".step-*"):
         if _STAGING_NAME.fullmatch(path.name):
             _remove_tree(path)

@@ -87,17 +87,17 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
     Args:
         proc, groups: where the system's files are, other folders in tests.
     """
-    found = _AVAILABLE.search(_text(proc / "meminfo"))
-    if found is None:
+    match = _AVAILABLE.search(_text(proc / "meminfo"))
+    if match is None:
         return None
-    available = [int(found[1]) * 1024]
+    available = [int(match[1]) * 1024]
     group = _GROUP.search(_text(proc / "self" / "cgroup"))
     folder = groups / (group[1] if group else "")
-    for each in (folder, *folder.parents):
-        if each.is_relative_to(groups) and (limit := _text(each / "memory.max").strip()).isdecimal():
-            used = int(_text(each / "memory.current").strip() or 0)
+    for path in (folder, *folder.parents):
+        if path.is_relative_to(groups) and (limit := _text(path / "memory.max").strip()).isdecimal():
+            used = int(_text(path / "memory.current").strip() or 0)
             # The file cache counts as used, and the system drops it when memory is needed.
-            cache = _FILE_CACHE.search(_text(each / "memory.stat"))
+            cache = _FILE_CACHE.search(_text(path / "memory.stat"))
             available.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
     return min(available)
 
@@ -128,13 +128,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu_model() -> str:

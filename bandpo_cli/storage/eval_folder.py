@@ -78,14 +78,14 @@ class EvalFolder:
 
     def read_parts(self) -> dict[PartKey, list[EvalRow]]:
         """Return the stored parts. Raises UserError for a damaged one."""
-        found = {}
+        parts = {}
         for path in sorted((self.path / "parts").glob("*.parquet")):
             if match := _PART_NAME.fullmatch(path.name):
                 try:
-                    found[PartKey(int(match[1]), int(match[2]))] = read_eval_table(path)
+                    parts[PartKey(int(match[1]), int(match[2]))] = read_eval_table(path)
                 except UserError as error:
                     raise UserError(f"{error}; remove that file to sample its completions again") from None
-        return found
+        return parts
 
     def count_stored(self) -> int:
         """Return the number of stored completions, from the metadata of their files."""

@@ -181,8 +181,8 @@ class RunFolder:
             write_text(self.metrics_path, "".join(lines))
         for folder in _STEP_FOLDERS:
             for path in (self.path / folder).glob("step-*"):
-                found = re.match(r"step-(\d+)[.-]", path.name)
-                if found and int(found[1]) > step:
+                match = re.match(r"step-(\d+)[.-]", path.name)
+                if match and int(match[1]) > step:
                     path.unlink()
         for folder in (".", *_STEP_FOLDERS):
             remove_temporary_files(self.path / folder)

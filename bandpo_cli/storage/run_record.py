@@ -81,7 +81,7 @@ def read_summary(run: Path) -> Summary | None:
     if not path_exists(path):
         return None
     content = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
-    return Summary(next((each for each in _STATUSES if each == content.get("status")), None), content)
+    return Summary(next((status for status in _STATUSES if status == content.get("status")), None), content)
 
 
 def is_finished(run: Path) -> bool:
@@ -166,7 +166,7 @@ def _written_by_step(folder: Path) -> dict[int, int]:
     """Return the modification time of the file of each step in a folder, in milliseconds since 1970."""
     try:
         with os.scandir(folder) as entries:
-            written = {step_of(each): each.stat().st_mtime_ns // 1_000_000 for each in entries}
+            written = {step_of(entry): entry.stat().st_mtime_ns // 1_000_000 for entry in entries}
     except OSError:
         return {}
     return {step: time for step, time in written.items() if step is not None}

@@ -155,7 +155,7 @@ def reward_columns(groups: Iterable[Group]) -> dict[str, list[float | None]]:
     """
     components = [rollout.grade.components for group in groups for rollout in group.rollouts_G]
     names = components[0] if components else ()
-    return {f"reward/{name}": [each[name] for each in components] for name in names}
+    return {f"reward/{name}": [values[name] for values in components] for name in names}
 
 
 def encode_extra(extra: Mapping[str, object]) -> str:
@@ -169,7 +169,7 @@ def write_sample_table(
     """Write the completions of a step; `rewards` are the further columns of `reward_columns`."""
     import pyarrow as pa
 
-    table = pa.Table.from_pylist([dict(each) for each in rows], schema=_schema(SampleRow))
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(SampleRow))
     for name, values in (rewards or {}).items():
         table = table.append_column(name, pa.array(values, type=pa.float64()))
     return _write(path, table)

@@ -46,12 +46,12 @@ class Link:
 def read_links(folder: Path) -> list[Link]:
     """Return the links of the run in `folder`, that of the run's own store first; [] where the file is damaged."""
     try:
-        found = json.loads((folder / LINK).read_text(encoding="utf-8"))
-        entries = [found, *found.get("others", [])]
+        content = json.loads((folder / LINK).read_text(encoding="utf-8"))
+        entries = [content, *content.get("others", [])]
         return [
-            Link(redact_credentials(str(each["uri"])), str(each["experiment"]), str(each.get("key", "")),
-                 each.get("run_id"), dict(each.get("files", {})), each.get("experiment_id"))
-            for each in entries
+            Link(redact_credentials(str(entry["uri"])), str(entry["experiment"]), str(entry.get("key", "")),
+                 entry.get("run_id"), dict(entry.get("files", {})), entry.get("experiment_id"))
+            for entry in entries
         ]  # fmt: skip
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return []
@@ -97,7 +97,7 @@ def new_link(folder: Path, store: Store) -> Link:
 def write_link(folder: Path, link: Link) -> None:
     """Write `link` to `mlflow.json`; it replaces the link to the same store."""
     links = read_links(folder)
-    stores = [(each.uri, each.experiment) for each in links]
+    stores = [(known.uri, known.experiment) for known in links]
     if (link.uri, link.experiment) in stores:
         links[stores.index((link.uri, link.experiment))] = link
     else:
@@ -116,10 +116,10 @@ def record_sent_files(folder: Path, store: Store, digests: Mapping[str, str]) ->
 def link_version(folder: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever `mlflow.json` is written; None where there is no such file."""
     try:
-        found = (folder / LINK).stat()
+        file = (folder / LINK).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return file.st_mtime_ns, file.st_ino
 
 
 def send_lock(folder: Path) -> AbstractContextManager[object]:

@@ -193,10 +193,10 @@ class MlflowMirror:
     def files(self, under: Iterable[str] = ("",)) -> dict[str, int]:
         """Return the sizes in bytes of the run's files directly in the folders `under`, by path."""
         return {
-            each.path: each.file_size
+            file.path: file.file_size
             for folder in under
-            for each in self._client.list_artifacts(self.run_id, folder or None)
-            if not each.is_dir
+            for file in self._client.list_artifacts(self.run_id, folder or None)
+            if not file.is_dir
         }
 
     def reopen(self) -> None:
@@ -253,8 +253,8 @@ def _run_id_by_key(client: Any, store: Store, key: str) -> str | None:
     experiment = client.get_experiment_by_name(store.experiment)
     if experiment is None or not key:
         return None
-    found = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{key}'")
-    return str(found[0].info.run_id) if found else None
+    runs = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{key}'")
+    return str(runs[0].info.run_id) if runs else None
 
 
 def _active_run(client: Any, run_id: str) -> Any:
@@ -277,21 +277,21 @@ def _experiment_id(client: Any, store: Store) -> str:
     """
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(store.experiment)
-    if found is None:
+    existing = client.get_experiment_by_name(store.experiment)
+    if existing is None:
         try:
             tags = {EXPERIMENT_KIND_TAG: MODEL_TRAINING}
             return str(client.create_experiment(store.experiment, store.artifact_location, tags))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        found = client.get_experiment_by_name(store.experiment)
-    if EXPERIMENT_KIND_TAG not in found.tags:
+        existing = client.get_experiment_by_name(store.experiment)
+    if EXPERIMENT_KIND_TAG not in existing.tags:
         try:
-            client.set_experiment_tag(found.experiment_id, EXPERIMENT_KIND_TAG, MODEL_TRAINING)
+            client.set_experiment_tag(existing.experiment_id, EXPERIMENT_KIND_TAG, MODEL_TRAINING)
         except MlflowException as error:  # no permission, for example: the run is sent all the same
             log.debug("MLflow did not accept the kind of the experiment %s: %s", store.experiment, error)
-    return str(found.experiment_id)
+    return str(existing.experiment_id)
 
 
 _Item = TypeVar("_Item")

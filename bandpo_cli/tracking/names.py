@@ -71,10 +71,10 @@ def _sortable_name(key: str) -> str:
     `clip/token_share/p_0_0.001` is `vs_probability/token_share_p_0.000_0.001`, `gradient/weight_min/positive/p_0.5_0.9`
     is `vs_probability/weight_min_positive_p_0.500_0.900`.
     """
-    found = _BIN.fullmatch(key)
-    if found is None:
+    match = _BIN.fullmatch(key)
+    if match is None:
         return key
-    metric, *edges = found.groups()
+    metric, *edges = match.groups()
     low, high = (f"{whole}.{decimals:0<3}" for whole, _, decimals in (edge.partition(".") for edge in edges))
     return f"vs_probability/{metric.replace('/', '_')}_p_{low}_{high}"
 

@@ -230,13 +230,13 @@ def send_evaluation(
         for path in filter(None, (folder, run_folder)):
             if os.access(path, os.W_OK):
                 stack.enter_context(send_lock(path))
-        found = None if run_folder is None else MlflowMirror.find(store, run_folder)
-        mirror = found or MlflowMirror.connect(store, folder, tags)
-        if found is None:
+        parent = None if run_folder is None else MlflowMirror.find(store, run_folder)
+        mirror = parent or MlflowMirror.connect(store, folder, tags)
+        if parent is None:
             mirror.send_params(flat_params(params))
         mirror.send([{"step": step or 0, **metrics}], {}, again=True)
         for file in files:
-            mirror.send_file(folder, file, under=f"evals/{folder.name}" if found else "")
-        if found is None:
+            mirror.send_file(folder, file, under=f"evals/{folder.name}" if parent else "")
+        if parent is None:
             mirror.close("FINISHED")
-        return folder if found is None or run_folder is None else run_folder
+        return folder if parent is None or run_folder is None else run_folder

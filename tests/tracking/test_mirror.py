@@ -11,6 +11,7 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.store import Store, create_sqlite_store, tracking_store
+from tests.tracking.tracked import client_of
 
 KIND = "mlflow.experimentKind"
 
@@ -22,10 +23,8 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def client(store: Store) -> Any:
-    from mlflow.tracking import MlflowClient
-
     create_sqlite_store(store.uri)
-    return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+    return client_of(store.uri)
 
 
 def connect(store: Store, run: RunFolder) -> None:

@@ -17,7 +17,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.link import read_links, write_link
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import send_evaluation
-from tests.tracking.tracked import track
+from tests.tracking.tracked import client_of, runs_at, track
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
 
@@ -52,12 +52,7 @@ def send(
 
 
 def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
-    from mlflow.tracking import MlflowClient
-
-    uri = store_of(run).uri
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    found = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    return client, {each.info.run_name: each for each in found}
+    return client_of(store_of(run).uri), runs_at(store_of(run).uri)
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])

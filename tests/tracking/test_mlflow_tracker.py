@@ -20,28 +20,12 @@ from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunResult, RunStatus
 from tests.tracking.mlflow_server import MlflowServer, silent_port
+from tests.tracking.tracked import client_of, history, runs_at
 from tests.tracking.tracked import track as track_run
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
 ENV = {"git": {"commit": "abc", "dirty": False}}
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
-
-
-def _client(uri: str):
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def _only_run(uri: str):
-    client = _client(uri)
-    experiment = client.get_experiment_by_name("bandpo")
-    (found,) = client.search_runs([experiment.experiment_id])
-    return client, found
-
-
-def _history(client, run_id: str, key: str) -> list[tuple[int, float]]:
-    return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, key))
 
 
 @pytest.fixture
@@ -66,9 +50,9 @@ def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
 
 def _check_complete(uri: str, run: RunFolder, status: str) -> None:
-    client, found = _only_run(uri)
-    assert found.info.status == status
-    assert found.info.run_name == "first"
+    client = client_of(uri)
+    ((name, found),) = runs_at(uri).items()
+    assert (name, found.info.status) == ("first", status)
     assert found.data.params == {
         "seed": "3",
         "bounds.method": "band",
@@ -76,7 +60,7 @@ def _check_complete(uri: str, run: RunFolder, status: str) -> None:
         **{f"extra_{i}": str(i) for i in range(150)},
     }
     assert found.data.tags["mlflow.source.git.commit"] == "abc"
-    assert _history(client, found.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert history(uri, found.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
     top = [file.path for file in client.list_artifacts(found.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "metrics.jsonl", "samples", "summary.json"]
     samples = client.list_artifacts(found.info.run_id, "samples")
@@ -88,7 +72,7 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror, 
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert mirror(run, store, status) == []
     _check_complete(store.uri, run, status)
-    _, found = _only_run(store.uri)
+    found = runs_at(store.uri)["first"]
     assert run_url(run.path, store) == (
         f"http://127.0.0.1:5000/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}/model-metrics"
         "?workflowType=machine_learning"
@@ -102,32 +86,31 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror, 
     ]
 
 
-def test_a_runs_folder_with_blanks_and_special_characters_works(run, mirror):
+def test_a_runs_folder_with_special_characters_and_a_database_that_a_killed_run_left_half_created(
+    run, mirror
+):
     odd = run.path.parent.parent / "my runs %20 #1 é"
     run.path.parent.rename(odd)
+    half = odd / ".mlflow.db.new"
+    half.write_bytes(b"SQLite format 3\0 truncated")
     moved = RunFolder(odd / "first")
     store = tracking_store(TrackingConfig(), odd, {})
     assert mirror(moved, store) == []
     assert (odd / "mlflow.db").is_file()
+    assert not half.exists()
     _check_complete(store.uri, moved, "FINISHED")
 
 
-def test_a_resumed_run_continues_its_mlflow_run_and_sends_no_step_twice(run, mirror):
+def test_a_resumed_run_continues_its_mlflow_run_and_a_deleted_one_is_created_again(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     mirror(run, store, "KILLED")
-    run.append_metrics({"step": 4, "train/reward": 1.0})
+    first = runs_at(store.uri)["first"]
     assert mirror(run, store) == []
-    client, there = _only_run(store.uri)
-    assert there.info.status == "FINISHED"
-    assert [step for step, _ in _history(client, there.info.run_id, "train/reward")] == [1, 2, 3, 4]
-
-
-def test_a_run_that_was_deleted_at_mlflow_is_created_again(run, mirror):
-    store = tracking_store(TrackingConfig(), run.path.parent, {})
-    mirror(run, store)
-    client, there = _only_run(store.uri)
-    client.delete_run(there.info.run_id)
+    assert runs_at(store.uri)["first"].info.run_id == first.info.run_id
+    _check_complete(store.uri, run, "FINISHED")  # no step is sent twice
+    client_of(store.uri).delete_run(first.info.run_id)
     assert mirror(run, store) == []
+    assert runs_at(store.uri)["first"].info.run_id != first.info.run_id
     _check_complete(store.uri, run, "FINISHED")
 
 
@@ -241,10 +224,9 @@ def test_runs_that_start_together_share_a_new_database_and_print_nothing_of_mlfl
     jobs = [_track_in_a_process(folder) for folder in folders]
     assert [job.communicate() for job in jobs] == [("True ['MainThread']\n", "")] * 4
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    client = _client(store.uri)
-    runs = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    assert [there.info.status for there in runs] == ["FINISHED"] * 4
-    assert all(len(_history(client, there.info.run_id, "a")) == 200 for there in runs)
+    runs = runs_at(store.uri)
+    assert [there.info.status for there in runs.values()] == ["FINISHED"] * 4
+    assert all(len(history(store.uri, there.info.run_id, "a")) == 200 for there in runs.values())
 
 
 @pytest.mark.slow
@@ -255,7 +237,7 @@ def test_a_real_server_gets_the_complete_record_through_http(run, mirror, tmp_pa
         store = tracking_store(TrackingConfig(uri=server.uri), run.path.parent, {})
         announced = mirror(run, store)
         _check_complete(server.uri, run, "FINISHED")
-        _, found = _only_run(server.uri)
+        found = runs_at(server.uri)["first"]
         address = (
             f"{server.uri}/#/experiments/{found.info.experiment_id}/runs/{found.info.run_id}/model-metrics"
         )
@@ -267,12 +249,3 @@ def test_a_real_server_gets_the_complete_record_through_http(run, mirror, tmp_pa
 def test_finishing_a_run_that_never_started_prints_nothing(run, caplog):
     MlflowTracker(TrackingConfig(uri=NOWHERE)).end(RunResult(run.path, "FAILED", []))
     assert caplog.messages == []
-
-
-def test_a_run_that_was_killed_while_it_created_the_database_does_not_affect_later_runs(run, mirror):
-    half = run.path.parent / ".mlflow.db.new"
-    half.write_bytes(b"SQLite format 3\0 truncated")
-    store = tracking_store(TrackingConfig(), run.path.parent, {})
-    assert mirror(run, store) == []
-    _check_complete(store.uri, run, "FINISHED")
-    assert not half.exists()

@@ -22,7 +22,7 @@ from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
-from tests.tracking.tracked import track
+from tests.tracking.tracked import client_of, track
 
 NO_VARIABLES: dict[str, str] = {}
 
@@ -45,16 +45,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def client_of(store: Store) -> Any:
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
-
-
 def run_at(store: Store, folder: RunFolder) -> Any:
     link = find_link(folder.path, store)
     assert link is not None
-    return client_of(store).get_run(link.run_id)
+    return client_of(store.uri).get_run(link.run_id)
 
 
 def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
@@ -62,7 +56,7 @@ def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
     return Counter(
         (metric.key, metric.step, metric.value)
         for key in there.data.metrics
-        for metric in client_of(store).get_metric_history(there.info.run_id, key)
+        for metric in client_of(store.uri).get_metric_history(there.info.run_id, key)
     )
 
 
@@ -93,7 +87,7 @@ def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, 
     assert there.info.run_name == "first"
     assert there.data.params["seed"] == "3"
     assert there.data.tags["mlflow.source.git.commit"] == "abc"
-    top = [file.path for file in client_of(store).list_artifacts(there.info.run_id)]
+    top = [file.path for file in client_of(store.uri).list_artifacts(there.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
     assert sent_nothing(again)
@@ -133,7 +127,7 @@ def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_ea
     sent_then = {"train/reward": 1.0, "time/step": 2.0, earlier: 0.25}
     for name, value in sent_then.items():
         mirror = MlflowMirror.connect(store, folder.path, {})
-        client_of(store).log_metric(mirror.run_id, name, value, step=3)
+        client_of(store.uri).log_metric(mirror.run_id, name, value, step=3)
     sent = sync_run(store, folder.path)
     assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
     assert sent_nothing(sync_run(store, folder.path))
@@ -233,7 +227,7 @@ def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
     monkeypatch.setattr(MlflowClient, "create_run", create)
     sync_run(store, folder.path)
     (link,) = read_links(folder.path)
-    client = client_of(store)
+    client = client_of(store.uri)
     experiment = client.get_experiment_by_name(store.experiment)
     found = client.search_runs([experiment.experiment_id], f"tags.`bandpo.run` = '{link.key}'")
     assert [each.info.run_id for each in found] == [link.run_id]
@@ -259,7 +253,7 @@ def test_a_tracked_step_has_the_time_at_which_it_was_done(store: Store, folder: 
     sender = RunSender(store, folder.path)
     sender.clocks[1] = 1_700_000_000_123
     sender.send("RUNNING")
-    found = client_of(store).get_metric_history(run_at(store, folder).info.run_id, "train/reward")
+    found = client_of(store.uri).get_metric_history(run_at(store, folder).info.run_id, "train/reward")
     assert {metric.step: metric.timestamp for metric in found}[1] == 1_700_000_000_123
 
 

@@ -1,8 +1,9 @@
-"""Tracking of a run folder in tests, as `bandpo train` does it."""
+"""Tracking of a run folder in tests, as `bandpo train` does it, and what MLflow has then."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
@@ -29,3 +30,21 @@ def track(store: Store, folder: RunFolder, status: RunStatus = "FINISHED") -> No
     for record in folder.read_metrics():
         tracker.step(report(record["step"]))
     tracker.end(RunResult(folder.path, status, []))
+
+
+def client_of(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def runs_at(uri: str) -> dict[str, Any]:
+    """Return the runs of the experiment `bandpo` by name."""
+    client = client_of(uri)
+    runs = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
+    return {run.info.run_name: run for run in runs}
+
+
+def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    """Return the values of a metric after their steps."""
+    return sorted((metric.step, metric.value) for metric in client_of(uri).get_metric_history(run_id, key))
