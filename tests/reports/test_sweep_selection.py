@@ -131,6 +131,11 @@ def test_run_given_twice_is_refused(runs, tmp_path):
             "no arm of that name (did you mean 'clip'?)",
         ),
         (
+            "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: true}",
+            "gpus_per_run = True is not a number from 1",
+        ),
+        ("{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: 0}", "gpus_per_run = 0 is not a number from 1"),
+        (
             "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: two}",
             "gpus_per_run = 'two' is not a number from 1",
         ),
