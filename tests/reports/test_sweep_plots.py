@@ -48,10 +48,18 @@ def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     ends = sorted((float(v[v[:, 0] == 4][:, 1].min()), float(v[v[:, 0] == 4][:, 1].max())) for v in bands)
     interval = estimate(list(FINALS["clip"].values()))
     assert ends == [pytest.approx((interval.low, interval.high)), pytest.approx((0.5, 0.6))]
+    low, high = figure.axes[0].get_ylim()
+    assert 0 <= low < min(0.2, interval.low)
+    assert max(0.6, interval.high) < high < 1, "the axes show the bands in full"
     assert figure.texts[1].get_text() == "s"
     assert figure.legends[0].get_texts()[-1].get_text() == (
         "95% interval over seeds\nrange of two seeds\nnone for one seed"
     )
+    (axes,) = figures["clip_by_probability.png"].axes
+    cells = np.array([text.get_text() for text in axes.texts]).reshape(3, 2)
+    assert cells.tolist() == [["10%", "0%"]] * 3
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["0.1 – 0.5\n20% of all", "0.9 – 1\n80% of all"]
 
 
 @pytest.mark.parametrize(
@@ -66,15 +74,6 @@ def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
         assert texts[2:] == ([] if shading is None else [shading])
         assert bool(figure.axes[0].collections) == (shading is not None)
         assert ("no interval" in figure.texts[1].get_text()) == (shading is None)
-
-
-def test_axes_show_the_bands_in_full(tmp_path, figures):
-    report_of(write_sweep(tmp_path / "s", {"clip": {0: 0.3, 1: 0.5, 2: 0.6}, "kl 0.02": {0: 0.1, 1: 0.2}}))
-    low, high = figures["accuracy.png"].axes[0].get_ylim()
-    interval = estimate([0.3, 0.5, 0.6])
-    assert interval.high > 0.8
-    assert 0 <= low < interval.low
-    assert interval.high < high < 1
 
 
 def test_curves_cover_the_common_steps():
@@ -162,11 +161,10 @@ def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tm
     figure = plot_accuracy_lr(lines, "s", "held-out accuracy, mean@16")
     assert list(_lines(figure)) == [shorten_middle(name) for name in list(lines)[:-13:-1]]
     assert "the 12 most accurate of 20 methods" in figure.texts[1].get_text()
-
-
-def test_accuracy_against_learning_rate_needs_two_rates():
     assert plot_accuracy_lr({}, "s", "y") is None
-    assert plot_accuracy_lr({"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}, "s", "y") is None
+    assert (
+        plot_accuracy_lr({"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}, "s", "y") is None
+    )  # one rate each
 
 
 def test_every_arm_has_its_own_line_style():
@@ -175,6 +173,11 @@ def test_every_arm_has_its_own_line_style():
     assert len({(each.color, str(each.dash)) for each in styles.values()}) == MAX_ARMS_PLOTTED
     assert styles["arm 3"].color == style.MUTED_COLOR
     assert arm_styles(names, None)["arm 0"].color != style.MUTED_COLOR
+    assert arm_styles(["kl 0.05"], None)["kl 0.05"].name == "kl 0.05"
+    long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
+    assert len(long) <= 30
+    assert long.startswith("kl 0.05")
+    assert long.endswith("arm=7")
 
 
 def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
@@ -189,14 +192,6 @@ def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, f
     assert imread(report.files["accuracy.png"]).shape == (1000, 1600, 4)
 
 
-def test_shortened_names_keep_both_ends():
-    assert shorten_middle("kl 0.05") == "kl 0.05"
-    long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
-    assert len(long) <= 30
-    assert long.startswith("kl 0.05")
-    assert long.endswith("arm=7")
-
-
 def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
     runs = [ArmRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
     report = write_report(runs, "cost $1 $2", None, tmp_path / "out")
@@ -204,14 +199,3 @@ def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
     (legend,) = figures["accuracy.png"].legends
     texts = [legend.get_texts()[0], figures["accuracy.png"].texts[1]]
     assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)
-
-
-def test_every_cell_of_the_clip_table_has_a_number(tmp_path, figures):
-    report_of(write_sweep(tmp_path / "s", FINALS))
-    (axes,) = figures["clip_by_probability.png"].axes
-    cells = np.array([text.get_text() for text in axes.texts]).reshape(3, 2)
-    assert cells.tolist() == [["10%", "0%"]] * 3
-    assert [label.get_text() for label in axes.get_xticklabels()] == [
-        "0.1 – 0.5\n20% of all",
-        "0.9 – 1\n80% of all",
-    ]

@@ -9,6 +9,7 @@ import pytest
 
 from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
 from bandpo_cli.reports.sweep.selection import ArmRun
+from bandpo_cli.storage.run_folder import RunFolder
 from tests.reports.sweep_folders import edit_line, write_run
 
 
@@ -23,14 +24,11 @@ def test_data_of_a_run_computed_by_hand(tmp_path):
     assert (countdown.n, countdown.steps, countdown.mean) == ("16", [0, 2, 4], [0.2, 0.3, 0.5])
     assert countdown.area == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
     assert countdown.passes == {4: pytest.approx(0.6), 16: pytest.approx(0.8)}
+    long = _read(write_run(tmp_path / "b", steps=20))
+    assert long.final_entropy == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)  # the last tenth
     assert record.final_entropy == pytest.approx(0.3)  # a tenth of 4 steps is at least one
     assert record.clipped == pytest.approx(0.02)
     assert sum(record.step_seconds) / len(record.step_seconds) == pytest.approx(1.25)
-
-
-def test_final_entropy_is_the_mean_over_the_last_tenth(tmp_path):
-    record = _read(write_run(tmp_path / "a", steps=20))
-    assert record.final_entropy == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)
 
 
 def test_clipped_share_of_a_bin_weights_steps_by_tokens(tmp_path):
@@ -53,17 +51,13 @@ def test_values_that_are_not_usable_numbers_are_ignored(tmp_path):
     assert sum(record.step_seconds) / len(record.step_seconds) == pytest.approx(1.25)
 
 
-def test_last_record_of_a_step_counts(tmp_path):
-    folder = write_run(tmp_path / "a")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, "eval/countdown/mean_at_16": 0.7}) + "\n")
-    assert _read(folder).sets["countdown"].mean == [0.2, 0.7]
-
-
 def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
     folder = write_run(tmp_path / "a", sets=[])
     edit_line(folder, 4, **{"eval/a/b/mean_at_n": 0.5, "eval/a/b/pass_at_2": 0.6})
+    with (folder / "metrics.jsonl").open("a") as file:  # the last record of a step counts
+        file.write(json.dumps({"step": 4, "eval/a/b/mean_at_n": 0.7, "eval/a/b/pass_at_2": 0.6}) + "\n")
     record = _read(folder)
+    assert record.sets["a/b"].mean == [0.7]
     assert record.sets["a/b"].n == "n"
     assert record.sets["a/b"].passes == {2: 0.6}
     assert record.sets["a/b"].area is None
@@ -71,6 +65,10 @@ def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
 
 def _delete(folder, name):
     (folder / name).unlink()
+
+
+def _fail(folder):
+    RunFolder(folder).write_summary({"status": "FAILED", "error": "NonFiniteError: the loss is nan"})
 
 
 def _truncate(folder):
@@ -81,6 +79,7 @@ def _truncate(folder):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (_fail, "failed at step 4 of 4: NonFiniteError: the loss is nan"),
         (lambda folder: folder.rename(folder.with_name("gone")), "its folder does not exist"),
         (lambda folder: _delete(folder, "config.yaml"), "no config.yaml"),
         (lambda folder: (folder / "config.yaml").write_text("a: ["), "config.yaml, line 1: not readable"),
@@ -107,9 +106,3 @@ def test_reason_of_an_excluded_run(tmp_path, damage, reason):
     assert reason in excluded.reason
     assert "\n" not in excluded.reason
     assert (excluded.run, excluded.arm, excluded.seed) == ("a", "clip", 0)
-
-
-@pytest.mark.parametrize("status", ["FAILED", "KILLED"])
-def test_reason_of_a_failed_or_killed_run_has_its_error(tmp_path, status):
-    excluded = _read(write_run(tmp_path / "a", status=status))
-    assert excluded.reason == f"{status.lower()} at step 4 of 4: NonFiniteError: the loss is nan"

@@ -21,13 +21,8 @@ def test_interval_is_the_t_interval(n):
     low, high = stats.t.interval(0.95, n - 1, np.mean(VALUES[:n]), stats.sem(VALUES[:n]))
     assert (found.n, found.mean) == (n, pytest.approx(np.mean(VALUES[:n])))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
-
-
-def test_interval_of_two_values_by_hand():
     # mean 0.5, standard error 0.1, t(1, 97.5%) = 12.7062
-    found = estimate([0.4, 0.6])
-    assert found.low == pytest.approx(0.5 - 1.27062, abs=1e-5)
-    assert found.high == pytest.approx(0.5 + 1.27062, abs=1e-5)
+    assert estimate([0.4, 0.6]).low == pytest.approx(0.5 - 1.27062, abs=1e-5)
 
 
 @pytest.mark.parametrize("values", [[0.3], [0.3, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.3], [0.0, 0.0]])
@@ -35,9 +30,6 @@ def test_one_value_and_equal_values_have_no_interval(values):
     found = estimate(values)
     assert found.mean == pytest.approx(values[0])
     assert (found.low, found.high) == (None, None)
-
-
-def test_no_values_have_no_mean():
     assert estimate([]) is None
 
 
@@ -56,11 +48,8 @@ def test_intervals_stay_within_the_limits_of_the_metric():
     assert estimate(inside, (0, 1)) == estimate(inside)
     assert estimate([0.1, 2.0], (0, math.inf)).low == 0
     assert estimate([0.1, 2.0], (0, math.inf)).high == estimate([0.1, 2.0]).high
-
-
-def test_differences_of_shares_stay_within_minus_one_and_one():
-    arm, baseline = {0: 1.0, 1: 0.2}, {0: 0.1, 1: 0.1}
-    found, free = paired_test(arm, baseline, (0, 1)), paired_test(arm, baseline)
+    pair = {0: 1.0, 1: 0.2}, {0: 0.1, 1: 0.1}
+    found, free = paired_test(*pair, (0, 1)), paired_test(*pair)
     assert (found.change.low, found.change.high) == (-1, 1)
     assert free.change.low < -1 < 1 < free.change.high
     assert (found.p, found.change.mean) == (free.p, free.change.mean)
