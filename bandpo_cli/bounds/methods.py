@@ -27,13 +27,12 @@ from bandpo_cli.registries import METHODS, load_attribute
 if TYPE_CHECKING:  # the settings need pydantic, the functions of this module numpy alone
     from bandpo_cli.config.methods import (
         BandSettings,
-        ClipHigherSettings,
-        ClipSettings,
         DcpoSettings,
+        IntervalSettings,
         MethodSettings,
         NoClipSettings,
     )
-    from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings, DppoSettings, GmpoSettings
+    from bandpo_cli.config.policy_losses import DppoSettings, GmpoSettings
 
 BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""
@@ -95,7 +94,7 @@ def band(config: BandSettings) -> BoundsFunction:
     return bounds
 
 
-def clip(config: ClipSettings | ClipHigherSettings | AspoSettings | ClipCovSettings) -> BoundsFunction:
+def clip(config: IntervalSettings) -> BoundsFunction:
     """Return [1−eps_low, 1+eps_high] for every token."""
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 

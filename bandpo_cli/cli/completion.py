@@ -54,12 +54,10 @@ def complete_task(incomplete: str) -> Candidates:
 
 def complete_config(incomplete: str) -> Candidates:
     """Return the configuration files of the package by name, and the YAML files in the folder that is typed."""
-    from bandpo_cli.config.files import describe_config, shipped_configs
-
     folder = incomplete.rpartition("/")[0]
     files = [path.name for path in Path(folder).glob("*.yaml")]
-    shipped = [(name, describe_config(path)) for name, path in shipped_configs().items()]
-    return [*((f"{folder}/{name}" if folder else name, "") for name in sorted(files)), *shipped]
+    own = [(f"{folder}/{name}" if folder else name, "") for name in sorted(files)]
+    return [*own, *complete_shipped_config(incomplete)]
 
 
 def complete_shipped_config(incomplete: str) -> Candidates:

@@ -10,9 +10,7 @@ import typer
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, command_group
 
-export_app = command_group(
-    help="Write an experiment for verl, or the policy of a run as a model folder.", no_args_is_help=True
-)
+export_app = command_group(no_args_is_help=True)
 
 
 @export_app.callback()

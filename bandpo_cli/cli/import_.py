@@ -9,7 +9,7 @@ import typer
 
 from bandpo_cli.cli.options import RUNS, RunsDir, command_group
 
-import_app = command_group(help="Read runs of another engine into the runs folder.", no_args_is_help=True)
+import_app = command_group(no_args_is_help=True)
 
 
 @import_app.callback()

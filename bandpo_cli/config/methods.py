@@ -174,26 +174,33 @@ class BandSettings(TrustRegionSettings):
         return f"Band of the {self.divergence} trust region, {self.describe_radius()}{cap}{relaxed}"
 
 
-class ClipSettings(MethodSettings):
-    """One fixed interval [1−eps_low, 1+eps_high] for every token (PPO, GRPO)."""
+class IntervalSettings(MethodSettings):
+    """Base class of the settings of a method with one fixed interval [1−eps_low, 1+eps_high] for every token."""
 
-    method: Literal["clip"] = "clip"
     eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.2, gt=0)
 
     def describe(self) -> str:
-        return _describe_interval(self)
+        aliases = ", ".join(name.upper() for name in METHODS[self.method].aliases)
+        return f"{self.method} ({aliases}): {self.interval}" if aliases else f"{self.method}: {self.interval}"
+
+    @property
+    def interval(self) -> str:
+        """The interval for a description: `ratio in [0.8, 1.2]`."""
+        return f"ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}]"
 
 
-class ClipHigherSettings(MethodSettings):
+class ClipSettings(IntervalSettings):
+    """One fixed interval for every token (PPO, GRPO)."""
+
+    method: Literal["clip"] = "clip"
+
+
+class ClipHigherSettings(IntervalSettings):
     """The fixed interval with a higher upper end (DAPO)."""
 
     method: Literal["clip-higher"] = "clip-higher"
-    eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.28, gt=0)
-
-    def describe(self) -> str:
-        return _describe_interval(self)
 
 
 class DcpoSettings(MethodSettings):
@@ -215,12 +222,6 @@ class NoClipSettings(MethodSettings):
 
     def describe(self) -> str:
         return "none: no bound on the ratio"
-
-
-def _describe_interval(settings: ClipSettings | ClipHigherSettings) -> str:
-    aliases = ", ".join(name.upper() for name in METHODS[settings.method].aliases)
-    name = f"{settings.method} ({aliases})" if aliases else settings.method
-    return f"{name}: ratio in [{1 - settings.eps_low:g}, {1 + settings.eps_high:g}]"
 
 
 def method_classes() -> dict[str, type[MethodSettings]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from bandpo_cli.config.base import NotNegative, Positive
-from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
+from bandpo_cli.config.methods import IntervalSettings, MethodSettings, TrustRegionSettings
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -87,12 +87,10 @@ class GmpoSettings(MethodSettings):
         return f"GMPO: geometric mean of ratios in [e^−{self.log_eps_low:g}, e^{self.log_eps_high:g}]"
 
 
-class CeGppoSettings(MethodSettings):
+class CeGppoSettings(IntervalSettings):
     """The fixed interval, with a scaled gradient for clipped tokens (CE-GPPO, arXiv 2509.20712)."""
 
     method: Literal["ce-gppo"] = "ce-gppo"
-    eps_low: float = Field(0.2, gt=0, le=1)
-    eps_high: float = Field(0.2, gt=0)
     beta_low: NotNegative = 0.5
     """Scale of the gradient below the interval, for negative advantages; β₁ of the paper: 0.5 at 1.5B, 0.75 at 7B."""
     beta_high: NotNegative = 1.0
@@ -100,25 +98,20 @@ class CeGppoSettings(MethodSettings):
 
     def describe(self) -> str:
         return (
-            f"CE-GPPO: ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}], gradient of clipped tokens "
+            f"CE-GPPO: {self.interval}, gradient of clipped tokens "
             f"× {self.beta_low:g} below and × {self.beta_high:g} above"
         )
 
 
-class AspoSettings(MethodSettings):
+class AspoSettings(IntervalSettings):
     """The fixed interval, with 1/r as the weight of tokens with a positive advantage (ASPO, arXiv 2510.06062)."""
 
     method: Literal["aspo"] = "aspo"
-    eps_low: float = Field(0.2, gt=0, le=1)
-    eps_high: float = Field(0.2, gt=0)
     max_weight: Positive = 3.0
     """Cap of the weight: of 1/r for positive, of r for negative advantages."""
 
     def describe(self) -> str:
-        return (
-            f"ASPO: ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}], weight 1/r for positive advantages, "
-            f"weights ≤ {self.max_weight:g}"
-        )
+        return f"ASPO: {self.interval}, weight 1/r for positive advantages, weights ≤ {self.max_weight:g}"
 
 
 class DrpoSettings(MethodSettings):
@@ -143,7 +136,7 @@ class ToprSettings(MethodSettings):
         return f"TOPR: weight 1, for negative advantages the completion's ratio truncated to [0, {self.max_weight:g}]"
 
 
-class ClipCovSettings(MethodSettings):
+class ClipCovSettings(IntervalSettings):
     """The fixed interval, without gradient for some tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
 
     method: Literal["clip-cov"] = "clip-cov"
@@ -158,7 +151,7 @@ class ClipCovSettings(MethodSettings):
 
     def describe(self) -> str:
         return (
-            f"Clip-Cov: ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}], no gradient for {self.share:.2%} of "
+            f"Clip-Cov: {self.interval}, no gradient for {self.share:.2%} of "
             f"the tokens, with a covariance in [{self.cov_low:g}, {self.cov_high:g}]"
         )
 

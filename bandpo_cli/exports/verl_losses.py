@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bandpo_cli.config.methods import BandSettings, ClipHigherSettings, ClipSettings
+from bandpo_cli.config.methods import BandSettings, IntervalSettings
 from bandpo_cli.config.policy_losses import (
     ClipCovSettings,
     DppoSettings,
@@ -89,7 +89,7 @@ def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
     }
 
 
-def _clip(bounds: ClipSettings | ClipHigherSettings, dual_clip: float) -> Overrides:
+def _clip(bounds: IntervalSettings, dual_clip: float) -> Overrides:
     return _loss("vanilla", bounds.eps_low, bounds.eps_high, dual_clip)
 
 
