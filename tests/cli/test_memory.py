@@ -42,6 +42,12 @@ def raise_cuda_error() -> None:
     )
 
 
+def printed(config: RunConfig, ranks: int = 1) -> str:
+    out = io.StringIO()
+    print_memory(Console(file=out, width=300), config, ranks)
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("fail", [allocate_too_much, raise_memory_error, raise_cuda_error])
 def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
     config = resolve([GSM8K])
@@ -63,17 +69,13 @@ def test_other_errors_are_unchanged() -> None:
 
 
 def test_the_estimate_is_printed_by_part_with_the_available_memory() -> None:
-    out = io.StringIO()
-    print_memory(Console(file=out, width=120), resolve([]))
-    text = out.getvalue()
+    text = printed(resolve([]))
     for part in ("1.1M parameters", "weights", "gradients", "AdamW", "activations of 16,384 tokens", "fits"):
         assert part in text
 
 
 def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
-    out = io.StringIO()
-    print_memory(Console(file=out, width=200), resolve([]), ranks=2)
-    text = out.getvalue()
+    text = printed(resolve([]), ranks=2)
     for part in ("1.1M parameters, a rank of 2", "weights (float32)", "complete parameters", "gradients"):
         assert part in text
     assert "at the peak of each rank by the estimate, this machine / 2 ranks (no GPU) has" in text
@@ -112,12 +114,11 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
 
 
 def test_too_large_an_estimate_names_settings_to_change() -> None:
-    out = io.StringIO()
     many = {"sampling": {"prompts": 10_000_000, "max_sequences": 1}}
     enormous = resolve([many, {"optim": {"micro_batch_tokens": 500_000_000}}])
-    print_memory(Console(file=out, width=300), enormous)
-    assert "too much" in out.getvalue()
-    (fewer,) = re.findall(r"it fits with --set optim.micro_batch_tokens=(\d+)\n", out.getvalue())
+    text = printed(enormous)
+    assert "too much" in text
+    (fewer,) = re.findall(r"it fits with --set optim.micro_batch_tokens=(\d+)\n", text)
     less, more = (resolve([many, {"optim": {"micro_batch_tokens": count * int(fewer)}}]) for count in (1, 2))
     assert memory_report(less).fits
     assert not memory_report(more).fits
@@ -146,9 +147,7 @@ def test_a_gpu_that_does_not_exist_has_no_estimate(gpus: list[int]) -> None:
 
 def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    out = io.StringIO()
-    print_memory(Console(file=out, width=300), resolve([{"model": {"path": str(tmp_path)}}]))
-    assert "no estimate of memory" in out.getvalue()
+    assert "no estimate of memory" in printed(resolve([{"model": {"path": str(tmp_path)}}]))
 
 
 def test_the_copy_for_a_checkpoint_counts_where_it_fits() -> None:
@@ -272,12 +271,6 @@ def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
     assert memory_report(without_lag(config), ranks).engine_device is None
 
 
-def printed(config: RunConfig, ranks: int = 1) -> str:
-    out = io.StringIO()
-    print_memory(Console(file=out, width=300), config, ranks)
-    return out.getvalue()
-
-
 def test_both_gpus_are_printed(gpus: list[int]) -> None:
     gpus += [80, 40]
     half = {"memory_fraction": 0.5}
@@ -338,20 +331,15 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
     assert "sampling.max_lag=0" not in memory_saving_settings(without_lag(config), on_gpu)
 
 
-@pytest.mark.parametrize(("cards", "advised"), [(1, True), (2, False)])
-def test_out_of_memory_with_a_lag(gpus: list[int], cards: int, advised: bool) -> None:
-    gpus += [80] * cards
-    with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
-        raise_cuda_error()
-    assert ("--set sampling.max_lag=0" in str(raised.value)) == advised
-
-
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
 def test_out_of_memory_of_an_engine_process_with_a_gpu_to_itself(
     gpus: list[int], cards: int, helps: bool
 ) -> None:
-    """Settings of the updates are advised where the trainer shares its GPU, and only there."""
+    """Settings of the updates, and no lag, are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
+    with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
+        raise_cuda_error()
+    assert ("--set sampling.max_lag=0" in str(raised.value)) == helps
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise portable_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."))
     assert "out of memory (engine process: " in str(raised.value)
