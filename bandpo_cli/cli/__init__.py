@@ -31,7 +31,7 @@ class _Root(TyperGroup):
     """The command group `bandpo`. Its help lists the options of shell completion last."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return sorted(super().get_params(ctx), key=lambda each: each.name in COMPLETION_OPTIONS)
+        return sorted(super().get_params(ctx), key=lambda option: option.name in COMPLETION_OPTIONS)
 
 
 app = typer.Typer(

@@ -51,16 +51,16 @@ def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
 def _from_text(text: str, source: str) -> list[float]:
     """Return numbers separated by white space or commas; `#` begins a comment."""
     lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
-    found = [
+    values = [
         _probability(word, f"{source}, line {number}")
         for number, words in enumerate(lines, 1)
         for word in words
     ]
-    if not found:
+    if not values:
         raise UserError(
             f"{source}: no probability in it; give numbers in (0, 1] separated by spaces, commas or lines"
         )
-    return found
+    return values
 
 
 def _probability(word: str, source: str) -> float:
@@ -72,11 +72,11 @@ def _probability(word: str, source: str) -> float:
 
 def radii(words: Iterable[str]) -> list[float]:
     """Return numbers > 0 from `--delta`, which may be repeated or hold several separated by commas."""
-    found = [_number(word, "--delta", "a number > 0") for text in words for word in text.split(",")]
-    for value in found:
+    values = [_number(word, "--delta", "a number > 0") for text in words for word in text.split(",")]
+    for value in values:
         if not (value > 0.0 and math.isfinite(value)):
             raise UserError(f"--delta: {value:g} is no radius; allowed: a finite number > 0, such as 0.05")
-    return found
+    return values
 
 
 def _number(word: str, source: str, wanted: str) -> float:
@@ -92,15 +92,15 @@ def compared_methods(texts: Iterable[str]) -> list[str]:
     Raises:
         UserError: a name is unknown, or that of a method that is no interval of ratios; the message says why.
     """
-    found = [method_name(name.strip()) for text in texts for name in text.split(",")]
-    for name in found:
+    names = [method_name(name.strip()) for text in texts for name in text.split(",")]
+    for name in names:
         if name in METHODS and METHODS[name].without_bounds:
             raise UserError(
                 f"--compare: {name} has no interval of ratios: {METHODS[name].without_bounds}; "
                 f"allowed: {', '.join(PEERS)}"
             )
         check_choice("--compare", name, PEERS)
-    return found
+    return names
 
 
 def check_plot_file(file: Path) -> None:

@@ -65,7 +65,7 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
         stream.rich_proxied_file.on_loss = CONTINUES
     console = SafeConsole(stderr=stderr, markup=False, emoji=False)
     logger = logging.getLogger("bandpo_cli")
-    for handler in [each for each in logger.handlers if isinstance(each, LogHandler)]:
+    for handler in [handler for handler in logger.handlers if isinstance(handler, LogHandler)]:
         logger.removeHandler(handler)
     logger.addHandler(LogHandler(console))
     logger.setLevel(logging.INFO)

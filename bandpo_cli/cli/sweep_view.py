@@ -258,9 +258,9 @@ def print_report(console: Console, report: Report) -> None:
         console.print(Text.assemble(("tuned: ", "dim"), line), soft_wrap=soft_wrap)
     for note in report.notes:
         console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
-    for each in report.left_out:
-        arm_and_seed = f"{each.arm}, seed {each.seed}: " if each.arm else ""
-        line = f"{each.run}: {arm_and_seed}{each.reason}"
+    for run in report.left_out:
+        arm_and_seed = f"{run.arm}, seed {run.seed}: " if run.arm else ""
+        line = f"{run.run}: {arm_and_seed}{run.reason}"
         console.print(Text.assemble(("left out: ", "yellow"), line), soft_wrap=soft_wrap)
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):

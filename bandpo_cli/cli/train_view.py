@@ -281,7 +281,7 @@ class TrainProgress:
 def _first_and_last(held_out: Sequence[tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
     """Return the first and the last evaluation, (step, metrics), each with its heading in the panel."""
     if len(held_out) < 2:
-        return [("held-out", each) for each in held_out]
+        return [("held-out", evaluation) for evaluation in held_out]
     return [("held-out before", held_out[0]), ("held-out now", held_out[-1])]
 
 
