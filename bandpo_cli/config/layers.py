@@ -62,7 +62,14 @@ def split_values(text: str) -> list[str]:
 
     Commas within brackets belong to a value: `[0.9,0.95],[0.9,0.99]` has two.
     """
-    return [value.strip() for value in re.split(r",(?![^\[\]]*\])", text)]
+    values, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth <= 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
 
 
 def read_layer(path: Path, where: str = "--config") -> Layer:
