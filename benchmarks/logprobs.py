@@ -12,14 +12,14 @@ not fit into the free memory (it needs 2.6 matrices of all logits).
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from shared import command_line
@@ -76,7 +76,7 @@ def measure_memory(name: str, inputs: Inputs) -> float:
     return peak_mb() - before - 4 * (hidden.numel() + weight.numel()) / 1e6
 
 
-def measure_time(names: list[str], inputs: Inputs, rounds: int) -> dict[str, float]:
+def measure_time(rounds: int, names: list[str], inputs: Inputs) -> dict[str, float]:
     """Return median seconds per implementation, without a first warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 1):
@@ -96,14 +96,19 @@ def free_mb() -> float:
     raise SystemExit("/proc/meminfo has no MemAvailable")
 
 
-def run_in_process(arguments: argparse.Namespace, tokens: int, job: str) -> object:
-    """Run one measurement in a separate process; return its result."""
-    command = [
-        sys.executable, __file__, "--job", job, "--tokens", str(tokens), "--vocabulary", str(arguments.vocabulary),
-        "--hidden", str(arguments.hidden), "--rounds", str(arguments.rounds), "--threads", str(arguments.threads),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def run_in_process(
+    arguments: argparse.Namespace, tokens: int, function: Callable[..., Any], *rest: Any
+) -> Any:
+    """Call a function with inputs in a process of its own, because the peak of the memory cannot be reset."""
+    shape = (tokens, arguments.vocabulary, arguments.hidden)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(with_inputs, arguments.threads, shape, function, *rest).result()
+
+
+def with_inputs(threads: int, shape: tuple[int, int, int], function: Callable[..., Any], *rest: Any) -> Any:
+    """Return the result of a function for inputs of this shape."""
+    torch.set_num_threads(threads)
+    return function(*rest, make_inputs(*shape))
 
 
 def main() -> None:
@@ -113,29 +118,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-
-    if arguments.job:
-        kind, *names = arguments.job.split(":")
-        inputs = make_inputs(arguments.tokens[0], arguments.vocabulary, arguments.hidden)
-        result = (
-            measure_memory(names[0], inputs)
-            if kind == "memory"
-            else measure_time(names, inputs, arguments.rounds)
-        )
-        print(json.dumps(result))
-        return
-
     print(
         f"{'tokens':>7} {'direct MB':>9} {'tiled MB':>8} {'fraction':>9} {'direct s':>8} {'tiled s':>7} {'ratio':>6}"
     )
     for tokens in arguments.tokens:
         needed = DIRECT_MATRICES * 4e-6 * tokens * arguments.vocabulary + SPARE_MB
         names = ["direct", "tiled"] if needed < free_mb() else ["tiled"]
-        memory = {name: run_in_process(arguments, tokens, f"memory:{name}") for name in names}
-        seconds = run_in_process(arguments, tokens, ":".join(["time", *names]))
+        memory = {name: run_in_process(arguments, tokens, measure_memory, name) for name in names}
+        seconds = run_in_process(arguments, tokens, measure_time, arguments.rounds, names)
         mb, s = memory["tiled"], seconds["tiled"]
         if "direct" in names:
             direct_mb, direct_s = memory["direct"], seconds["direct"]
