@@ -19,12 +19,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires the same number of threads
 
-from shared import command_line
+from shared import command_line, content_of_run
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.experiments.resume_run import plan_resume, resume
 from bandpo_cli.experiments.train_run import train
-from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.run_folder import RunFolder
 
 SETTINGS = [
@@ -48,13 +47,6 @@ def chosen_flips(files: list[Path], count: int, source: random.Random) -> list[t
     sizes = [path.stat().st_size for path in files]
     chosen = [*files, *source.choices(files, sizes, k=max(count - len(files), 0))][:count]
     return [(path, source.randrange(8 * path.stat().st_size)) for path in chosen]
-
-
-def content(folder: RunFolder) -> dict[str, object]:
-    """Return what a resume must reproduce: the metrics without the clock, and the bytes of the checkpoints."""
-    paths = [path for path in (folder.path / "checkpoints").rglob("*") if path.is_file()]
-    files = {str(path.relative_to(folder.path)): path.read_bytes() for path in paths}
-    return {**files, "metrics": [without_clock(line) for line in folder.read_metrics()]}
 
 
 def main() -> None:
@@ -89,7 +81,7 @@ def main() -> None:
             again = RunFolder(runs_dir / f"resumed-{resumed}")
             shutil.copytree(folder.path, again.path)
             resume(again.name, runs_dir)
-            equal += content(again) == content(complete)
+            equal += content_of_run(again.path) == content_of_run(complete.path)
         flip(path, bit)
     assert plan_resume(folder, (), runs_dir).step == 4, "without a flip the checkpoint of step 4 is used"
     shutil.rmtree(runs_dir)

@@ -13,7 +13,6 @@ Each attempt is a separate process, forked from one that has imported torch and 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -27,12 +26,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires the same number of threads
 
-from shared import command_line
+from shared import command_line, content_of_run
 
 import bandpo_cli.reports.run_plots
 import bandpo_cli.training.components  # noqa: F401 - imported once, before the forks
 from bandpo_cli.__main__ import main as bandpo
-from bandpo_cli.metric_names import without_clock
 
 SETTINGS = [
     "sampling.prompts=4", "sampling.samples=4", "optim.updates=2", "optim.lr=1e-4", "evaluation.every=3",
@@ -145,28 +143,10 @@ def interrupted_phase(folder: Path, before: bytes, hidden_before: list[str], ste
     return "in a later step"
 
 
-def record(folder: Path) -> list[dict[str, object]]:
-    """Return the metrics of a run without those of time."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [without_clock(line) for line in lines]
-
-
-def files(folder: Path, part: str) -> dict[str, bytes]:
-    """Return the content of all files in the subfolder `part` of the run folder, by path."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in (folder / part).rglob("*")
-        if path.is_file()
-    }
-
-
 def differences(folder: Path, uninterrupted: Path) -> list[str]:
     """Return the parts in which two runs differ."""
-    found = [] if record(folder) == record(uninterrupted) else ["metrics"]
-    for part in ("samples", "tokens", "evals", "checkpoints"):
-        if files(folder, part) != files(uninterrupted, part):
-            found.append(part)
-    return found
+    one, other = content_of_run(folder), content_of_run(uninterrupted)
+    return [part for part in one if one[part] != other[part]]
 
 
 def finish(arguments: Sequence[str], log: Path) -> None:

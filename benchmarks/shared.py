@@ -86,6 +86,18 @@ def train(*words: str, steps: int, **environment: str) -> Records:
     return [record for record in records if 1 <= record["step"] <= steps]
 
 
+def content_of_run(folder: Path) -> dict[str, Any]:
+    """Return what a resume must reproduce: the metrics without the clock, and the bytes of the other files, by part."""
+    from bandpo_cli.metric_names import without_clock
+
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    content: dict[str, Any] = {"metrics": [without_clock(json.loads(line)) for line in lines]}
+    for part in ("samples", "tokens", "evals", "checkpoints"):
+        paths = [path for path in (folder / part).rglob("*") if path.is_file()]
+        content[part] = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    return content
+
+
 def compare_runs(
     title: str,
     variants: Mapping[str, Callable[[], Records]],
