@@ -257,21 +257,18 @@ def _run_pending(
 
     with closing(_POOLS[executor.name](executor, len(pending), variables)) as pool:
         try:
-            slots, threads = pool.slots, pool.threads
-            events.start(
-                SweepInfo(folder.path, folder.runs, configs, pending, slots, threads, executor.ranks)
-            )
+            about = pool.slots, pool.threads, executor.ranks
+            events.start(SweepInfo(folder.path, folder.runs, configs, pending, *about))
             if pending:
                 if store is not None:
                     events.phase("tracking")
-                with sweep_mlflow_run(folder, store) as parent:
+                with sweep_mlflow_run(folder, store, lambda: report) as parent:
                     flags = rank_flags(executor.ranks)
-                    flags += [] if parent.run_id is None else ["--set", f"tracking.parent={parent.run_id}"]
+                    flags += [] if parent is None else ["--set", f"tracking.parent={parent}"]
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
-                    parent.report, report_error = _report(folder, events)
-                    report = parent.report
+                    report, report_error = _report(folder, events)
             else:
                 report, report_error = _report(folder, events)
         except BaseException as raised:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bandpo_cli.errors import redact_credentials
@@ -27,19 +26,6 @@ NOTE_HEADING = (
 """The first line of the description of a sweep's MLflow run; a description with another one is the user's."""
 
 
-@dataclass
-class SweepRunAtMlflow:
-    """The MLflow run of a sweep that is executed.
-
-    Attributes:
-        run_id: the parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
-        report: the report over the sweep's runs, whose leaderboard is sent at the end.
-    """
-
-    run_id: str | None
-    report: Report | None = None
-
-
 def leaderboard_metrics(report: Report) -> dict[str, float]:
     """Return the means of the leaderboard as metrics: `sweep/<arm>/<column of leaderboard.csv>`."""
     return {
@@ -50,20 +36,28 @@ def leaderboard_metrics(report: Report) -> dict[str, float]:
 
 
 @contextmanager
-def sweep_mlflow_run(folder: SweepFolder, store: Store | None) -> Iterator[SweepRunAtMlflow]:
-    """Open the sweep's MLflow run, and close it with the status and the leaderboard that the body set."""
+def sweep_mlflow_run(
+    folder: SweepFolder, store: Store | None, report: Callable[[], Report | None]
+) -> Iterator[str | None]:
+    """Open the sweep's MLflow run, and close it with its status and the leaderboard of the report.
+
+    Args:
+        report: returns, at the end, the report over the sweep's runs.
+
+    Yields:
+        The parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
+    """
     mirror = None if store is None else _connect(folder, store)
-    parent = SweepRunAtMlflow(None if mirror is None else mirror.run_id)
     status = "FAILED"
     try:
-        yield parent
+        yield None if mirror is None else mirror.run_id
         status = "FINISHED" if all(folder.is_finished(run.name) for run in folder.runs) else "FAILED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:
         if mirror is not None:
-            _close(mirror, folder, status, parent.report)
+            _close(mirror, folder, status, report())
 
 
 def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:

@@ -35,10 +35,10 @@ def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
     """Execute the sweep without runs, and return its MLflow run and a client."""
     from mlflow.tracking import MlflowClient
 
-    with sweep_mlflow_run(sweep, store) as parent:
-        parent.report = report
+    with sweep_mlflow_run(sweep, store, lambda: report) as run_id:
+        assert run_id is not None
     client = MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
-    return client, client.get_run(parent.run_id)
+    return client, client.get_run(run_id)
 
 
 def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(

@@ -109,13 +109,14 @@ def report_metrics(records: Sequence[ArmRunData], sets: Sequence[str], level: fl
         Metric("clipped", "clipped", zero_gradient, compared=False, pattern=".2f", percent=True),
         Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None),
     ]
+    last = "of the last evaluation"
     for label in sets if len(sets) > 1 else ():
-        last, area = f"mean@{n} of the last evaluation", f"area under mean@{n}, divided by the steps"
-        metrics.append(Metric(f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", last))
-        metrics.append(Metric(f"area/{label}", f"area, {label}", area, compared=False))
+        metrics += [
+            Metric(f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", f"mean@{n} {last}"),
+            Metric(f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", False),
+        ]
         if k:
-            passes = f"pass@{k} of the last evaluation"
-            metrics.append(Metric(f"pass_at_{k}/{label}", f"pass@{k}, {label}", passes, compared=False))
+            metrics.append(Metric(f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} {last}", False))
     return metrics
 
 

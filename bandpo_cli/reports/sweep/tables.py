@@ -92,14 +92,13 @@ def leaderboard_csv(report: Report) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     keys = [metric.key for metric in report.figures]
-    ends = ("", "_low", "_high")
     spread_keys = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
-    quantiles = [f"{key}_p{100 * share:.0f}" for key in spread_keys for share in SPREAD]
-    writer.writerow(["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ends), *quantiles])
+    columns = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
+    columns += [f"{key}_p{100 * share:.0f}" for key in spread_keys for share in SPREAD]
+    writer.writerow(["arm", "seeds", "steps", *columns])
     for arm in report.arms:
         cells: list[object] = [arm.name, len(arm.seeds), arm.steps[1]]
-        for key in keys:
-            value = arm.figures.get(key)
+        for value in map(arm.figures.get, keys):
             cells += ["", "", ""] if value is None else [value.mean, value.low, value.high]
         for key in spread_keys:
             cells += arm.spreads.get(key, ("", ""))
