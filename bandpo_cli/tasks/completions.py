@@ -94,7 +94,7 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
         label = source_label(Source(path=str(path)))
     except ConfigError:  # no character of the file name is allowed in a metric name
         label = "samples"
-    return {label: _read_question_rows(path, first_rows, all_rows, grader or "math")}
+    return {label: _read_question_rows(path, first_rows, all_rows, "math" if grader is None else grader)}
 
 
 def _read_own_table(

@@ -41,6 +41,10 @@ WORDING_KEYS = {
 FILE_KEYS = {
     "env.json": {"git": "the commit differs by design", "resumes": "holds dates and the step of the kill"},
     "eval.json": {"sha256": "digest of a stored file whose content is compared itself"},
+    "summary.json": {
+        "started_ms": "depends on the clock",
+        "overview_of": "the size of metrics.jsonl, which contains durations",
+    },
     "stdout": {"sha256": "as in eval.json"},
     "mlflow.json": {
         "key": "random",

@@ -277,7 +277,7 @@ def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
         seen.append(config.sampling.vllm.memory_fraction)
         return with_memory_fraction(config, seen[-1] or 0.31)
 
-    for module in ("train", "resume"):
+    for module in ("train_run", "resume_run"):
         monkeypatch.setattr(sys.modules[f"bandpo_cli.experiments.{module}"], "check_memory", checked)
     train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
     stored = read_layer(tmp_path / "a" / "config.yaml")
