@@ -211,9 +211,9 @@ def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> D
 
     def match(region: TrustRegionSettings, method: str) -> float:
         peer = resolve([{"bounds": {"method": method}}]).bounds
-        found = match_clip_fraction(region, peer, tokens)
-        matches[f"{region.region()} {MATCH_PREFIX}{method}"] = found._asdict()
-        return found.delta
+        matched = match_clip_fraction(region, peer, tokens)
+        matches[f"{region.region()} {MATCH_PREFIX}{method}"] = matched._asdict()
+        return matched.delta
 
     return match
 

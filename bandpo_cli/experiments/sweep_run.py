@@ -201,8 +201,8 @@ def estimate_time(
         method = "by a trial of three steps alone on the machine"
     if seconds is None:
         return None
-    each = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
-    return TimeEstimate(total_seconds(each, info.slots), seconds, method)
+    lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
+    return TimeEstimate(total_seconds(lengths, info.slots), seconds, method)
 
 
 def check_executor(executor: Executor) -> None:

@@ -130,9 +130,9 @@ def read_intervals(folder: Path) -> Intervals:
         sets = read_record(path)["sets"]
         try:
             ends = {
-                f"eval/{label}/{name}": (each["low"], each["high"])
+                f"eval/{label}/{name}": (value["low"], value["high"])
                 for label, scores in sets.items()
-                for name, each in scores["figures"].items()
+                for name, value in scores["figures"].items()
             }
         except (AttributeError, KeyError, TypeError):
             raise UserError(
@@ -238,8 +238,8 @@ def run_subtitle(folder: Path) -> str:
 
 def series(records: Iterable[Record], name: str) -> Series:
     """Return the steps and values of the metric `name`, without the steps that have no value."""
-    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in found], [float(value) for _, value in found]
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], int]:
@@ -257,8 +257,8 @@ def smooth(values: Sequence[float]) -> tuple[list[float], int]:
 
 def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (name, label) of the metrics `clip/active_fraction/p_<low>_<high>` in `names`, sorted by probability."""
-    found = [re.fullmatch(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)", name) for name in names]
-    matches = sorted((match for match in found if match), key=lambda match: float(match[1]))
+    pattern = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
+    matches = sorted(filter(None, map(pattern.fullmatch, names)), key=lambda match: float(match[1]))
     return [(match[0], f"p {match[1]} – {match[2]}") for match in matches]
 
 

@@ -40,8 +40,8 @@ _READ_ERRORS = (
 def total_seconds(seconds: Sequence[float], jobs: int) -> float:
     """Return the total time of runs of these lengths in `jobs` slots, where each free slot starts the next run."""
     slots = [0.0] * max(1, jobs)
-    for each in seconds:
-        slots[slots.index(min(slots))] += each
+    for length in seconds:
+        slots[slots.index(min(slots))] += length
     return max(slots)
 
 

@@ -93,8 +93,8 @@ def entropy_at_equal_accuracy(arms: Mapping[str, Sequence[ArmRunData]], sets: Se
     level = CommonLevel(best[first], first, best[second], max(curves[key][1][0] for key in compared))
     if not level.is_crossed:
         return EqualAccuracy(behind, level)
-    found = {key: entropy_when_reached(records[key], curves[key], level.accuracy) for key in compared}
-    values = {key: entropy for key, entropy in found.items() if entropy is not None}
+    entropies = {key: entropy_when_reached(records[key], curves[key], level.accuracy) for key in compared}
+    values = {key: entropy for key, entropy in entropies.items() if entropy is not None}
     return EqualAccuracy(
         behind=behind,
         level=level,

@@ -200,8 +200,8 @@ def _plot_over_steps(
         texts: title, subtitle and label of the y axis.
         percent: whether the values are shares in [0, 1], shown in percent.
     """
-    found = {name: common_curve([series_of(record) for record in runs]) for name, runs in arms.items()}
-    curves = {name: curve for name, curve in found.items() if curve is not None}
+    common = {name: common_curve([series_of(record) for record in runs]) for name, runs in arms.items()}
+    curves = {name: curve for name, curve in common.items() if curve is not None}
     if not curves:
         return None
     title, subtitle, y_label = texts
@@ -340,7 +340,7 @@ def _describe_bands(runs: Collection[int]) -> str:
 
 def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:
     """Set the y limits to the values of all runs and the ends of all bands, with some space."""
-    low, high = min(float(each.min()) for each in shown), max(float(each.max()) for each in shown)
+    low, high = min(float(values.min()) for values in shown), max(float(values.max()) for values in shown)
     pad = 0.06 * (high - low) or 0.05 * max(abs(high), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))

@@ -188,7 +188,7 @@ def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
     """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
     final = {match[0]: match for name in (records[-1] if records else {}) if (match := SCORE.fullmatch(name))}
     means = {match[1]: match for match in final.values() if match[2] == "mean"}
-    found = {}
+    sets = {}
     for label, match in means.items():
         steps, values = series(records, match[0])
         passes = {
@@ -196,8 +196,8 @@ def _evaluations(records: Sequence[Record]) -> dict[str, Evaluations]:
             for other in final.values()
             if other[1] == label and other[2] == "pass" and other[3].isdecimal()
         }
-        found[label] = Evaluations(match[3], steps, values, passes)
-    return found
+        sets[label] = Evaluations(match[3], steps, values, passes)
+    return sets
 
 
 def _sum_bins(records: Sequence[Record]) -> dict[str, tuple[float, float]]:

@@ -80,14 +80,14 @@ def select_runs(
     Raises:
         UserError: a path is neither, two paths lead to the same run, or `baseline` or a name in `by` is unknown.
     """
-    found = [_find_folder(path, runs_dir) for path in paths]
-    if len(found) == 1 and os.path.isfile(found[0] / PLAN_FILE):
-        selection = read_sweep(found[0])
+    folders = [_find_folder(path, runs_dir) for path in paths]
+    if len(folders) == 1 and os.path.isfile(folders[0] / PLAN_FILE):
+        selection = read_sweep(folders[0])
         if by:
             selection = _group_by_settings(selection, by)
     else:
-        runs = [run for path in found for run in _runs_in(path)]
-        title = found[0].resolve().name if len(found) == 1 else f"{len(runs)} runs"
+        runs = [run for folder in folders for run in _runs_in(folder)]
+        title = folders[0].resolve().name if len(folders) == 1 else f"{len(runs)} runs"
         selection = _group_by_settings(Selection(title, None, runs), by)
     _check_unique(run.folder for run in selection.runs)
     if baseline is not None:
