@@ -1,4 +1,4 @@
-"""Processes of several ranks, without torch: the place of this one, its output and the file of its error.
+"""Rank processes, without torch: rank and world size of this process, its output and its error file.
 
 torchrun sets the variables of the environment that are read here, and `bandpo train --nproc` sets the same ones and
 those of `LAUNCHER_VARIABLE` and `RUN_NAME_VARIABLE`.

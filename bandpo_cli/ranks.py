@@ -1,4 +1,4 @@
-"""Ranks: the processes of a run, started by torchrun, and what they exchange.
+"""Ranks: the processes of a run, started by torchrun, and their collectives.
 
 Every rank executes the same code on its share of the data. All decisions are made from values that are equal on all
 ranks, so that the ranks call the same collectives in the same order. Without torchrun there is one rank, and no

@@ -1,4 +1,4 @@
-"""Ratio bounds of tokens: the Band of a trust region, and the methods it is compared with.
+"""Ratio bounds of tokens: the Band of a trust region, and the bounds of other methods.
 
     from bandpo_cli.bounds import band_bounds
     lower, upper = band_bounds(old_logprobs, divergence="kl", delta=0.05, max_ratio=10.0)

@@ -14,11 +14,11 @@ configs_app = command_group(invoke_without_command=True)
 
 @configs_app.callback()
 def configs(context: typer.Context) -> None:
-    """List the configuration files of the package; --config finds them by name.
+    """List the config files of the package; --config accepts their names.
 
     [bold]bandpo configs[/bold]  their names, with a line each
 
-    [bold]bandpo configs show paper/base[/bold]  one of them, to copy and change
+    [bold]bandpo configs show paper/base[/bold]  print a config file, to copy and change
 
     [bold]bandpo train -c paper/base -c paper/models/qwen2.5-3b-instruct[/bold]  use them
     """

@@ -249,7 +249,11 @@ def compare(
     ],
     b: Annotated[
         str,
-        typer.Argument(metavar="B", help="Another one.", autocompletion=folder_of("evaluation", "run")),
+        typer.Argument(
+            metavar="B",
+            help="The evaluation to compare with A, in the same forms.",
+            autocompletion=folder_of("evaluation", "run"),
+        ),
     ],
     show: Annotated[
         int, typer.Option(metavar="N", min=0, help="Number of the most changed problems to list.")

@@ -1,4 +1,4 @@
-"""`bandpo export`: an experiment as files with which another engine runs it, and a run's policy as a model folder."""
+"""`bandpo export`: an experiment as files for another engine, and the policy of a run as a model folder."""
 
 from __future__ import annotations
 

@@ -22,13 +22,17 @@ def report(
     ],
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="ARM", help="Compare the other arms with this one.", show_default="the sweep's"),
+        typer.Option(
+            metavar="ARM",
+            help="The variant that all other variants are compared with.",
+            show_default="the sweep's",
+        ),
     ] = None,
     by: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY,KEY",
-            help="Settings that make an arm, e.g. bounds,optim.lr; repeatable.",
+            help="Settings that define a variant, for example bounds,optim.lr; repeatable.",
             show_default="all that differ, except the seed",
         ),
     ] = None,

@@ -35,7 +35,9 @@ def samples(
     problem: Annotated[
         str | None, typer.Option(metavar="ID", help="Only completions of this problem.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The most to print; 0 for all.")] = 8,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Maximum number of completions to print; 0 prints all.")
+    ] = 8,
     format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:

@@ -48,11 +48,15 @@ def sweep(
     *,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A sweep file: fixed, axes, arms, exclude, seeds, baseline."),
+        typer.Argument(
+            metavar="[FILE]",
+            help="A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.",
+        ),
     ] = None,
     settings: Settings,
     seeds: Annotated[
-        str | None, typer.Option(metavar="S,S", help="One run of every arm for each.", show_default="0")
+        str | None,
+        typer.Option(metavar="S,S", help="Seeds; every variant runs once per seed.", show_default="0"),
     ] = None,
     axis: Annotated[
         list[str] | None,
@@ -75,7 +79,8 @@ def sweep(
         ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="ARM", help="The arm that the report compares the others with.")
+        str | None,
+        typer.Option(metavar="ARM", help="The variant that the report compares all other variants with."),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -94,7 +99,8 @@ def sweep(
         float | None,
         typer.Option(
             metavar="MARGIN",
-            help="End a run half-way or later whose held-out accuracy is this far below another arm's.",
+            help="Stop a run after half of its steps or later if its held-out accuracy is more than "
+            "MARGIN below another variant's.",
             show_default="no run is ended",
         ),
     ] = None,

@@ -36,7 +36,7 @@ def sync(
         ),
     ] = None,
     all_: Annotated[
-        bool, typer.Option("--all", help="Every run of --runs-dir, those of sweeps too.")
+        bool, typer.Option("--all", help="Send every run in --runs-dir, including the runs of sweeps.")
     ] = False,
     tracking_uri: Annotated[
         str | None,

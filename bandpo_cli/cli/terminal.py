@@ -1,4 +1,4 @@
-"""Standard output and standard error of the command line: control characters are escaped, a lost reader is no error."""
+"""Standard output and standard error of the command line: escapes control characters and ignores a closed pipe."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def train(
         bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
     ] = False,
 ) -> int | None:
-    """Train a policy under a Band constraint and record the run.
+    """Train a policy with a trust-region policy loss and record the run.
 
     Without options: the embedded model on countdown, a few minutes on a
     CPU. Settings come from --config files, then flags, then --set; later ones

@@ -1,4 +1,4 @@
-"""Settings of other trainers and their names here, to suggest where a name is unknown."""
+"""Names of settings in other trainers, for suggestions in errors about unknown settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of a run, one class per section. The defaults train the embedded model on countdown."""
+"""Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python API: what the commands do, without a terminal.
+"""Python API: the functions behind the commands, without a terminal.
 
     from bandpo_cli.config.run import RunConfig
     from bandpo_cli.experiments import train

@@ -1,4 +1,4 @@
-"""What a run's settings resolved to (the entry `resolved` of env.json), and a resume with the same.
+"""Resolved values of settings such as `auto` (entry `resolved` of env.json), which a resume uses again.
 
 `sampling.engine: auto` depends on the machine, and a model or data set on the hub can change. A resumed run has the
 engine, the dtype and the commits that the run started with.

@@ -1,4 +1,4 @@
-"""Checks before anything heavy loads: names, settings, model references.
+"""Checks of names, settings and model references before torch is imported.
 
 Functions here do not import torch; `check_config` imports numpy.
 """

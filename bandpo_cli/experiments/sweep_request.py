@@ -1,4 +1,4 @@
-"""Plan of a sweep: its runs from a file, axes and seeds. Every mistake is found before anything runs."""
+"""Plan of a sweep: its runs from a file, axes and seeds. All mistakes are reported before the first run starts."""
 
 from __future__ import annotations
 

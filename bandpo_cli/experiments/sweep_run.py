@@ -1,4 +1,4 @@
-"""Sweeps: the runs of a plan as processes of their own, the MLflow run above them, and the report."""
+"""Sweeps: runs of a plan in separate processes, their parent run at MLflow, and the report."""
 
 from __future__ import annotations
 

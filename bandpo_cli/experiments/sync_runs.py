@@ -1,4 +1,4 @@
-"""Sending what MLflow lacks of runs, from their run folders."""
+"""Upload of missing data of run folders to MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of an experiment for verl: run.sh, reward.py, README.md, and how values are written for Hydra."""
+"""Folder of an experiment for verl: run.sh, reward.py, README.md, and the formatting of values for Hydra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device of the policy: which one `model.device` means, the dtype there, and the return of cached memory to it."""
+"""Device of the policy: resolution of `model.device` and the dtype, and release of cached memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters of peft on the linear layers of a policy, whose own weights are not trained.
+"""LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights.
 
 An adapted layer computes W·x + s·B·(A·x), with its weights W as they were loaded and s = alpha / rank. A and B have the
 dtype of W, so that the optimizer has float32 masters of them as of any other parameter, or the sharding stores them in
@@ -145,7 +145,7 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     if settings.rank > widest:
         raise UserError(
             f"model.lora.rank = {settings.rank}: the largest of the layers to adapt has rank {widest}; "
-            "take a smaller one, or train all weights with model.lora=null"
+            "use a smaller rank, or train all weights with model.lora=null"
         )
     return targets
 

@@ -1,4 +1,4 @@
-"""Policy losses that treat every token alone: the clipped loss, and those of DPPO, CISPO, SAPO, CE-GPPO, ASPO and DRPO.
+"""Policy losses per token: the clipped loss, DPPO, CISPO, SAPO, CE-GPPO, ASPO and DRPO.
 
 The clipped loss is the loss of the interval methods: the Band, clip, clip-higher, DCPO and none.
 

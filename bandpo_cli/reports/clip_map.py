@@ -1,4 +1,4 @@
-"""Clip map: probability ratio against old probability of the tokens of a step, with the clipped ones marked."""
+"""Clip map: probability ratio against old probability of the tokens of a step, with clipped tokens marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child process of a sampling engine: environment, start, output, and how it ended, as the trainer sees it; its entry.
+"""Child process of a sampling engine: environment, entry point, output, and exit status for the trainer.
 
 The process is started by subprocess and not by multiprocessing's spawn, which would run the user's __main__ again, and
 would leave the process in the trainer's process group, where Ctrl-C reaches it, until it has left it by itself.

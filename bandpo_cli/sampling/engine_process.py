@@ -1,4 +1,4 @@
-"""Sampling in a process of its own, so that the trainer can update at the same time (`sampling.max_lag`).
+"""Sampling in a separate process, at the same time as the trainer's updates (`sampling.max_lag`).
 
 The process has the ordinary engine of the settings. At every sync the trainer writes the weights, tensor by tensor, to
 memory that the process reads. There is one process per rank.

@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: which are complete, which are kept, and removal of what a crash left.
+"""Checkpoint folders of a run: completeness, retention, and deletion of leftovers of a crash.
 
 A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder (with LoRA, an adapter folder in the format of
 peft), with the training state in `trainer/`. It is written in this order: all files into a hidden folder, flushed to

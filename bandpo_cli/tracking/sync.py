@@ -1,4 +1,4 @@
-"""Sending run folders and evaluations to MLflow: what a store lacks of them, once.
+"""Upload of run folders and evaluations to MLflow; data that a store has are not sent again.
 
 The tracker of a run that is being trained and `bandpo sync` send with the same class. `metrics.jsonl` is the queue.
 """

@@ -1,4 +1,4 @@
-"""Batches of graded rollouts: sampling one for a step, in place or in a thread while the step before is trained.
+"""Batches of graded rollouts: sampling for the current step, or in a thread for the next step.
 
 With `sampling.max_lag: 1` the order of a step is: take the batch that was sampled during the step before; start the
 next one with the weights that the engine has, those after the step before; update; wait for the batch that is being

@@ -1,4 +1,4 @@
-"""The graded rollouts of a step, and the file of a checkpoint that stores those that were sampled ahead.
+"""Graded rollouts of a step, and the checkpoint file with rollouts that were sampled ahead.
 
 The batch of the next step cannot be sampled again after a resume: it is from the weights before those of the
 checkpoint. The file has what its sampling and grading gave; problems and prompts follow from their place in the stream,

@@ -207,7 +207,7 @@ def _plot_over_steps(
     title, subtitle, y_label = texts
     bands = _describe_bands({len(curve.values_RS) for curve in curves.values()})
     figure, (axes,) = style.new_figure(
-        title, subtitle if bands else f"{subtitle} · one seed per arm, no interval"
+        title, subtitle if bands else f"{subtitle} · one seed per variant, no interval"
     )
     show_edges = len(curves) <= 4  # the edges of more bands are unreadable
     shown = [curve.values_RS for curve in curves.values()]
@@ -252,7 +252,7 @@ def _plot_accuracy_entropy(
         return None
     figure, (axes,) = style.new_figure(
         "Held-out accuracy against entropy",
-        f"{subtitle} · one dot per evaluation, a large one for the last; means over seeds",
+        f"{subtitle} · one dot per evaluation, a large dot for the last evaluation; means over seeds",
     )
     for name, (entropies, accuracies) in paths.items():
         line = styles[name]
