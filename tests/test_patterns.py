@@ -120,19 +120,14 @@ def _evaluate(node: ast.expr, constants: Mapping[str, Any], where: str) -> Any:
         raise ValueError(f"{where}: the pattern is not a constant of the module ({error})") from None
 
 
-TYPED_BY_THE_USER = {r",(?![^\[\]]*\])"}
-"""Patterns that read a word of a command."""
-
-
 @cache
 def patterns() -> list[Used]:
-    """Return the regular expressions of the package that read texts of unknown origin."""
+    """Return the regular expressions of the package."""
     return [
         used
         for path in sorted(PACKAGE.rglob("*.py"))
         if "re." in (text := path.read_text("utf-8"))
         for used in patterns_in(text, str(path.relative_to(PACKAGE)))
-        if used.pattern not in TYPED_BY_THE_USER
     ]
 
 
