@@ -110,7 +110,7 @@ def writer_config(config: RunConfig, background: bool) -> RunConfig:
 def main() -> None:
     """Measure and print the times."""
     parser = command_line(__doc__)
-    parser.add_argument("--checkpoints", type=int, default=8, help="of each kind")
+    parser.add_argument("--checkpoints", type=int, default=8, help="of each kind, at least 2")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
