@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -77,6 +78,7 @@ class StandIn(ModuleType):
             raise AttributeError(name)
         known = {"BaseModel": PlainModel, "Field": FieldDefault, "ConfigDict": dict}
         known |= dict.fromkeys(("PositiveInt", "NonNegativeInt"), int)
+        known["from_json"] = json.loads
         known["xxh3_64"] = partial(hashlib.blake2b, digest_size=8)
         known["xxh3_64_hexdigest"] = lambda data: hashlib.blake2b(data, digest_size=8).hexdigest()
         return known.get(name, Placeholder)
