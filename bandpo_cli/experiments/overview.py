@@ -177,7 +177,9 @@ def summary_fields(path: Path) -> dict[str, Any]:
 def _from_summary(name: str, path: Path, summary: Summary) -> RunOverview | None:
     """Return the overview that a summary holds; None if it has none, or if settings or metrics have changed since."""
     fields = summary.content.get("overview")
-    if not isinstance(fields, dict) or summary.content.get("overview_of") != _state(path):
+    if summary.status is None or not isinstance(fields, dict):
+        return None
+    if summary.content.get("overview_of") != _state(path):
         return None
     about = {"name": name, "path": path, "status": summary.status, "error": summary.error}
     try:

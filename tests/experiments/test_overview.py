@@ -100,6 +100,8 @@ def test_the_overview_of_an_ended_run_is_read_from_its_summary_until_settings_or
     run.append_metrics({"step": 8, "time/step": 2.0})
     assert (changed := describe_line(run.path, tmp_path)).step == 8
     assert changed.status == "KILLED"
+    run.write_summary({**summary, "steps": 8, "status": "?", **summary_fields(run.path)})
+    assert describe_line(run.path, tmp_path).status == "KILLED", "the status is not one of a run"
     run.write_summary({**summary, "steps": 8, **summary_fields(run.path), "overview": {"seed": "x"}})
     assert describe_line(run.path, tmp_path).seed == 4
-    assert len(read) == 5
+    assert len(read) == 7
