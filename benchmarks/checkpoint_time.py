@@ -26,7 +26,7 @@ from shared import command_line, save_random_model
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import checkpoint_files, loop
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import build_components

@@ -45,7 +45,7 @@ from bandpo_cli.models.lora import (
     merged_weight,
     save_adapter,
 )
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.optimizer import Optimizer
 

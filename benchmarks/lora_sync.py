@@ -39,7 +39,7 @@ from bandpo_cli.config.run import LoraSettings, RunConfig, SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.lora import adapter_parameters, adapter_weights, add_adapters, save_adapter
 from bandpo_cli.models.weights import checkpoint_weights
-from bandpo_cli.sampling.base import SamplingParams, TokenIds
+from bandpo_cli.sampling.sampler import SamplingParams, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_sampler import VllmSampler, _engine_settings, _requests, _token_prompts
 from bandpo_cli.sampling.vllm_worker import (

@@ -20,7 +20,7 @@ from shared import command_line, random_qwen2
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling.base import Sampler, SamplingParams
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling import sync_check
-from bandpo_cli.sampling.base import SamplingParams, TokenIds
+from bandpo_cli.sampling.sampler import SamplingParams, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck, mean_gap, probe_limit
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion

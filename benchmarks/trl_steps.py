@@ -30,7 +30,7 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.tasks.base import ProblemStream, build_task
+from bandpo_cli.tasks.task import ProblemStream, build_task
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]

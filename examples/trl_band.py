@@ -23,7 +23,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.integrations.trl import BandGRPOConfig, BandGRPOTrainer
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 
 UPDATES = 8
 """Optimizer steps per batch of completions: 4 quarters of the batch, twice. At the first one the ratio is 1."""

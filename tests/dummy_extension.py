@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from bandpo_cli.bounds.methods import BoundsFunction
+from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
@@ -36,7 +36,7 @@ class DummySettings(MethodSettings):
 
 def dummy_bounds(config: DummySettings) -> BoundsFunction:
     """Return the interval for every token."""
-    from bandpo_cli.bounds.methods import clip
+    from bandpo_cli.bounds.intervals import clip
     from bandpo_cli.config.methods import ClipSettings
 
     return clip(ClipSettings(eps_low=config.width, eps_high=config.width))

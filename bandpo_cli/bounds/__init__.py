@@ -9,6 +9,6 @@ pydantic) only as arguments of `ratio_bounds`.
 
 from bandpo_cli.bounds.arrays import RatioBounds
 from bandpo_cli.bounds.band import band_bounds
-from bandpo_cli.bounds.methods import BoundsFunction, ratio_bounds
+from bandpo_cli.bounds.intervals import BoundsFunction, ratio_bounds
 
 __all__ = ["BoundsFunction", "RatioBounds", "band_bounds", "ratio_bounds"]

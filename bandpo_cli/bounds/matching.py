@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.bounds.arrays import TokenProbs
 from bandpo_cli.bounds.divergences import divergence_at, find_divergence
-from bandpo_cli.bounds.methods import clip_state, ratio_bounds
+from bandpo_cli.bounds.intervals import clip_state, ratio_bounds
 from bandpo_cli.errors import ConfigError
 
 if TYPE_CHECKING:  # the settings need pydantic

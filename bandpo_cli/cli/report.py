@@ -61,7 +61,7 @@ def report(
     [bold]bandpo report deltas --format json[/bold]  in scripts
     """
     from bandpo_cli.cli.console import open_console, print_json
-    from bandpo_cli.reports.sweep import read_tuning, select_runs, write_report
+    from bandpo_cli.reports.comparison import read_tuning, select_runs, write_report
 
     keys = [key.strip() for text in by or [] for key in text.split(",") if key.strip()]
     chosen = select_runs(paths, runs_dir, baseline, keys)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from bandpo_cli.config.base import Section, check_known
+from bandpo_cli.config.section import Section, check_known
 from bandpo_cli.registries import DATASETS, GRADERS
 
 LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

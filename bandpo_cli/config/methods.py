@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.base import Choice, Positive, Section
+from bandpo_cli.config.section import Choice, Positive, Section
 from bandpo_cli.registries import DIVERGENCES, METHODS, load_attribute
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bandpo_cli.config.base import NotNegative, Positive
 from bandpo_cli.config.methods import IntervalSettings, MethodSettings, TrustRegionSettings
+from bandpo_cli.config.section import NotNegative, Positive
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
-from bandpo_cli.config.base import NotNegative, Positive, Section
 from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
 from bandpo_cli.config.sampling import AUTO_ENGINE, check_engine_name
+from bandpo_cli.config.section import NotNegative, Positive, Section
 from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric

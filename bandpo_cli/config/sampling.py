@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from bandpo_cli.config.base import check_known
+from bandpo_cli.config.section import check_known
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import ENGINES
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bandpo_cli.config.base import Section
+from bandpo_cli.config.section import Section
 
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""

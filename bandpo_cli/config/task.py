@@ -21,9 +21,9 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.base import Choice, Section, check_known
 from bandpo_cli.config.data import FILE_SUFFIXES, LABEL_PATTERN, GraderName, Sources
 from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.config.section import Choice, Section, check_known
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import (

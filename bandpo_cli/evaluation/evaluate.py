@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from bandpo_cli.config.run import EvaluationConfig, RewardConfig
 from bandpo_cli.evaluation.batches import BackgroundGrading, Batch, chunks, eval_row
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
@@ -27,6 +26,7 @@ from bandpo_cli.sampling.rollouts import (
     problem_per_completion,
     stream_completions,
 )
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.types import Completion, Grade, Grader, Problem

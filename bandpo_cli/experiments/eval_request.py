@@ -31,9 +31,9 @@ from bandpo_cli.registries import DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder, timestamped
-from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.rows import source_label
+from bandpo_cli.tasks.task import Task, build_task
 
 DEFAULT_K = (4, 16, 64, 256)
 """The default k of pass@k and maj@k: the values below n, and n itself."""

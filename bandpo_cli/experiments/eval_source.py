@@ -16,8 +16,8 @@ from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.grading.pool import GraderPool, GraderUse
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.eval_folder import PartKey
-from bandpo_cli.tasks.base import Task
 from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.task import Task
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch
@@ -105,17 +105,17 @@ def _open_model(
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.models.device import with_dtype_here
         from bandpo_cli.models.load import load_policy
-        from bandpo_cli.sampling.base import (
-            SamplingParams,
-            build_sampler,
-            check_model,
-            describe_sampler,
-        )
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,
             completion_stop_ids,
             drop_long_prompts_in_sets,
+        )
+        from bandpo_cli.sampling.sampler import (
+            SamplingParams,
+            build_sampler,
+            check_model,
+            describe_sampler,
         )
 
         check_model(config)

@@ -30,7 +30,7 @@ from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overri
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
 from bandpo_cli.storage.files import apply_umask, export_folder, sync_file, sync_folder, write_text
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Problem
 
 VERL_MODULE = "bandpo_cli.integrations.verl"

@@ -38,7 +38,7 @@ from bandpo_cli.storage.run_folder import (
     timestamped,
     unused_name,
 )
-from bandpo_cli.tasks.base import Task, build_task
+from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Problem
 
 # Without an owner the hub has only ids from before it had owners: any other name is that of a run or a mistake.

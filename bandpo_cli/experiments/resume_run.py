@@ -15,7 +15,6 @@ from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yam
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
-from bandpo_cli.experiments.pins import pin, pin_warnings
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -23,6 +22,7 @@ from bandpo_cli.experiments.preflight import (
     data_warnings,
 )
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
+from bandpo_cli.experiments.resolved import pin, pin_warnings
 from bandpo_cli.experiments.train_run import (
     loaded_components,
     recorded_run,
@@ -43,7 +43,7 @@ from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, resume_command
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.store import is_redacted, tracking_store
 from bandpo_cli.types import RunResult, TrainCallback
 
@@ -72,7 +72,7 @@ class ResumePlan:
     Attributes:
         folder: the run folder.
         config: the run's settings with the requested changes.
-        pinned: the same, with the engine and the commits that the run started with (`experiments.pins`).
+        pinned: the same, with the engine and the commits that the run started with (`experiments.resolved`).
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.

@@ -30,8 +30,8 @@ from bandpo_cli.sweeps.plan import (
 )
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.sweep.runs import ArmRunData
-    from bandpo_cli.reports.sweep.tuning import Tuning
+    from bandpo_cli.reports.comparison.runs import ArmRunData
+    from bandpo_cli.reports.comparison.tuning import Tuning
 
 _MAX_SEED_DIGITS = 12
 """Largest number of digits of a seed: Python refuses to convert thousands of digits."""
@@ -144,7 +144,7 @@ def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer]
         ConfigError: there is no such sweep, it is not finished, all arms of a group failed, or one of its seeds is
             among `config.seeds`.
     """
-    from bandpo_cli.reports.sweep.tuning import choose
+    from bandpo_cli.reports.comparison.tuning import choose
 
     assert config.tuned_on is not None
     try:
@@ -166,8 +166,8 @@ def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer]
 
 def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[ArmRunData]]]:
     """Return the runs of the arms that finished with every seed, by group and arm."""
-    from bandpo_cli.reports.sweep.runs import ArmRunData, read_arm_run
-    from bandpo_cli.reports.sweep.selection import ArmRun
+    from bandpo_cli.reports.comparison.runs import ArmRunData, read_arm_run
+    from bandpo_cli.reports.comparison.selection import ArmRun
 
     if not all(run.group for run in folder.runs):
         raise UserError(

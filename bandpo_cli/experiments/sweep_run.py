@@ -34,7 +34,7 @@ from bandpo_cli.tracking.store import tracking_store
 from bandpo_cli.types import Callback
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.sweep import Report
+    from bandpo_cli.reports.comparison import Report
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _report(
     folder: SweepFolder, events: Dispatcher[SweepInfo, States, SweepResult]
 ) -> tuple[Report | None, str | None]:
     """Write the report over the finished runs; return it, or why there is none."""
-    from bandpo_cli.reports.sweep import read_sweep, read_tuning, write_report
+    from bandpo_cli.reports.comparison import read_sweep, read_tuning, write_report
 
     events.phase("report")
     chosen, out = read_sweep(folder.path), folder.path / "report"

@@ -15,7 +15,7 @@ from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, short_error
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.sweep.arms import Report
+    from bandpo_cli.reports.comparison.variants import Report
     from bandpo_cli.tracking.mirror import MlflowMirror
 
 log = logging.getLogger("bandpo_cli")
@@ -85,7 +85,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
 
 
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
-    from bandpo_cli.reports.sweep.tables import render
+    from bandpo_cli.reports.comparison.tables import render
 
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever

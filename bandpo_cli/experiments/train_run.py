@@ -32,7 +32,6 @@ from bandpo_cli.errors import (
 from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
-from bandpo_cli.experiments.pins import RESOLVED, resolved_settings
 from bandpo_cli.experiments.preflight import (
     check_config,
     checkpoint_warnings,
@@ -47,12 +46,13 @@ from bandpo_cli.experiments.rank_group import (
     connected_ranks,
     lost_rank_errors,
 )
+from bandpo_cli.experiments.resolved import RESOLVED, resolved_settings
 from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport, TrainCallback, status_of
 

@@ -16,7 +16,7 @@ from typing import Any
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.storage.files import write_json
-from bandpo_cli.tasks.base import Task
+from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import Message, Problem
 
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"

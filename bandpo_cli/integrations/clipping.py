@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.methods import ClipState, clip_state
+from bandpo_cli.bounds.intervals import ClipState, clip_state
 
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio|, as in verl: exp(20) = 5e8 is far beyond any bound and far below overflow."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bandpo_cli.bounds.methods import ClipState
+from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.registries import METHODS, load_attribute

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from bandpo_cli.bounds.methods import ClipState, clip_state, ratio_bounds
+from bandpo_cli.bounds.intervals import ClipState, clip_state, ratio_bounds
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.policy_losses import (
     AspoSettings,

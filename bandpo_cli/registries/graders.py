@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bandpo_cli.registries.base import Entry, Registry, is_function_path
+from bandpo_cli.registries.registry import Entry, Registry, is_function_path
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bandpo_cli.registries.base import Entry, Registry
+from bandpo_cli.registries.registry import Entry, Registry
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class MethodEntry(Entry):
 # fmt: off
 METHODS = Registry("method", [
     MethodEntry("band", "the Band of an f-divergence trust region", paper="arXiv 2603.04918",
-                settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.methods:band",
+                settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.intervals:band",
                 trust_region=True, named_by_region=True),
     MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)", paper="arXiv 1707.06347",
-                settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.methods:clip",
+                settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.intervals:clip",
                 aliases=("grpo", "ppo")),
     MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", paper="arXiv 2503.14476",
-                settings="bandpo_cli.config.methods:ClipHigherSettings", bounds="bandpo_cli.bounds.methods:clip"),
+                settings="bandpo_cli.config.methods:ClipHigherSettings", bounds="bandpo_cli.bounds.intervals:clip"),
     MethodEntry("dcpo", "bounds that widen as the token gets rarer", paper="arXiv 2509.02333",
-                settings="bandpo_cli.config.methods:DcpoSettings", bounds="bandpo_cli.bounds.methods:dcpo"),
+                settings="bandpo_cli.config.methods:DcpoSettings", bounds="bandpo_cli.bounds.intervals:dcpo"),
     MethodEntry("none", "no clipping",
-                settings="bandpo_cli.config.methods:NoClipSettings", bounds="bandpo_cli.bounds.methods:no_clip",
+                settings="bandpo_cli.config.methods:NoClipSettings", bounds="bandpo_cli.bounds.intervals:no_clip",
                 bounded=False, control=True),
     MethodEntry("dppo", "a mask outside a binary trust region", paper="arXiv 2602.04879",
-                settings="bandpo_cli.config.policy_losses:DppoSettings", bounds="bandpo_cli.bounds.methods:dppo",
+                settings="bandpo_cli.config.policy_losses:DppoSettings", bounds="bandpo_cli.bounds.intervals:dppo",
                 loss="bandpo_cli.objective.token_losses:DppoLoss", trust_region=True, bounded=False),
     MethodEntry("cispo", "truncated importance weights", paper="arXiv 2506.13585",
                 settings="bandpo_cli.config.policy_losses:CispoSettings",
@@ -71,14 +71,14 @@ METHODS = Registry("method", [
                 loss="bandpo_cli.objective.sequence_losses:GspoLoss", bounded=False,
                 without_bounds="it clips the ratio of a completion, not that of a token"),
     MethodEntry("gmpo", "the geometric mean of clipped ratios", paper="arXiv 2507.20673",
-                settings="bandpo_cli.config.policy_losses:GmpoSettings", bounds="bandpo_cli.bounds.methods:gmpo",
+                settings="bandpo_cli.config.policy_losses:GmpoSettings", bounds="bandpo_cli.bounds.intervals:gmpo",
                 loss="bandpo_cli.objective.sequence_losses:GmpoLoss"),
     MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", paper="arXiv 2509.20712",
                 settings="bandpo_cli.config.policy_losses:CeGppoSettings",
                 loss="bandpo_cli.objective.token_losses:CeGppoLoss", bounded=False,
                 without_bounds="tokens outside its interval keep a scaled gradient"),
     MethodEntry("aspo", "inverse ratios for positive advantages", paper="arXiv 2510.06062",
-                settings="bandpo_cli.config.policy_losses:AspoSettings", bounds="bandpo_cli.bounds.methods:clip",
+                settings="bandpo_cli.config.policy_losses:AspoSettings", bounds="bandpo_cli.bounds.intervals:clip",
                 loss="bandpo_cli.objective.token_losses:AspoLoss"),
     MethodEntry("drpo", "a quadratic penalty in place of a mask", paper="arXiv 2606.09821",
                 settings="bandpo_cli.config.policy_losses:DrpoSettings",
@@ -90,7 +90,7 @@ METHODS = Registry("method", [
                 without_bounds="it truncates the weight of a completion, not the ratio of a token"),
     MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance",
                 paper="arXiv 2505.22617",
-                settings="bandpo_cli.config.policy_losses:ClipCovSettings", bounds="bandpo_cli.bounds.methods:clip",
+                settings="bandpo_cli.config.policy_losses:ClipCovSettings", bounds="bandpo_cli.bounds.intervals:clip",
                 loss="bandpo_cli.objective.covariance_losses:ClipCovLoss", differs_at_ratio_one=True),
     MethodEntry("kl-cov", "a penalty on tokens of high covariance", paper="arXiv 2505.22617",
                 settings="bandpo_cli.config.policy_losses:KlCovSettings",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bandpo_cli.registries.base import Entry, Registry
 from bandpo_cli.registries.datasets import DATASETS
+from bandpo_cli.registries.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.reports import style
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.tables import read_token_table

@@ -29,9 +29,9 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams, TokenIds, engine_model
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import Answer, send_slots, send_weights
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, TokenIds, engine_model
 from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.types import Completion
 

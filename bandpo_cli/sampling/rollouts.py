@@ -13,7 +13,7 @@ from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
-from bandpo_cli.sampling.base import (
+from bandpo_cli.sampling.sampler import (
     Sampler,
     SampleRequest,
     SamplingParams,

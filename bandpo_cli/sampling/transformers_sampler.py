@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
-from bandpo_cli.sampling.base import Sampler, SamplingParams, TokenIds
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, TokenIds
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 KEPT_UNTIL = 0.9

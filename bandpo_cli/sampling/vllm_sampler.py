@@ -27,7 +27,7 @@ from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import (
+from bandpo_cli.sampling.sampler import (
     EngineModel,
     SampleRequest,
     SamplingParams,

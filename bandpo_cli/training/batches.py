@@ -23,7 +23,6 @@ from bandpo_cli.evaluation.batches import BackgroundGrading, chunks
 from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling.base import SampleRequest, StreamingSampler
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     decode_completions,
@@ -32,6 +31,7 @@ from bandpo_cli.sampling.rollouts import (
     sample_completions,
     stream_completions,
 )
+from bandpo_cli.sampling.sampler import SampleRequest, StreamingSampler
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.metrics import StepTimer

@@ -17,13 +17,6 @@ from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import (
-    Sampler,
-    SamplingParams,
-    build_sampler,
-    check_model,
-    describe_sampler,
-)
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
@@ -33,9 +26,16 @@ from bandpo_cli.sampling.rollouts import (
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
+from bandpo_cli.sampling.sampler import (
+    Sampler,
+    SamplingParams,
+    build_sampler,
+    check_model,
+    describe_sampler,
+)
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
-from bandpo_cli.tasks.base import ProblemStream, Task
+from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.checkpoint_files import ROLLOUTS, load_checkpoint, reading_errors
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled

@@ -28,7 +28,7 @@ from bandpo_cli.grading.rewards import check_not_all_failed, first_errors
 from bandpo_cli.models.device import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
-from bandpo_cli.sampling.base import is_exact
+from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
-from bandpo_cli.bounds.methods import ClipState
+from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.objective.advantages import has_reward_spread

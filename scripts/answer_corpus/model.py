@@ -19,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.models.packing import Row
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from scripts.embedded_model.train import imitate
 

@@ -262,8 +262,8 @@ def check_engine_weights(work: Work) -> Measured:
     if isinstance(sys.modules.get("pydantic"), StandIn):  # the process has none of the stand-ins
         raise Skipped("pydantic is not installed")
     from bandpo_cli.models.load import load_policy
-    from bandpo_cli.sampling.base import SamplingParams
     from bandpo_cli.sampling.engine_process import EngineProcess
+    from bandpo_cli.sampling.sampler import SamplingParams
 
     policy = load_policy(work.config("1.5b").model)
     gigabytes = policy.parameter_count * policy.dtype.itemsize / 1e9

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.files import describe_config, find_config, shipped_configs
-from bandpo_cli.config.habits import SETTINGS_ELSEWHERE
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings
+from bandpo_cli.config.other_trainers import SETTINGS_ELSEWHERE
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS

@@ -119,7 +119,7 @@ def test_nothing_is_truncated_in_80_columns(report, tmp_path):
 def test_reading_files_imports_no_large_package(tmp_path):
     write_sweep(tmp_path / "s", {"clip": {0: 0.4}})
     code = (
-        "import sys; from pathlib import Path; from bandpo_cli.reports.sweep import read_sweep, write_report\n"
+        "import sys; from pathlib import Path; from bandpo_cli.reports.comparison import read_sweep, write_report\n"
         "folder = Path(sys.argv[1]); chosen = read_sweep(folder)\n"
         "assert write_report(chosen.runs, chosen.title, chosen.baseline, folder / 'report').arms\n"
         "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow', 'pandas') if m in sys.modules])"

@@ -27,7 +27,7 @@ from bandpo_cli.experiments.preflight import config_warnings
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
 
 TRACKED = {"tracking": {"mlflow": True}}

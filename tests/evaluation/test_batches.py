@@ -18,8 +18,8 @@ from bandpo_cli.evaluation.batches import Batch, regrade_batches
 from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, sample_batches
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams, StaleEngineError, StreamingSampler
 from bandpo_cli.sampling.rollouts import EncodedPrompt
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError, StreamingSampler
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Problem

@@ -15,7 +15,7 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
-from bandpo_cli.sampling.base import StaleEngineError
+from bandpo_cli.sampling.sampler import StaleEngineError
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import components, loop
 from bandpo_cli.training.optimizer import Optimizer
@@ -151,7 +151,7 @@ def test_a_sampler_is_closed_where_the_optimizer_has_no_memory(
 
 
 def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: list[str]) -> None:
-    from bandpo_cli.tasks.base import build_task
+    from bandpo_cli.tasks.task import build_task
 
     config = resolve([SMALL])
     built = components.build_components(config, build_task(config.task))

@@ -12,7 +12,7 @@ from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.sweep_request import create_sweep, plan_sweep, request_from_config
-from bandpo_cli.reports.sweep.tuning import read_tuning
+from bandpo_cli.reports.comparison.tuning import read_tuning
 from bandpo_cli.sweeps.folder import SweepFolder
 from tests.reports.sweep_folders import write_plan, write_run
 

@@ -19,7 +19,7 @@ from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
 from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small
 from tests.text_model import save_text_model

@@ -16,13 +16,13 @@ from bandpo_cli.cli.bounds_view import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.reports.sweep import select_runs
-from bandpo_cli.reports.sweep.runs import read_arm_run
+from bandpo_cli.reports.comparison import select_runs
+from bandpo_cli.reports.comparison.runs import read_arm_run
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
-from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.rows import read_hub
+from bandpo_cli.tasks.task import build_task
 from tests.fuzz.mutate import (
     JSON_TEXTS,
     KINDS,

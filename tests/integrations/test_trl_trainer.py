@@ -15,7 +15,7 @@ from bandpo_cli.bounds import RatioBounds
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from tests.integrations.batches import (
     SPREADS,
     Batch,

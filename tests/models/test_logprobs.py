@@ -19,7 +19,7 @@ from transformers import (
 from bandpo_cli.models import attention, packing
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, batch_rows, collate
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from tests.conftest import SHAPE, random_model
 

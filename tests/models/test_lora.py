@@ -30,7 +30,7 @@ from bandpo_cli.models.lora import (
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
 from bandpo_cli.ranks import SINGLE
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.methods import ClipSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, k3, policy_objective

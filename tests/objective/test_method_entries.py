@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bandpo_cli.bounds.methods import clip_state, ratio_bounds
+from bandpo_cli.bounds.intervals import clip_state, ratio_bounds
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.objective.loss import LossBatch, LossOutputs, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_tokenizer
-from bandpo_cli.sampling.base import SamplingParams
 from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Completion, Problem
 

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import Completion

@@ -11,7 +11,7 @@ from bandpo_cli.reports import style
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip plotting, which takes most of a report's time."""
-    monkeypatch.setattr("bandpo_cli.reports.sweep.write.plot_all", lambda *_: {})
+    monkeypatch.setattr("bandpo_cli.reports.comparison.write.plot_all", lambda *_: {})
 
 
 @pytest.fixture

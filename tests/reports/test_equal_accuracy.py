@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.sweep import ArmRun, write_report
-from bandpo_cli.reports.sweep.equal_accuracy import (
+from bandpo_cli.reports.comparison import ArmRun, write_report
+from bandpo_cli.reports.comparison.equal_accuracy import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
     entropy_when_reached,
     first_crossing,
 )
-from bandpo_cli.reports.sweep.runs import ArmRunData, Evaluations
+from bandpo_cli.reports.comparison.runs import ArmRunData, Evaluations
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.reports.sweep import ArmRun, select_runs, write_report
+from bandpo_cli.reports.comparison import ArmRun, select_runs, write_report
 from tests.reports.sweep_folders import CLIP, report_of, write_run, write_sweep
 
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
@@ -89,7 +89,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path):
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the page of a report with arms that differ in many settings, two sets and an excluded run."""
-    monkeypatch.setattr("bandpo_cli.reports.sweep.write.plot_all", lambda *_: {})
+    monkeypatch.setattr("bandpo_cli.reports.comparison.write.plot_all", lambda *_: {})
     folder = tmp_path / "runs"
     path = "a-folder-with-a-long-name/" * 4
     for arm in range(5):

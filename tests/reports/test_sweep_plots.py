@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
+from bandpo_cli.reports.comparison import ArmRun, write_report
+from bandpo_cli.reports.comparison.plots import MAX_ARMS_PLOTTED, common_curve, plot_accuracy_lr
+from bandpo_cli.reports.comparison.statistics import estimate
 from bandpo_cli.reports.style import arm_styles, shorten_middle
-from bandpo_cli.reports.sweep import ArmRun, write_report
-from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, common_curve, plot_accuracy_lr
-from bandpo_cli.reports.sweep.statistics import estimate
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep import ArmRun, read_sweep, write_report
+from bandpo_cli.reports.comparison import ArmRun, read_sweep, write_report
 from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {
@@ -191,7 +191,9 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
     if exists:
         write_report(runs, "earlier", "clip", sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
-    monkeypatch.setattr("bandpo_cli.reports.sweep.tables.render", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        "bandpo_cli.reports.comparison.tables.render", mock.Mock(side_effect=KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         write_report(runs, "t", "clip", sweep / "report")
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before

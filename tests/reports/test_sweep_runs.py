@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
-from bandpo_cli.reports.sweep.selection import ArmRun
+from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun, read_arm_run
+from bandpo_cli.reports.comparison.selection import ArmRun
 from bandpo_cli.storage.run_folder import RunFolder
 from tests.reports.sweep_folders import edit_line, write_run
 

@@ -9,8 +9,8 @@ import yaml
 
 from bandpo_cli.config.layers import flatten, read_assignments, resolve, to_yaml
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep import read_sweep, select_runs
-from bandpo_cli.reports.sweep.selection import (
+from bandpo_cli.reports.comparison import read_sweep, select_runs
+from bandpo_cli.reports.comparison.selection import (
     arm_names,
     chosen_keys,
     differing_settings,

@@ -12,10 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from bandpo_cli.cli import app
-from bandpo_cli.reports.sweep import ArmRun, select_runs, write_report
-from bandpo_cli.reports.sweep.arms import group_by_arm
-from bandpo_cli.reports.sweep.runs import read_arm_run
-from bandpo_cli.reports.sweep.tuning import TunedArm, Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.comparison import ArmRun, select_runs, write_report
+from bandpo_cli.reports.comparison.runs import read_arm_run
+from bandpo_cli.reports.comparison.tuning import TunedArm, Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.comparison.variants import group_by_arm
 from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
 
 TUNING = Tuning(

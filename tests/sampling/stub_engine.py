@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bandpo_cli.config.run import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.registries import ENGINES, EngineEntry
-from bandpo_cli.sampling.base import EngineModel, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 

@@ -27,10 +27,10 @@ from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import engine_child, engine_process, engine_server
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import Answer
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 
 CONFIG = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_lag": 1}})
 PROMPTS = [(1, 2, 3), (4,)]

@@ -28,20 +28,20 @@ from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import engine_child, engine_process, sync_check
-from bandpo_cli.sampling.base import (
-    SampleRequest,
-    SamplingParams,
-    StaleEngineError,
-    StreamingSampler,
-    describe_sampler,
-    is_exact,
-)
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import (
     receive_slots,
     receive_weights,
     send_slots,
     send_weights,
+)
+from bandpo_cli.sampling.sampler import (
+    SampleRequest,
+    SamplingParams,
+    StaleEngineError,
+    StreamingSampler,
+    describe_sampler,
+    is_exact,
 )
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
@@ -28,6 +27,7 @@ from bandpo_cli.sampling.rollouts import (
     problem_per_completion,
     sample_completions,
 )
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
 from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Prompt
 

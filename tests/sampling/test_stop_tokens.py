@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.sampling.rollouts import end_of_turn_id
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import Components, build_components
 from tests.text_model import TEMPLATE, save_text_model
 

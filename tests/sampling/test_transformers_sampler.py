@@ -16,7 +16,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling import transformers_sampler
-from bandpo_cli.sampling.base import SamplingParams, build_sampler
+from bandpo_cli.sampling.sampler import SamplingParams, build_sampler
 from bandpo_cli.sampling.transformers_sampler import (
     GrowingLayer,
     TransformersSampler,

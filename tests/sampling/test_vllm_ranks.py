@@ -21,7 +21,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import is_sharded, model_class, shard
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, TokenIds, engine_model, is_exact
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds, engine_model, is_exact
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT, LIMITS, SyncCheck, probe_limit
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler

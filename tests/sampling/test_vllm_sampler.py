@@ -20,12 +20,12 @@ from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import sync_check, vllm_sampler
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError, build_sampler, describe_sampler
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, build_sampler, describe_sampler
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from bandpo_cli.sampling.vllm_worker import fingerprint
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from tests.conftest import random_model
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.countdown import Countdown
+from bandpo_cli.tasks.task import build_task
 
 TASK = Countdown(CountdownTask())
 HELDOUT = TASK.heldout_sets()["countdown"]

@@ -14,9 +14,9 @@ from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS
-from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.questions import load_questions
 from bandpo_cli.tasks.rows import read_hub
+from bandpo_cli.tasks.task import build_task
 
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * n}"} for n in range(2500)]
 

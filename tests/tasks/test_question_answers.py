@@ -19,8 +19,8 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import DATASETS
-from bandpo_cli.tasks.base import Task, build_task
 from bandpo_cli.tasks.questions import TEMPLATES
+from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
 
 
@@ -214,7 +214,7 @@ def test_invalid_settings_are_reported_before_a_file_is_read(
 
 
 def test_import_loads_no_heavy_package() -> None:
-    code = "import sys, bandpo_cli.tasks.base; print(*sorted(sys.modules))"
+    code = "import sys, bandpo_cli.tasks.task; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

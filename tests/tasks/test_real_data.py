@@ -9,8 +9,8 @@ import pytest
 
 from bandpo_cli.config.data import Source
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.tasks.base import build_task
 from bandpo_cli.tasks.questions import LoadedQuestions, load_questions
+from bandpo_cli.tasks.task import build_task
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 

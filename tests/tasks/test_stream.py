@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.tasks.base import ProblemStream
+from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.types import Problem
 
 

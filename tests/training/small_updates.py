@@ -15,7 +15,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import PolicyLoss, policy_loss
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.types import Grade, Group, Problem, Rollout

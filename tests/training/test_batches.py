@@ -19,7 +19,7 @@ from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.evaluation.batches import BackgroundGrading
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.training.batches import EarlyGrades, RolloutBatches
 from bandpo_cli.training.components import Components
 from bandpo_cli.types import Completion, Grade, Problem

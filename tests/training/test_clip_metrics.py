@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bandpo_cli.bounds.methods import clip_state
+from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.training.metrics import clip_metrics
 
 

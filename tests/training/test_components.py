@@ -8,7 +8,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, RunError
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 
 

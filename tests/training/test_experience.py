@@ -14,7 +14,7 @@ from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
-from bandpo_cli.sampling.base import SamplingParams, is_exact
+from bandpo_cli.sampling.sampler import SamplingParams, is_exact
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import experience, update
 from bandpo_cli.training.experience import Experience, active_groups, prepare_updates

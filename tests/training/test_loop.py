@@ -16,7 +16,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
 from tests.training.trained import SMALL, record

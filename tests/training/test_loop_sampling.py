@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
 from bandpo_cli.types import Completion
 from tests.training.recording import Recording, execute, prepare_run, run, same_weights
 

@@ -21,7 +21,7 @@ from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import full_tensor, shard
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.checkpoint_files import load_checkpoint, save_checkpoint
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train

@@ -24,7 +24,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import Progress, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.checkpoint_files import save_checkpoint
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.experience import Experience

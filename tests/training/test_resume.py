@@ -13,7 +13,7 @@ from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
 from tests.training import trained

@@ -22,7 +22,7 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import ProblemStream
+from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.batches import select_groups
 from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter

@@ -26,10 +26,10 @@ from bandpo_cli.models.packing import Row, collate, empty_batch
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import Optimizer

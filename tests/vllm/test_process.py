@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.weights import checkpoint_weights
-from bandpo_cli.sampling.base import SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
 from bandpo_cli.sampling.vllm_worker import ComparedWeights
 from tests.vllm.conftest import perturb, random_policy, start

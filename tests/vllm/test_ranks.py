@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from bandpo_cli.sampling.base import SampleRequest
+from bandpo_cli.sampling.sampler import SampleRequest
 from tests.training.several_ranks import run_module
 from tests.vllm.conftest import Running
 from tests.vllm.test_sampling import PARAMS, PROMPTS

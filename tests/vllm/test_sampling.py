@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")

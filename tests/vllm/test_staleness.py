@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from bandpo_cli.sampling import sync_check, vllm_worker
-from bandpo_cli.sampling.base import SamplingParams, StaleEngineError
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
 from tests.vllm.conftest import Running, perturb
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ import pytest
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import load_policy
-from bandpo_cli.sampling.base import SampleRequest, SamplingParams
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 
 pytest.importorskip("vllm")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, percent_text
-from bandpo_cli.reports.sweep.runs import ArmRunData, mean
-from bandpo_cli.reports.sweep.statistics import Limits
+from bandpo_cli.reports.comparison.equal_accuracy import EqualAccuracy, percent_text
+from bandpo_cli.reports.comparison.runs import ArmRunData, mean
+from bandpo_cli.reports.comparison.statistics import Limits
 
 HELD_OUT_ACCURACY = "held-out accuracy"
 """Heading of the accuracy, which the evaluations measure; the accuracy of training is not in a report."""

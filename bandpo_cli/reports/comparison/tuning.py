@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeGuard
 from pydantic import TypeAdapter, ValidationError
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.sweep.metrics import common_sets, run_values
-from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
-from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting, method_name
+from bandpo_cli.reports.comparison.report_metrics import common_sets, run_values
+from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting, method_name
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
 Lines = dict[str, dict[float, list[float]]]

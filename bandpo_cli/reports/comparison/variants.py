@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.sweep.metrics import SECONDS_PER_STEP, Metric
-from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
-from bandpo_cli.reports.sweep.selection import ABSENT, differing_settings, format_setting
-from bandpo_cli.reports.sweep.statistics import (
+from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
+from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun
+from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
+from bandpo_cli.reports.comparison.statistics import (
     LEVEL,
     Estimate,
     PairedTest,
@@ -24,7 +24,7 @@ from bandpo_cli.reports.sweep.statistics import (
     holm,
     paired_test,
 )
-from bandpo_cli.reports.sweep.tuning import Tuning
+from bandpo_cli.reports.comparison.tuning import Tuning
 
 Values = Mapping[str, Mapping[int, Mapping[str, float]]]
 """The values of all runs, by arm, seed and key of the metric."""

@@ -20,14 +20,14 @@ from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
+from bandpo_cli.reports.comparison.equal_accuracy import percent_text
+from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.comparison.selection import format_setting
+from bandpo_cli.reports.comparison.statistics import interval_band
+from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
+from bandpo_cli.reports.comparison.variants import Report
 from bandpo_cli.reports.run_plots import Series, smooth
 from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
-from bandpo_cli.reports.sweep.arms import Report
-from bandpo_cli.reports.sweep.equal_accuracy import percent_text
-from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
-from bandpo_cli.reports.sweep.selection import format_setting
-from bandpo_cli.reports.sweep.statistics import interval_band
-from bandpo_cli.reports.sweep.tuning import accuracy_by_learning_rate
 
 Floats = NDArray[np.float64]
 Arms = Mapping[str, Sequence[ArmRunData]]

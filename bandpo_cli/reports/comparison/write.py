@@ -9,15 +9,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.reports.sweep import tables
-from bandpo_cli.reports.sweep.arms import ArmDifference, Report, compare_arms, evaluate_arms, group_by_arm
-from bandpo_cli.reports.sweep.equal_accuracy import entropy_at_equal_accuracy
-from bandpo_cli.reports.sweep.findings import headline, report_notes, scope
-from bandpo_cli.reports.sweep.metrics import common_k, common_sets, report_metrics, run_values
-from bandpo_cli.reports.sweep.plots import MAX_ARMS_PLOTTED, plot_all
-from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun, read_arm_run
-from bandpo_cli.reports.sweep.selection import ArmRun
-from bandpo_cli.reports.sweep.tuning import Tuning
+from bandpo_cli.reports.comparison import tables
+from bandpo_cli.reports.comparison.equal_accuracy import entropy_at_equal_accuracy
+from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
+from bandpo_cli.reports.comparison.plots import MAX_ARMS_PLOTTED, plot_all
+from bandpo_cli.reports.comparison.report_metrics import common_k, common_sets, report_metrics, run_values
+from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun, read_arm_run
+from bandpo_cli.reports.comparison.selection import ArmRun
+from bandpo_cli.reports.comparison.tuning import Tuning
+from bandpo_cli.reports.comparison.variants import (
+    ArmDifference,
+    Report,
+    compare_arms,
+    evaluate_arms,
+    group_by_arm,
+)
 from bandpo_cli.storage.files import write_text
 
 

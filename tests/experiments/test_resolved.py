@@ -22,13 +22,13 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
-from bandpo_cli.experiments.pins import pin, stored_resolution
 from bandpo_cli.experiments.preflight import check_config
+from bandpo_cli.experiments.resolved import pin, stored_resolution
 from bandpo_cli.hub import cached_commit
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, load_policy
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.base import build_task
+from bandpo_cli.tasks.task import build_task
 from tests.text_model import save_text_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -137,12 +137,12 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
 
 def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(tmp_path, engine="vllm")
-    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: False)
+    monkeypatch.setattr("bandpo_cli.experiments.resolved.is_installed", lambda package: False)
     missing = r"run run samples with vllm.*not installed here.*make install-vllm"
     with pytest.raises(ConfigError, match=missing) as caught:
         pin(RunConfig(), folder)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("bandpo_cli.experiments.pins.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.experiments.resolved.is_installed", lambda package: True)
     assert pin(RunConfig(), folder).sampling.engine == "vllm"
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
     assert pin(named, folder) == named

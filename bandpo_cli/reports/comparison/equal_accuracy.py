@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
+from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
 from bandpo_cli.reports.run_plots import Series
-from bandpo_cli.reports.sweep.runs import ArmRunData, accuracy_of
 
 FAR_BEHIND = 0.5
 """Runs and arms whose best accuracy is under this share of the best arm's have no value and do not lower the level."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bandpo_cli.errors import plural
-from bandpo_cli.reports.sweep.arms import Arm, ArmDifference
-from bandpo_cli.reports.sweep.equal_accuracy import EqualAccuracy, RunKey, percent_text
-from bandpo_cli.reports.sweep.metrics import Metric
-from bandpo_cli.reports.sweep.runs import ArmRunData, ExcludedRun
-from bandpo_cli.reports.sweep.selection import differing_settings, is_within
-from bandpo_cli.reports.sweep.statistics import LEVEL, Estimate
-from bandpo_cli.reports.sweep.tables import interval_text, p_text
+from bandpo_cli.reports.comparison.equal_accuracy import EqualAccuracy, RunKey, percent_text
+from bandpo_cli.reports.comparison.report_metrics import Metric
+from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun
+from bandpo_cli.reports.comparison.selection import differing_settings, is_within
+from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate
+from bandpo_cli.reports.comparison.tables import interval_text, p_text
+from bandpo_cli.reports.comparison.variants import Arm, ArmDifference
 
 _MAX_NAMED = 3
 """Arms that the headline names in each direction."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.metric_names import SCORE
+from bandpo_cli.reports.comparison.selection import ArmRun, read_settings
+from bandpo_cli.reports.comparison.statistics import area_under
 from bandpo_cli.reports.run_plots import Series, series
-from bandpo_cli.reports.sweep.selection import ArmRun, read_settings
-from bandpo_cli.reports.sweep.statistics import area_under
 from bandpo_cli.storage.run_folder import iterate_metrics
 from bandpo_cli.storage.run_record import read_summary
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from bandpo_cli.reports.sweep.arms import SPREAD, Arm, Report
-from bandpo_cli.reports.sweep.metrics import Metric
-from bandpo_cli.reports.sweep.statistics import Estimate, PairedTest
+from bandpo_cli.reports.comparison.report_metrics import Metric
+from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest
+from bandpo_cli.reports.comparison.variants import SPREAD, Arm, Report
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
