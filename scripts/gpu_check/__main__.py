@@ -2,10 +2,10 @@
 
     python -m scripts.gpu_check [--json FILE] [--checks a,b] [--device DEVICE] [--tiny] [--budget SECONDS]
 
-Random weights in the shapes of Qwen2.5-0.5B and 1.5B in bfloat16; nothing is downloaded. Needs torch, transformers and
-this package's source; the checks of vLLM and TRL are skipped where these are not installed. Exit code 1 when a line
-falls short of its limits, an exception ends a check, or the time is used up. `--tiny --device cpu` runs the same code
-with small shapes and without limits of time and memory, which are for GPUs.
+Random weights in the shapes of Qwen2.5-0.5B and 1.5B in bfloat16; nothing is downloaded. The checks of vLLM and TRL are
+skipped unless these are installed. Exit code 1 when a line falls short of its limits, an exception ends a check, or the
+time is used up. `--tiny --device cpu` runs the same code with small shapes and without limits of time and memory, which
+are for GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from scripts.gpu_check.engines import check_early_grades, check_trl, check_vllm
 from scripts.gpu_check.kernels import check_attention, check_logprobs, check_operator
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
-from scripts.gpu_check.stand_ins import install_stand_ins
 from scripts.gpu_check.training import (
     check_ahead,
     check_engine_weights,
@@ -115,7 +114,7 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def machine(device: str, stand_ins: Sequence[str]) -> dict[str, Any]:
+def machine(device: str) -> dict[str, Any]:
     """Return the device and the versions for the report."""
     import transformers
 
@@ -124,7 +123,6 @@ def machine(device: str, stand_ins: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "replaced_by_stand_ins": list(stand_ins),
     }
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
@@ -159,12 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "there is no CUDA device; --tiny --device cpu runs the checks on the CPU with small shapes"
         )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Before the stand-ins, because it looks for optional packages when it is imported.
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    stand_ins = install_stand_ins()
-    about = machine(options.device, stand_ins)
+    about = machine(options.device)
     print(json.dumps(about), flush=True)
     lines: list[Line] = []
     with tempfile.TemporaryDirectory(prefix="bandpo-gpu-check-") as folder:

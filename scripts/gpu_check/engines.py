@@ -88,7 +88,7 @@ def check_early_grades(work: Work) -> Measured:
             sampling=_vllm_settings(work) | at_a_time,
             grading={"while_sampling": early, "batch": work.size.samples},
         )
-        run = train_steps(work, config, f"early-grades-{early}", lambda *_: None, grader=SLOW_GRADER)
+        run = train_steps(work, config, f"early-grades-{early}", grader=SLOW_GRADER)
         name = "during" if early else "after"
         measured.values[f"graded_{name}_s"] = run.mean("time/sample") + run.mean("time/grade")
         rewards.append([record["train/reward"] for record in run.records])

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scripts.gpu_check.results import Measured, Skipped
-from scripts.gpu_check.stand_ins import install_stand_ins
 from scripts.gpu_check.training import (
     TrainedRun,
     is_missing,
@@ -33,9 +32,7 @@ from scripts.gpu_check.training import (
 from scripts.gpu_check.work import Work
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.training.components import Components
-    from bandpo_cli.types import StepReport
+    pass
 
 RANKS = 2
 SHAPE = "0.5b"
@@ -77,8 +74,8 @@ def check_ranks(work: Work) -> Measured:
     found = run_on_ranks(work, runs)
     two = found["float32"]
     checkpoint = two.folder / "checkpoints" / "step-000002"
-    one = train_steps(work, configured(work, exact), "one-rank", _ignore)
-    resumed = train_steps(work, configured(work, exact), "resumed-by-one", _ignore, checkpoint)
+    one = train_steps(work, work.config(SHAPE, **exact), "one-rank")
+    resumed = train_steps(work, work.config(SHAPE, **exact), "resumed-by-one", checkpoint=checkpoint)
     measured = compare(work, one, two, resumed)
     add_throughput(work, measured, measured_run(work, SHAPE), found["bfloat16"])
     if "vllm" in found:
@@ -93,10 +90,10 @@ def compare(work: Work, one: TrainedRun, two: TrainedRun, resumed: TrainedRun) -
     first_one, first_two, last = one.records[0], two.records[0], two.records[-1]
     measured = Measured(
         {
-            "completions_equal": equal_share(one.samples[1], two.samples[1]),
+            "completions_equal": equal_share(one.texts(1), two.texts(1)),
             "loss_difference": difference(first_one["optim/loss"], first_two["optim/loss"]),
             "grad_norm_difference": difference(first_one["optim/grad_norm"], first_two["optim/grad_norm"]),
-            "resumed_completions_equal": equal_share(two.samples[3], resumed.samples[3]),
+            "resumed_completions_equal": equal_share(two.texts(3), resumed.texts(3)),
             "resumed_metrics_difference": largest_difference(last, resumed.records[-1]),
         }
     )
@@ -117,14 +114,10 @@ def add_throughput(work: Work, measured: Measured, one: TrainedRun, two: Trained
 
 
 def equal_share(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """Return the share of rows of the table of samples whose texts are equal; NaN where their numbers differ."""
+    """Return the share of equal completions; NaN where their numbers differ."""
     if len(one) != len(other) or not one:
         return math.nan
-    return sum(_text(left) == _text(right) for left, right in zip(one, other, strict=True)) / len(one)
-
-
-def _text(row: Mapping[str, Any]) -> tuple[str, str]:
-    return row["problem_id"], row["text"]
+    return sum(left == right for left, right in zip(one, other, strict=True)) / len(one)
 
 
 def difference(one: float, other: float) -> float:
@@ -142,20 +135,14 @@ def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> floa
     return max(difference(left[key], right[key]) for key in left if left[key] is not None)
 
 
-def configured(work: Work, sections: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of a run; `sections` has the values that differ, by section."""
-    return work.config(SHAPE, **sections)
-
-
 def run_on_ranks(work: Work, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedRun]:
     """Train the runs on two ranks and return what rank 0 recorded, by name."""
     result = work.folder / "ranks.pickle"
     job = work.folder / "ranks-job.pickle"
     work.model(SHAPE)
     job.write_bytes(pickle.dumps(Job(work, runs, result)))
-    python = [sys.executable, *(["-S"] if sys.flags.no_site else [])]
-    command = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["--no-python", *python, "-m", "scripts.gpu_check.ranks", str(job)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["-m", "scripts.gpu_check.ranks", str(job)]
     threads = str(max(1, torch.get_num_threads() // RANKS))
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": threads}, stdout=2)
     try:
@@ -168,17 +155,12 @@ def run_on_ranks(work: Work, runs: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def _ignore(components: Components, report: StepReport | None) -> None:
-    """Do nothing."""
-
-
 def main() -> None:
     """Train the runs of a job on this rank."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    install_stand_ins()
     from bandpo_cli.ranks import connected, ranks_from_environment
 
     job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
@@ -186,7 +168,7 @@ def main() -> None:
     found = {}
     with connected(ranks, "cuda" if work.on_gpu else "cpu"):
         for name, sections in job.runs.items():
-            found[name] = train_steps(work, configured(work, sections), f"ranks-{name}", _ignore, ranks=ranks)
+            found[name] = train_steps(work, work.config(SHAPE, **sections), f"ranks-{name}", ranks=ranks)
     if ranks.is_main:
         job.result.write_bytes(pickle.dumps(found))
 

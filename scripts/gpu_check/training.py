@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas
 import torch
 
 from scripts.gpu_check.grader import GRADER
 from scripts.gpu_check.results import Measured, Skipped
-from scripts.gpu_check.stand_ins import StandIn
 from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
@@ -46,22 +45,25 @@ class TrainedRun:
 
     Attributes:
         records: the lines of metrics.jsonl.
-        samples: the completions of each step, as rows of the table of samples.
         peak_gib: peak of the memory that PyTorch allocated, GiB; 0 without a GPU.
     """
 
     folder: Path
     records: list[dict[str, Any]] = field(default_factory=list)
-    samples: dict[int, list[Any]] = field(default_factory=dict)
     peak_gib: float = 0.0
 
     def mean(self, key: str) -> float:
         """Return the mean of a metric over the steps after the first, NaN where they do not have it."""
-        found = [record[key] for record in self.records[1:] if record.get(key) is not None]
-        return statistics.fmean(found) if found else math.nan
+        values = [record[key] for record in self.records[1:] if record.get(key) is not None]
+        return statistics.fmean(values) if values else math.nan
+
+    def texts(self, step: int) -> list[tuple[str, str]]:
+        """Return the problem and the text of each completion of a step."""
+        table = pandas.read_parquet(self.folder / "samples" / f"step-{step:06d}.parquet")
+        return [*zip(table["problem_id"], table["text"], strict=True)]
 
 
-Observer = Callable[["Components", "StepReport | None"], None]
+Observer = Callable[["Components", "StepReport | None"], object]
 """Called before the first step with None, and after each step."""
 
 
@@ -69,17 +71,15 @@ def train_steps(
     work: Work,
     config: RunConfig,
     name: str,
-    observe: Observer,
+    observe: Observer = lambda *_: None,
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
     grader: str = GRADER,
 ) -> TrainedRun:
     """Train from the beginning or from a checkpoint up to step `LAST_STEP`, on the path of `bandpo train`.
 
-    The record is that of a run without plots; completions are kept in memory, because their file needs pyarrow.
-
     Args:
-        ranks: the processes that train together, of which rank 0 has the completions; None for this one alone.
+        ranks: the processes that train together; None for this process alone.
     """
     from bandpo_cli.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
@@ -90,11 +90,6 @@ def train_steps(
     folder = RunFolder.create(work.folder, name) if ranks.is_main else RunFolder(work.folder / name)
     run = TrainedRun(folder.path)
 
-    class FolderWithoutTables(RunFolder):
-        def write_samples(self, step: int, rows: Sequence[Any], rewards: Any = None) -> Path:
-            run.samples[step] = list(rows)
-            return self.path
-
     free_memory()
     if work.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -104,7 +99,7 @@ def train_steps(
         if checkpoint is not None:
             first = components.resume_from(checkpoint).step + 1
         observe(components, None)
-        steps = train(config, components, FolderWithoutTables(folder.path), first=first)
+        steps = train(config, components, folder, first=first)
         with closing(steps):
             for report in steps:
                 run.records.append(report.record)
@@ -126,14 +121,10 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _ignore(components: Components, report: StepReport | None) -> None:
-    """Do nothing."""
-
-
 @cache
 def measured_run(work: Work, shape: str) -> TrainedRun:
     """Return the run of the built-in sampler that two checks look at."""
-    return train_steps(work, work.config(shape), f"step-{shape}", _ignore)
+    return train_steps(work, work.config(shape), f"step-{shape}")
 
 
 def phase_values(run: TrainedRun) -> dict[str, Any]:
@@ -207,7 +198,7 @@ def check_resume(work: Work) -> Measured:
     measured = Measured(
         {
             "state_equal": states["saved-2"] == states["resumed-2"],
-            "completions_equal": saved.samples[3] == resumed.samples[3],
+            "completions_equal": saved.texts(3) == resumed.texts(3),
             "next_state_equal": states["saved-3"] == states["resumed-3"],
             "metrics_difference": metrics_difference(saved.records[-1], resumed.records[-1]),
             "checkpoint_s": sum(record.get("time/checkpoint", 0.0) for record in saved.records),
@@ -227,11 +218,10 @@ def fingerprints(components: Components) -> dict[str, int]:
     """Return a number per tensor of the weights and of the optimizer's state that any changed bit changes."""
     from bandpo_cli.sampling.vllm_worker import fingerprint
 
-    tensors = {f"model.{name}": each for name, each in components.policy.model.state_dict().items()}
-    tensors |= {f"optimizer.{name}": each for name, each in components.optimizer.state().items()}
-    flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-    found = {name: fingerprint(tensor, (len(tensor),)) for name, tensor in flat.items()}
-    return found | {"position": components.stream.position, "update": components.optimizer.update}
+    tensors = {f"model.{name}": tensor for name, tensor in components.policy.model.state_dict().items()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in components.optimizer.state().items()}
+    numbers = {name: fingerprint(tensor.reshape(-1), (tensor.numel(),)) for name, tensor in tensors.items()}
+    return numbers | {"position": components.stream.position, "update": components.optimizer.update}
 
 
 def check_ahead(work: Work) -> Measured:
@@ -239,15 +229,13 @@ def check_ahead(work: Work) -> Measured:
 
     The times are reported beside those of the same steps without a lag; with two GPUs the process has its own.
     """
-    if isinstance(sys.modules.get("pydantic"), StandIn):  # the process has none of the stand-ins
-        raise Skipped("pydantic is not installed")
-    run = train_steps(work, work.config("0.5b", sampling={"max_lag": 1}), "ahead", _ignore)
+    run = train_steps(work, work.config("0.5b", sampling={"max_lag": 1}), "ahead")
     before = measured_run(work, "0.5b")
     measured = Measured(phase_values(run))
     measured.values["lags"] = " ".join(f"{record['sampler/lag']:g}" for record in run.records)
     updates = work.config("0.5b").optim.updates
     measured.equal("lags", f"0 {updates} {updates}")
-    pairs = [*zip(run.samples[1], before.samples[1], strict=True)]
+    pairs = [*zip(run.texts(1), before.texts(1), strict=True)]
     measured.values["first_completions_equal"] = sum(one == other for one, other in pairs) / len(pairs)
     measured.at_least("first_completions_equal", MIN_EQUAL_COMPLETIONS if work.on_gpu else 1.0)
     measured.values["time_over_no_lag"] = run.mean("time/step") / before.mean("time/step")
@@ -259,8 +247,6 @@ def check_engine_weights(work: Work) -> Measured:
 
     The engine is the built-in sampler; its completions after a sync must not depend on the path of the weights.
     """
-    if isinstance(sys.modules.get("pydantic"), StandIn):  # the process has none of the stand-ins
-        raise Skipped("pydantic is not installed")
     from bandpo_cli.models.load import load_policy
     from bandpo_cli.sampling.engine_process import EngineProcess
     from bandpo_cli.sampling.sampler import SamplingParams

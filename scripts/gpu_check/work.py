@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.types import Problem
 from scripts.gpu_check.grader import GRADER
-
-if TYPE_CHECKING:
-    from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.types import Problem
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -88,55 +85,31 @@ class Work:
         """Whether the device is a CUDA device."""
         return self.device.startswith("cuda")
 
-    @cached_property
-    def _folders(self) -> dict[str, Path]:
-        return {}
-
     def model(self, shape: str) -> Path:
         """Return the folder of the model with random weights, which is written at the first call."""
-        if shape not in self._folders:
-            self._folders[shape] = save_random_model(
-                self.folder / f"model-{shape}", self.shapes[shape], self.device
-            )
-        return self._folders[shape]
+        folder = self.folder / f"model-{shape}"
+        return folder if folder.exists() else save_random_model(folder, self.shapes[shape], self.device)
 
     def config(self, shape: str, **sections: dict[str, Any]) -> RunConfig:
         """Return the settings of a run of 4 steps; `sections` has the values that differ, by section."""
-        from bandpo_cli.config.run import (
-            CheckpointConfig,
-            EvaluationConfig,
-            GradingConfig,
-            ModelConfig,
-            OptimConfig,
-            RunConfig,
-            SamplingConfig,
-            TrackingConfig,
-        )
-
         size = self.size
-        values: dict[str, tuple[Any, dict[str, Any]]] = {
-            "model": (
-                ModelConfig,
-                {"path": str(self.model(shape)), "dtype": "bfloat16", "device": self.device},
-            ),
-            "sampling": (
-                SamplingConfig,
-                {
-                    "engine": "transformers",
-                    "prompts": size.prompts,
-                    "samples": size.samples,
-                    "max_tokens": size.max_tokens,
-                    "max_prompt_tokens": size.prompt_chars + 24,
-                },
-            ),
-            "optim": (OptimConfig, {"updates": 2, "lr": 1e-6, "micro_batch_tokens": size.micro_batch_tokens}),
-            "evaluation": (EvaluationConfig, {"every": 0}),
-            "checkpoint": (CheckpointConfig, {"every": 0, "keep_best": 0}),
-            "grading": (GradingConfig, {}),
-            "tracking": (TrackingConfig, {"mlflow": False}),
+        values: dict[str, dict[str, Any]] = {
+            "model": {"path": str(self.model(shape)), "dtype": "bfloat16", "device": self.device},
+            "sampling": {
+                "engine": "transformers",
+                "prompts": size.prompts,
+                "samples": size.samples,
+                "max_tokens": size.max_tokens,
+                "max_prompt_tokens": size.prompt_chars + 24,
+            },
+            "optim": {"updates": 2, "lr": 1e-6, "micro_batch_tokens": size.micro_batch_tokens},
+            "evaluation": {"every": 0},
+            "checkpoint": {"every": 0, "keep_best": 0},
+            "tracking": {"mlflow": False},
         }
-        built = {name: cls(**{**given, **sections.get(name, {})}) for name, (cls, given) in values.items()}
-        return RunConfig(steps=4, **built)
+        for name, section in sections.items():
+            values[name] = values.get(name, {}) | section
+        return RunConfig.model_validate({"steps": 4, **values})
 
 
 def save_random_model(folder: Path, shape: Mapping[str, Any], device: str) -> Path:
@@ -186,8 +159,6 @@ class RandomProblems:
 
     def train_problems(self) -> Sequence[Problem]:
         """Return 256 problems."""
-        from bandpo_cli.types import Problem
-
         return [
             Problem(
                 f"p{index}",
