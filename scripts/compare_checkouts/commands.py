@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 class Stdout(Enum):
@@ -42,190 +44,89 @@ class Command:
     kill_after: tuple[str, int] | None = None
 
 
-def _command(name: str, line: str, **options: object) -> Command:
-    return Command(name, tuple(shlex.split(line)), **options)  # type: ignore[arg-type]
-
-
-def _set(*assignments: str) -> str:
-    return " ".join(f"--set {each}" for each in assignments)
+def _parse(text: str, **values: Any) -> Iterator[Command]:
+    """Yield the commands of lines `name: words` or `name < needed, needed: words`; a line ends without a backslash."""
+    for line in text.strip().replace("\\\n", " ").splitlines():
+        name, needs, words = re.fullmatch(r"(\S+?)(?: < (.*?))?: (.*)", line).groups(default="")  # type: ignore[union-attr]
+        yield Command(
+            name, tuple(shlex.split(words)), needs=tuple(needs.split(", ")) if needs else (), **values
+        )
 
 
 # Learning rate and radii are such that some tokens are clipped within these few steps.
-_TRAIN = [
-    _command(
-        "train-kl",
-        "train -c small.yaml -c rich.yaml --method band --divergence kl --delta 0.001 --seed 1 --steps 4 --name kl "
-        "--mlflow " + _set("bounds.max_ratio=5"),
-    ),
-    _command(
-        "train-clip",
-        "train -c small.yaml --method clip --seed 2 --steps 3 --name clip "
-        + _set(
-            "bounds.eps_low=0.05",
-            "bounds.eps_high=0.05",
-            "objective.aggregation=token-mean",
-            "objective.advantage_std=false",
-            "objective.dual_clip=null",
-            "optim.schedule=linear",
-            "checkpoint.keep_last=null",
-            "sampling.max_sequences=10",
-            "evaluation.batch=8",
-        ),
-    ),
-    _command(
-        "train-tv-relaxed",
-        "train -c small.yaml --divergence tv --delta 0.01 --seed 3 --steps 3 --name tv "
-        + _set(
-            "bounds.relax.eps_low=0.02",
-            "bounds.relax.eps_high=0.03",
-            "bounds.max_ratio=null",
-            "objective.aggregation=seq-sum-norm",
-            "objective.old_logprobs=sampler",
-            "model.gradient_checkpointing=true",
-            "model.dtype=bfloat16",
-        ),
-    ),
-    _command(
-        "train-file",
-        "train -c small.yaml -c file.yaml --method clip-higher --seed 4 --steps 3 --name file "
-        + _set("reward.wrong=-0.5", "optim.lr=1e-2"),
-    ),
-    _command(
-        "train-not-finite",
-        "train -c small.yaml --seed 5 --steps 4 --name broken "
-        + _set("optim.lr=1e30", "optim.max_skips=2", "optim.warmup_steps=0"),
-        code=1,
-    ),
-    _command(
-        "train-killed",
-        "train -c small.yaml --divergence js --delta 0.001 --seed 6 --steps 6 --name killed "
-        + _set("checkpoint.keep_last=null"),
-        code=-9,
-        kill_after=("killed", 3),
-    ),
-    _command("train-resume", "train --resume killed", needs=("train-killed",)),
-    _command("train-further", "train --resume killed --steps 7", needs=("train-resume",)),
-]
+_WRITING = """
+train-kl: train -c small.yaml -c rich.yaml --method band --divergence kl --delta 0.001 --seed 1 --steps 4 --name kl \
+    --mlflow --set bounds.max_ratio=5
+train-clip: train -c small.yaml -c clip.yaml --method clip --seed 2 --steps 3 --name clip
+train-tv-relaxed: train -c small.yaml -c relaxed.yaml --divergence tv --delta 0.01 --seed 3 --steps 3 --name tv
+train-file: train -c small.yaml -c file.yaml --method clip-higher --seed 4 --steps 3 --name file \
+    --set reward.wrong=-0.5 --set optim.lr=1e-2
+train-not-finite: train -c small.yaml --seed 5 --steps 4 --name broken \
+    --set optim.lr=1e30 --set optim.max_skips=2 --set optim.warmup_steps=0
+train-killed: train -c small.yaml --divergence js --delta 0.001 --seed 6 --steps 6 --name killed \
+    --set checkpoint.keep_last=null
+train-resume < train-killed: train --resume killed
+train-further < train-resume: train --resume killed --steps 7
+eval-run < train-kl: eval --model kl@2 --name eval-run --no-mlflow
+eval-file: eval --model model --task heldout.jsonl --task problems.jsonl --n 4 --max-tokens 6 --limit 8 --no-mlflow \
+    --name eval-file --grader math --set sampling.max_prompt_tokens=40 --set grading.workers=1 \
+    --set grading.deadline=60 --set evaluation.batch=8
+eval-again < eval-file: eval --resume eval-file --no-mlflow
+sweep < train-kl: sweep sweep.yaml -c small.yaml --steps 2 --jobs 2 --name sweep --set checkpoint.every=0
+sync < train-clip, train-kl: sync clip
+bounds-plot: bounds -d kl,tv --compare clip --plot bands.png
+"""
+"""Commands that write files."""
 
-_EVAL = [
-    _command("eval-run", "eval --model kl@2 --name eval-run --no-mlflow", needs=("train-kl",)),
-    _command(
-        "eval-json",
-        "eval --model clip@3 --n 8 --k 1,2,8 --limit 6 --seed 9 --legacy-best-at-k --name eval-json --no-mlflow "
-        "--format json",
-        stdout=Stdout.BYTES,
-        needs=("train-clip",),
-    ),
-    _command(
-        "eval-file",
-        "eval --model model --task heldout.jsonl --task problems.jsonl --n 4 --max-tokens 6 --limit 8 --no-mlflow "
-        "--name eval-file --grader math "
-        + _set(
-            "sampling.max_prompt_tokens=40", "grading.workers=1", "grading.deadline=60", "evaluation.batch=8"
-        ),
-    ),
-    _command("eval-again", "eval --resume eval-file --no-mlflow", needs=("eval-file",)),
-    _command(
-        "eval-rescore-step",
-        "eval --samples runs/kl/samples/step-000003.parquet --name rescored-step --no-mlflow --format json",
-        stdout=Stdout.JSON,
-        needs=("train-kl",),
-    ),
-    _command(
-        "eval-rescore-math",
-        "eval --samples stored.jsonl --grader math --name rescored-math --no-mlflow --format json "
-        + _set("grading.workers=1", "grading.deadline=60"),
-        stdout=Stdout.BYTES,
-    ),
-    _command(
-        "eval-compare",
-        "eval compare kl@0 kl@4 --show 3",
-        stdout=Stdout.NUMBERS,
-        writes=False,
-        needs=("train-kl",),
-    ),
-    _command(
-        "eval-compare-json",
-        "eval compare eval-file eval-file --format json",
-        stdout=Stdout.BYTES,
-        writes=False,
-        needs=("eval-again",),
-    ),
-]
+_KILLED: dict[str, Any] = {"code": -9, "kill_after": ("killed", 3)}
+_DIFFERENT: dict[str, dict[str, Any]] = {"train-not-finite": {"code": 1}, "train-killed": _KILLED}
 
-_MANY_RUNS = [
-    _command(
-        "sweep",
-        "sweep sweep.yaml -c small.yaml --steps 2 --jobs 2 --name sweep " + _set("checkpoint.every=0"),
-        needs=("train-kl",),
-    ),
-    _command("report-json", "report sweep --format json", stdout=Stdout.JSON, needs=("sweep",)),
-    _command(
-        "report-runs",
-        "report runs/kl runs/clip runs/tv --by bounds.method,optim.schedule --out report --format json",
-        stdout=Stdout.JSON,
-        needs=("train-kl", "train-clip", "train-tv-relaxed"),
-    ),
-    _command("sync", "sync clip", needs=("train-clip", "train-kl")),
-]
+_JSON_WRITING = """
+eval-rescore-step < train-kl: eval --samples runs/kl/samples/step-000003.parquet --name rescored-step --no-mlflow \
+    --format json
+report-json < sweep: report sweep --format json
+report-runs < train-kl, train-clip, train-tv-relaxed: report runs/kl runs/clip runs/tv \
+    --by bounds.method,optim.schedule --out report --format json
+"""
 
-_BOUNDS = [
-    _command(
-        "bounds-json",
-        "bounds -f probabilities.txt -d kl,reverse-kl,tv,chi2,neyman,hellinger,le-cam,js --delta 0.01 --delta 0.3 "
-        "--compare clip,clip-higher,dcpo,none --format json",
-        stdout=Stdout.BYTES,
-        writes=False,
-    ),
-    _command(
-        "bounds-csv",
-        "bounds 1e-9 0.08 0.9 -d kl -d js --max-ratio 10 --format csv",
-        stdout=Stdout.BYTES,
-        writes=False,
-    ),
-    _command(
-        "bounds-table",
-        "bounds 0.001 0.08 0.9 -d kl --compare clip",
-        stdout=Stdout.NUMBERS,
-        writes=False,
-    ),
-    _command(
-        "bounds-match",
-        "bounds --match clip-higher --at 0.1 -d kl,tv,chi2,hellinger --format json",
-        stdout=Stdout.BYTES,
-        writes=False,
-    ),
-    _command(
-        "bounds-match-csv", "bounds --match clip --at 0.95 --format csv", stdout=Stdout.BYTES, writes=False
-    ),
-    _command("bounds-plot", "bounds -d kl,tv --compare clip --plot bands.png"),
-]
+_BYTES_WRITING = """
+eval-json < train-clip: eval --model clip@3 --n 8 --k 1,2,8 --limit 6 --seed 9 --legacy-best-at-k --name eval-json \
+    --no-mlflow --format json
+eval-rescore-math: eval --samples stored.jsonl --grader math --name rescored-math --no-mlflow --format json \
+    --set grading.workers=1 --set grading.deadline=60
+"""
 
-_DRY = [
-    _command("dry-train", "train --dry-run", stdout=Stdout.SETTINGS, writes=False),
-    _command("dry-file", "train -c small.yaml -c file.yaml --dry-run", stdout=Stdout.SETTINGS, writes=False),
-    _command(
-        "dry-resume",
-        "train --resume killed --steps 9 --dry-run",
-        stdout=Stdout.NUMBERS,
-        writes=False,
-        needs=("train-further",),
-    ),
-    _command(
-        "dry-sweep",
-        "sweep -c small.yaml --delta 0.1,0.2 --seeds 0,1 --steps 2 --dry-run",
-        stdout=Stdout.NONE,
-        writes=False,
-    ),
-]
+_NUMBERS = """
+eval-compare < train-kl: eval compare kl@0 kl@4 --show 3
+bounds-table: bounds 0.001 0.08 0.9 -d kl --compare clip
+dry-resume < train-further: train --resume killed --steps 9 --dry-run
+"""
 
-_HELP = [
-    _command(f"help-{name.replace(' ', '-') or 'root'}", f"{name} --help", stdout=Stdout.WORDS, writes=False)
-    for name in ("", "train", "eval", "eval compare", "sweep", "report", "sync", "bounds")
-] + [
-    _command("help-version", "--version", stdout=Stdout.BYTES, writes=False),
-    _command("help-none", "", code=2, stdout=Stdout.WORDS, writes=False),
-]
+_BYTES = """
+eval-compare-json < eval-again: eval compare eval-file eval-file --format json
+bounds-json: bounds -f probabilities.txt -d kl,reverse-kl,tv,chi2,neyman,hellinger,le-cam,js --delta 0.01 --delta 0.3 \
+    --compare clip,clip-higher,dcpo,none --format json
+bounds-csv: bounds 1e-9 0.08 0.9 -d kl -d js --max-ratio 10 --format csv
+bounds-match: bounds --match clip-higher --at 0.1 -d kl,tv,chi2,hellinger --format json
+bounds-match-csv: bounds --match clip --at 0.95 --format csv
+help-version: --version
+"""
+
+_SETTINGS = """
+dry-train: train --dry-run
+dry-file: train -c small.yaml -c file.yaml --dry-run
+"""
+
+_HELP = """
+help-root: --help
+help-train: train --help
+help-eval: eval --help
+help-eval-compare: eval compare --help
+help-sweep: sweep --help
+help-report: report --help
+help-sync: sync --help
+help-bounds: bounds --help
+"""
 
 _WRONG_LINES = """
 unknown-command
@@ -323,12 +224,27 @@ bounds 0.1 --match clip --at 0.1
 _RUNS = ("train-kl", "train-clip", "train-further", "eval-run", "sweep")
 """What the mistakes refer to."""
 
-_WRONG = [
-    _command(f"wrong-{number:02d}", line, code=2, stdout=Stdout.WORDS, writes=False, needs=_RUNS)
-    for number, line in enumerate(_WRONG_LINES.strip().splitlines(), start=1)
-]
 
-COMMANDS: tuple[Command, ...] = (*_TRAIN, *_EVAL, *_MANY_RUNS, *_BOUNDS, *_DRY, *_HELP, *_WRONG)
+def _all() -> Iterator[Command]:
+    for command in _parse(_WRITING):
+        yield replace(command, **_DIFFERENT.get(command.name, {}))
+    yield from _parse(_JSON_WRITING, stdout=Stdout.JSON)
+    yield from _parse(_BYTES_WRITING, stdout=Stdout.BYTES)
+    yield from _parse(_NUMBERS, stdout=Stdout.NUMBERS, writes=False)
+    yield from _parse(_BYTES, stdout=Stdout.BYTES, writes=False)
+    yield from _parse(_SETTINGS, stdout=Stdout.SETTINGS, writes=False)
+    yield from _parse(
+        "dry-sweep: sweep -c small.yaml --delta 0.1,0.2 --seeds 0,1 --steps 2 --dry-run", writes=False
+    )
+    yield from _parse(_HELP, stdout=Stdout.WORDS, writes=False)
+    wrong = enumerate(_WRONG_LINES.strip().splitlines(), start=1)
+    lines = "\n".join(f"wrong-{number:02d}: {line}" for number, line in wrong)
+    mistake: dict[str, Any] = {"code": 2, "stdout": Stdout.WORDS, "writes": False}
+    yield Command("help-none", (), **mistake)
+    yield from (replace(command, needs=_RUNS) for command in _parse(lines, **mistake))
+
+
+COMMANDS: tuple[Command, ...] = tuple(_all())
 
 
 def choose(only: Sequence[str]) -> list[Command]:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
+import safetensors
 import yaml
 
 from bandpo_cli.metric_names import CLOCK_PREFIXES
@@ -68,9 +71,6 @@ MLFLOW_ARTIFACTS = "mlartifacts"
 MLFLOW_TAGS = ("bandpo.run", "mlflow.source.git.commit", "git.dirty")
 """Tags that are ignored: a random key, and the state of the repository."""
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -89,11 +89,11 @@ class Tensor:
     """A tensor of a safetensors file, as bytes."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: list[int]
     data: bytes
 
     def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return f"{self.dtype}{self.shape}"
 
 
 class Missing:
@@ -119,14 +119,13 @@ def first_difference(old: Any, new: Any, where: str = "") -> Difference | None:
             for key in {**old, **new}
         ]
     elif isinstance(old, list) and isinstance(new, list):
-        length = max(len(old), len(new))
-        longer = [[*each, *[MISSING] * (length - len(each))] for each in (old, new)]
-        pairs = [(f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(*longer, strict=True))]
+        longest = zip_longest(old, new, fillvalue=MISSING)
+        pairs = [(f"{where}[{index}]", a, b) for index, (a, b) in enumerate(longest)]
     else:
         equal = type(old) is type(new) and (repr(old) == repr(new) if type(old) is float else old == new)
         return None if equal else Difference(where, old, new)
-    found = (first_difference(a, b, place) for place, a, b in pairs)
-    return next((each for each in found if each is not None), None)
+    differences = (first_difference(a, b, place) for place, a, b in pairs)
+    return next((difference for difference in differences if difference is not None), None)
 
 
 def without_keys(value: Any, patterns: Sequence[str]) -> Any:
@@ -155,10 +154,9 @@ def compare_files(
         plain: replaces the paths of the old side and of the new side.
         messages: compare sentences too.
     """
-    there = [path.is_file() for path in (old, new)]
-    if there != [True, True]:
-        states = ["present" if found else MISSING for found in there]
-        return None if there == [False, False] else Difference("file", *states)
+    states = ["present" if path.is_file() else MISSING for path in (old, new)]
+    if MISSING in states:
+        return None if states == [MISSING, MISSING] else Difference("file", *states)
     if presence_only(old):
         return None
     try:
@@ -187,40 +185,31 @@ def read_values(path: Path, plain: Plain, messages: bool = False) -> Any:
         text = plain(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         return path.read_bytes()
-    patterns = ignored_keys(path.name, messages)
-    if path.suffix == ".json":
-        return without_keys(json.loads(text), patterns)
-    if path.suffix == ".jsonl":
-        return [without_keys(json.loads(line), patterns) for line in text.splitlines()]
-    if path.suffix in (".yaml", ".yml"):
-        return without_keys(yaml.safe_load(text), patterns)
-    if path.suffix == ".csv":
-        return [without_keys(row, patterns) for row in csv.DictReader(io.StringIO(text))]
-    return text.splitlines()
+    read = _READERS.get(path.suffix, str.splitlines)
+    return without_keys(read(text), ignored_keys(path.name, messages))
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".jsonl": lambda text: [json.loads(line) for line in text.splitlines()],
+    ".yaml": yaml.safe_load,
+    ".csv": lambda text: list(csv.DictReader(io.StringIO(text))),
+}
 
 
 def read_parquet(path: Path) -> dict[str, Any]:
     """Return the types and the values of the columns."""
-    import pyarrow.parquet as pq
-
     table = pq.read_table(path)
-    return {
-        "types": {name: str(table.schema.field(name).type) for name in table.column_names},
-        "columns": table.to_pydict(),
-    }
+    types = {field.name: str(field.type) for field in table.schema}
+    return {"types": types, "columns": table.to_pydict()}
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
-    """Return the tensors by name, as bytes, with the metadata of the file."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    values: dict[str, Any] = {"__metadata__": header.pop("__metadata__", {})}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        data = content[start + begin : start + end]
-        values[name] = Tensor(entry["dtype"], tuple(entry["shape"]), data)
-    return values
+    """Return the metadata of the file, and type, shape and bytes of each tensor by name."""
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    tensors = {name: Tensor(**entry) for name, entry in safetensors.deserialize(path.read_bytes())}
+    return {"__metadata__": metadata, **tensors}
 
 
 def read_mlflow(path: Path, plain: Plain) -> dict[str, Any]:
@@ -257,7 +246,7 @@ def read_mlflow(path: Path, plain: Plain) -> dict[str, Any]:
 
 def numbers_in(text: str) -> list[str]:
     """Return the numbers of a text in their order."""
-    return _NUMBER.findall(text)
+    return re.findall(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", text)
 
 
 def settings_in(text: str) -> dict[str, Any]:
@@ -265,34 +254,22 @@ def settings_in(text: str) -> dict[str, Any]:
 
     Raises ValueError where the text has no settings.
     """
-    lines = text.splitlines()
-    starts = [index for index, line in enumerate(lines) if re.match(r"(seed|steps): \d", line)]
-    if not starts:
+    match = re.search(r"^(?:seed|steps): \d.*?(?=^\s*$|\Z)", text, re.DOTALL | re.MULTILINE)
+    if match is None:
         raise ValueError("no settings in the output of a dry run")
-    first = starts[0]
-    end = next((index for index in range(first, len(lines)) if not lines[index].strip()), len(lines))
-    return {
-        "settings": yaml.safe_load("\n".join(lines[first:end])),
-        "numbers": numbers_in("\n".join(lines[end:])),
-    }
+    return {"settings": yaml.safe_load(match[0]), "numbers": numbers_in(text[match.end() :])}
 
 
 def _tensor_difference(old: Tensor, new: Tensor, where: str) -> Difference | None:
-    if old == new:
-        return None
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         return Difference(where, old, new)
-    count = max(1, math.prod(old.shape))
-    size = len(old.data) // count
-    both = [np.frombuffer(each.data, dtype=f"V{size}") for each in (old, new)]
-    unequal = np.flatnonzero(both[0] != both[1])
-    index = int(unequal[0])
-    place = f"{where}[{index}] ({len(unequal)} of {count} elements differ)"
-    kind = _DTYPES.get(old.dtype)
-    values = [each[index : index + 1].tobytes() for each in both]
-    if kind is None:
-        return Difference(place, values[0].hex(), values[1].hex())
-    return Difference(place, *(np.frombuffer(each, dtype=kind)[0].item() for each in values))
+    size = len(old.data) // max(1, math.prod(old.shape))
+    arrays = [np.frombuffer(tensor.data, dtype=f"V{size}") for tensor in (old, new)]
+    unequal = np.flatnonzero(arrays[0] != arrays[1])
+    if not len(unequal):
+        return None
+    place = f"{where}[{unequal[0]}] ({len(unequal)} of {len(arrays[0])} elements differ, bytes)"
+    return Difference(place, *(array[unequal[0]].tobytes().hex() for array in arrays))
 
 
 def _short(value: Any) -> str:

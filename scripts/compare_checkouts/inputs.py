@@ -40,6 +40,19 @@ reward: {wrong: -1, overlong_buffer: 3, overlong_penalty: 0.5}
 objective: {reference_kl: 0.05}
 optim: {schedule: cosine, weight_decay: 0.01, betas: [0.9, 0.95], micro_batch_tokens: 256}
 """,
+    "clip.yaml": """
+bounds: {eps_low: 0.05, eps_high: 0.05}
+objective: {aggregation: token-mean, advantage_std: false, dual_clip: null}
+optim: {schedule: linear}
+checkpoint: {keep_last: null}
+sampling: {max_sequences: 10}
+evaluation: {batch: 8}
+""",
+    "relaxed.yaml": """
+bounds: {relax: {eps_low: 0.02, eps_high: 0.03}, max_ratio: null}
+objective: {aggregation: seq-sum-norm, old_logprobs: sampler}
+model: {gradient_checkpointing: true, dtype: bfloat16}
+""",
     "file.yaml": """
 sampling: {max_tokens: 6, max_prompt_tokens: 40}
 task: {name: data, train: [problems.jsonl], heldout: [heldout.jsonl, {path: hard.csv, grader: "mine:digits"}]}

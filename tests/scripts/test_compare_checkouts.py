@@ -85,7 +85,10 @@ def test_a_tensor_that_differs_in_one_element_is_found(sides: tuple[Side, Side])
     changed = (*WEIGHTS[:4], 0.75, 0.6)
     write_tensor(sides[1].work / "runs" / "a" / "checkpoints" / "step-000002" / "model.safetensors", changed)
     (found,) = differences(sides)
-    assert "model.safetensors: embed.weight[4] (1 of 6 elements differ): 0.5 != 0.75" in found
+    assert (
+        "model.safetensors: embed.weight[4] (1 of 6 elements differ, bytes): '0000003f' != '0000403f'"
+        in found
+    )
 
 
 def test_a_parquet_cell_and_a_parquet_type_are_found(sides: tuple[Side, Side]) -> None:
