@@ -158,11 +158,11 @@ def compare_layers(policy: Policy, rows: torch.Tensor) -> None:
 
 def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
     """Print the rows of vLLM: changes of log-probs."""
-    from lora_sync import score as score_of
+    from vllm import SamplingParams as Request
     from vllm.lora.request import LoRARequest
 
-    from bandpo_cli.sampling.vllm_sampler import VllmSampler, _engine_settings
-    from bandpo_cli.sampling.vllm_worker import preserve_process_state, stderr_on_failure
+    from bandpo_cli.sampling.vllm_sampler import VllmSampler, _engine_settings, _token_prompts
+    from bandpo_cli.sampling.vllm_worker import engine_threads, preserve_process_state, stderr_on_failure
 
     plain: Any = copy.deepcopy(policy.model).float()
     exact = logprobs(logits_of(plain, rows), rows)
@@ -174,10 +174,24 @@ def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
         "vllm": {"kv_cache_gb": 1.0, "eager": True},
     }
     config = RunConfig.model_validate({"sampling": settings}).sampling
-    engine: Any = SimpleNamespace(llm=None, threads=torch.get_num_threads(), lora=None)
+    engine: Any = SimpleNamespace(llm=None, lora=None)
+    request = Request(max_tokens=1, temperature=1.0, prompt_logprobs=0, seed=0, detokenize=False)
 
     def score() -> torch.Tensor:
-        return score_of(engine, rows.tolist())
+        """Return the engine's log-probs of all tokens of the rows but the first, [rows, tokens - 1]."""
+        with engine_threads(torch.get_num_threads()):
+            outputs = engine.llm.generate(
+                _token_prompts(rows.tolist()), [request] * len(rows), use_tqdm=False, lora_request=engine.lora
+            )
+        return torch.tensor(
+            [
+                [
+                    places[token].logprob
+                    for places, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
+                ]
+                for output, row in zip(outputs, rows.tolist(), strict=True)
+            ]
+        )
 
     trained = {name: each.clone() for name, each in adapter_weights(policy.model)}
     load_adapter(policy.model, {name: each * (".lora_A." in name) for name, each in trained.items()})
