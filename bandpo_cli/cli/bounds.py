@@ -110,9 +110,7 @@ def bounds(
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
         if probs or file or plot or compare or delta:
-            raise UserError(
-                "--match answers with a delta: give it --at PROB, --divergence and --format alone"
-            )
+            raise UserError("--match computes a delta and accepts only --at PROB, --divergence and --format")
         view.print_matches(match, at, regions, format_)
         return
     if plot is not None:

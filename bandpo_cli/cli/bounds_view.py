@@ -208,4 +208,4 @@ def _no_match(prob: float, upper: float) -> str:
     limit = 1.0 / prob
     if upper > limit:
         return f"none: a Band never passes the simplex, r ≤ 1/p = {limit:.6g}"
-    return f"none: only an infinite radius lets a token become certain, r = 1/p = {limit:.6g}"
+    return f"no such delta: only an infinite radius allows the token to become certain, r = 1/p = {limit:.6g}"

@@ -16,7 +16,7 @@ configs_app = command_group(invoke_without_command=True)
 def configs(context: typer.Context) -> None:
     """List the config files of the package; --config accepts their names.
 
-    [bold]bandpo configs[/bold]  their names, with a line each
+    [bold]bandpo configs[/bold]  list the names, each with a one-line description
 
     [bold]bandpo configs show paper/base[/bold]  print a config file, to copy and change
 

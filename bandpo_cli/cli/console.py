@@ -55,7 +55,7 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     """Return the console of a command, and print the package's log messages on it.
 
     INFO messages are printed as lines, WARNING and above after the heading `warning:`. Strings are printed as they are:
-    names of files and arms may contain what Rich would read as markup. Control characters are shown as escapes.
+    names of files and variants may contain what Rich would read as markup. Control characters are shown as escapes.
 
     Args:
         long_running: print on standard error if the reader of the output goes away, since the command continues.

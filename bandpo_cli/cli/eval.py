@@ -68,7 +68,7 @@ def evaluate(
             metavar="MODEL",
             help="A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
             "folder, an adapter folder of peft, or a hub id.",
-            show_default="the embedded model",
+            show_default="the bundled model",
             autocompletion=folder_of("run"),
         ),
     ] = None,
@@ -76,7 +76,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
-            show_default="the run's own sets",
+            show_default="the evaluation sets of the run",
             **TASK_VALUES,
         ),
     ] = None,
@@ -113,7 +113,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Resume an interrupted evaluation with its own settings.",
+            help="Resume an interrupted evaluation with the settings that it was started with.",
             autocompletion=folder_of("evaluation"),
         ),
     ] = None,
@@ -131,12 +131,12 @@ def evaluate(
     tracking: Tracking,
     nproc: Nproc = None,
 ) -> int | None:
-    """Score a model on problem sets, with intervals, and keep every completion.
+    """Evaluate a model on problem sets, with confidence intervals, and store every completion.
 
     mean@n, unbiased pass@k, maj@k, and the shares of answers without a readable
     form, truncated completions and timeouts. Every metric has a 95% interval
-    by bootstrap over problems. A checkpoint of a run is scored with the run's
-    own tasks, template and seed, so that it scores what it scored in training.
+    by bootstrap over problems. A checkpoint of a run is evaluated with the
+    tasks, template and seed of the run, so the metrics equal the metrics of the run.
 
     [bold]bandpo eval --model NAME[/bold]  a run's latest checkpoint
 
@@ -165,7 +165,7 @@ def evaluate(
     given = given_options(context)
     if resume is not None:
         extra = [option for option in given if option not in _OF_RESUME]
-        refuse_with("--resume", "an evaluation is resumed with its own settings", extra)
+        refuse_with("--resume", "the settings of the evaluation are used", extra)
         folder = EvalFolder.open(runs_dir, resume)
         layer = nest(tracking).get("tracking", {})
         request = plan_evaluation_resume(folder, layer)
@@ -264,7 +264,7 @@ def compare(
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
 
     An evaluation is its name in --runs-dir, its folder, or its eval.json. A
-    problem is a win where B has a higher share of right completions than A.
+    problem is a win if B has a higher share of correct completions than A.
 
     [bold]bandpo eval compare before after[/bold]  two evaluations
 

@@ -44,7 +44,7 @@ def verl(
 
     [bold]bandpo export verl -c my.yaml --out job --nodes 4 --gpus-per-node 8[/bold]  four machines
 
-    [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the embedded model
+    [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
     """
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.config.files import read_config
@@ -84,12 +84,11 @@ def merged(
     """Write the policy of a run as a model folder, which transformers and vLLM load.
 
     The adapters of a run with LoRA are merged into the weights of its base
-    model. Of a run that trains all weights, the model files of the checkpoint
-    are copied.
+    model. For a run that trains all weights, the model files of the checkpoint are copied.
 
     [bold]bandpo export merged NAME --out model[/bold]  the latest checkpoint
 
-    [bold]bandpo export merged NAME@100 --out model[/bold]  that of step 100
+    [bold]bandpo export merged NAME@100 --out model[/bold]  the checkpoint of step 100
     """
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.experiments.export_folders import export_merged

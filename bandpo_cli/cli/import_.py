@@ -21,26 +21,27 @@ def import_() -> None:
 def verl(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Folder of `bandpo export verl`.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the run's folder.", show_default="that of the job's folder")
+        str | None,
+        typer.Option(help="Name of the run's folder.", show_default="the name of the job's folder"),
     ] = None,
     tracking_uri: Annotated[
         str | None,
         typer.Option(
             metavar="URI",
             help="MLflow server or store that the job wrote to.",
-            show_default="$MLFLOW_TRACKING_URI, else that of the settings, else mlflow.db in JOB",
+            show_default="$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB",
         ),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="The MLflow run.", show_default="the last one with the job's name"),
+        typer.Option(metavar="ID", help="The MLflow run.", show_default="the last run with the job's name"),
     ] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Read the MLflow run of a job that verl trained, and write it as a run folder.
 
-    `bandpo report` then compares it with other runs; runs of verl are an arm of
-    their own, engine=verl. Metrics that mean something else in verl are left
+    `bandpo report` then compares the run with other runs; runs of verl are variants of
+    their own, engine=verl. Metrics with a different meaning in verl are left
     out: accuracy and entropy of training, pass@k.
 
     [bold]bandpo import verl job[/bold]  the run of job, to runs/job

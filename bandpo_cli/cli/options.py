@@ -130,7 +130,7 @@ TASK_VALUES = {"metavar": "NAME|FILE", "callback": print_members, "autocompletio
 # fmt: off
 _SAMPLER = Flag("--sampler", "sampling.engine", str, f"auto, {ENGINES.names_text()}.", "auto", "ENGINE",
                 names=["auto", *ENGINES])
-_GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the one of the data", "NAME",
+_GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the grader of the data set", "NAME",
                names=GRADERS, sweep="no flag")
 
 SETTINGS = (
@@ -140,7 +140,7 @@ SETTINGS = (
          f"Trust region of {METHODS.names_text(lambda method: method.trust_region)}: {DIVERGENCES.names_text()}.", "kl",
          "DIVERGENCE", names=DIVERGENCES, sweep="several values"),
     Flag("--delta", "bounds.delta", float, "Radius of the trust region.", "0.05", "RADIUS", sweep="several values"),
-    Flag("--model", "model.path", str, "Hugging Face folder or hub id.", "the embedded model", "MODEL",
+    Flag("--model", "model.path", str, "Hugging Face model folder or hub id.", "the bundled model", "MODEL",
          sweep="several values"),
     Flag("--task", "task", list[str],
          f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
@@ -148,7 +148,7 @@ SETTINGS = (
     _GRADER,
     Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5; 1e-6 for language models", "RATE",
          sweep="several values"),
-    Flag("--max-tokens", "sampling.max_tokens", int, "The most tokens of a completion.",
+    Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens per completion.",
          "8; 1024 for language models", "N", sweep="several values"),
     _SAMPLER,
     Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
@@ -159,11 +159,12 @@ SETTINGS = (
 EVAL_SETTINGS = (
     Flag("--temperature", "evaluation.temperature", float, "Sampling temperature; 0 is greedy, with --n 1.",
          "the run's, else 1", "T"),
-    Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens of a completion.",
+    Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens per completion.",
          "the run's, else 1024, 8 for countdown", "N", more={"min": 1}),
     _SAMPLER,
     Flag("--limit", "evaluation.problems", int,
-         "Maximum number of problems per set: a random sample, always the same one.", None, "N", more={"min": 1}),
+         "Maximum number of problems per set. The sample is random but the same in every run.", None, "N",
+         more={"min": 1}),
     Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "SEED"),
     _GRADER,
 )
@@ -295,7 +296,7 @@ Nproc = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Number of processes on this machine, each with a GPU of its own where there are GPUs.",
+        help="Number of processes on this machine. On a machine with GPUs each process has its own GPU.",
         show_default="1",
     ),
 ]

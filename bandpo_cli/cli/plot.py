@@ -20,7 +20,7 @@ def plot(
     ] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Plot a run: accuracy, entropy, clipped tokens, the clip map. A run in progress too.
+    """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
 
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
 

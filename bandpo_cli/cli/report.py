@@ -23,7 +23,7 @@ def report(
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="ARM",
+            metavar="VARIANT",
             help="The variant that all other variants are compared with.",
             show_default="the sweep's",
         ),
@@ -47,8 +47,8 @@ def report(
 ) -> None:
     """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
 
-    Runs that differ in their seed alone are one arm. Metrics are means over
-    seeds with 95% intervals; arms are compared with the baseline seed by seed.
+    Runs that differ only in their seed are one variant. Metrics are means over
+    seeds with 95% intervals; variants are compared with the baseline seed by seed.
     All of it is computed from the run folders, and written as one HTML page,
     Markdown, CSV and PNG.
 
@@ -56,7 +56,7 @@ def report(
 
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
 
-    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  arms by these settings
+    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
 
     [bold]bandpo report deltas --format json[/bold]  in scripts
     """

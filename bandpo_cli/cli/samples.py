@@ -26,7 +26,8 @@ def samples(
         ),
     ],
     step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Step of the run.", show_default="the last one")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Step of the run.", show_default="the last step with samples"),
     ] = None,
     correct: Annotated[
         bool | None,
@@ -41,7 +42,7 @@ def samples(
     format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Print completions: the text, the reference answer, the verdict; above the first of a group, the prompt.
+    """Print completions with their reference answers and verdicts, grouped by prompt.
 
     [bold]bandpo samples first[/bold]  of the last step
 

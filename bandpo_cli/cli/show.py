@@ -31,7 +31,7 @@ def show(
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Show a run: settings that differ from the defaults, metrics, and where its files are.
+    """Show a run: the settings that differ from the defaults, the metrics, and the paths of its files.
 
     [bold]bandpo show first[/bold]
 

@@ -15,7 +15,7 @@ from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
 from bandpo_cli.types import CallbackBase
 
-STOPPING = "stopping: the step is finished and a checkpoint written first; once more to drop the step"
+STOPPING = "stopping after this step and its checkpoint; press Ctrl-C again to abort the step"
 """What a first signal asks for."""
 
 STOPPED = "stopped"

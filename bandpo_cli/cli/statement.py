@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def describe_model(config: RunConfig) -> str:
     """Return the model, its dtype and its adapters."""
     path, lora = config.model.path, config.model.lora
-    name = "the embedded model (ships with the package)" if path == EMBEDDED_MODEL else path
+    name = "the bundled model (ships with the package)" if path == EMBEDDED_MODEL else path
     adapters = "" if lora is None else f", LoRA {lora.describe()}"
     return f"{name}, {_dtype_text(config.model)}{adapters}"
 
@@ -63,7 +63,7 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
         ),
         ("method", "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()]))),
         (
-            "a step",
+            "each step",
             f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
             f"(≤ {completions * sampling.max_tokens:,} tokens), {_refills(config)}"
             f"{plural(optim.updates, 'update')} of {per_update:,}",
@@ -75,7 +75,7 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
         ),
     ]
     if sampling.max_lag:
-        rows.append(("sampling", "one step ahead, by an engine process that works while the trainer updates"))
+        rows.append(("sampling", "one step ahead: an engine process samples while the trainer updates"))
     if ranks > 1:
         fewest, more = divmod(sampling.prompts, ranks)
         each = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
@@ -121,7 +121,7 @@ def print_statement(
 
 
 def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
-    """Print the estimate by part, and whether it fits the GPU, or this machine where there is none.
+    """Print the memory estimate by component, and whether the run fits the GPU or, without a GPU, this machine.
 
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
@@ -232,5 +232,5 @@ def profile_table(profile: StepProfile) -> Table:
             add("  " * key.count("/") + label, phase.seconds, phase)
     inside = sum(phase.seconds for key, phase in profile.phases.items() if "/" not in key)
     add("other", max(0.0, profile.seconds - inside))
-    add("a step", profile.seconds)
+    add("complete step", profile.seconds)
     return table

@@ -66,7 +66,8 @@ def sweep(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="For --delta match:clip: the run whose recorded tokens both are to clip equally.",
+            help="For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip "
+            "fraction of clip.",
             autocompletion=folder_of("run"),
         ),
     ] = None,
@@ -80,7 +81,7 @@ def sweep(
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="ARM", help="The variant that the report compares all other variants with."),
+        typer.Option(metavar="VARIANT", help="The variant that the report compares all other variants with."),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -91,7 +92,7 @@ def sweep(
         typer.Option(
             metavar="K",
             min=1,
-            help="GPUs of each run, one per process; without a GPU K processes on the CPU.",
+            help="Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the CPU.",
             show_default="1",
         ),
     ] = None,
@@ -114,7 +115,9 @@ def sweep(
     ray_address: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS", help="A running Ray cluster, or auto.", show_default="one of this machine"
+            metavar="ADDRESS",
+            help="A running Ray cluster, or auto.",
+            show_default="a local cluster that ends with the sweep",
         ),
     ] = None,
     name: Annotated[
@@ -136,11 +139,11 @@ def sweep(
         ),
     ] = None,
 ) -> None:
-    """Run every combination of the values that are given, as ordinary runs, and keep them in one folder.
+    """Run every combination of the given values as an ordinary run, in one folder.
 
     The values of several lists are combined; each combination is run with each
     seed of --seeds. Each run is a folder in <runs-dir>/<sweep>, as `bandpo train`
-    writes it. A run that fails stops no other, and --resume starts it again.
+    writes it. A failed run does not stop the other runs; --resume starts it again.
 
     [bold]bandpo sweep --delta 0.01,0.05,0.1 --divergence kl,tv --seeds 0,1,2[/bold]
 
@@ -149,13 +152,14 @@ def sweep(
     [bold]bandpo sweep --divergence kl,tv --delta match:clip --recorded RUN[/bold]  at equal clipping
 
     [bold]bandpo sweep --method band,clip --lr 2e-5,5e-5,1e-4 --seeds 100,101 --name tuning[/bold]
-    [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each method at its own best setting
+    [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each method
+    with its best settings, on held-out seeds
 
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
 
     [bold]bandpo sweep --delta 0.01,0.05 --gpus-per-run 2[/bold]  each run on two GPUs
 
-    [bold]bandpo sweep sweep.yaml[/bold]  axes, named arms and exclusions from a file
+    [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
     """
@@ -168,7 +172,7 @@ def sweep(
     check_executor(chosen)
     if resume is not None:
         extra = [option for option in given_options(context) if option not in _EXECUTION]
-        refuse_with("--resume", "a sweep is resumed with its own plan", extra)
+        refuse_with("--resume", "the plan of the sweep is used", extra)
         return _run(resume, chosen, runs_dir, None)
     compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"}
     axes = {key: text for key, text in settings.items() if key in compared}

@@ -1,4 +1,4 @@
-"""Console view of sweeps: the plan, a live table of the arms, the report, failures."""
+"""Console view of sweeps: the plan, a live table of the variants, the report, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bandpo_cli.reports.comparison.report_metrics import Metric
 from bandpo_cli.reports.comparison.tables import short_range_text, value_text
 from bandpo_cli.reports.comparison.variants import Report
 from bandpo_cli.storage.run_folder import resume_command
-from bandpo_cli.sweeps.folder import by_arm
+from bandpo_cli.sweeps.folder import by_variant
 from bandpo_cli.sweeps.plan import SweepRun
 
 LINES_EVERY_S = 60.0
@@ -73,8 +73,8 @@ class SweepView(ExperimentView):
             self.spinner.show(None)
         if estimate is None:
             self.console.print(
-                "no estimate of the time: no finished run has these settings; after the first steps the live table "
-                "shows one"
+                "no time estimate, because no finished run has these settings; the live table shows an estimate "
+                "after the first steps"
             )
             return
         self.console.print(
@@ -131,39 +131,39 @@ class SweepView(ExperimentView):
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
-    """Return one row per arm, with its seeds and steps."""
-    table = make_table("arm", "seeds", ">steps", ">runs")
-    for arm, members in by_arm(runs).items():
+    """Return one row per variant, with its seeds and steps."""
+    table = make_table("variant", "seeds", ">steps", ">runs")
+    for arm, members in by_variant(runs).items():
         seeds = ", ".join(str(run.seed) for run in members)
         counts = sorted({steps[run.name] for run in members})
         table.add_row(Text(arm), seeds, " ".join(map(str, counts)), str(len(members)))
     return table
 
 
-def arms_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per arm: finished runs, steps of the running ones, accuracy and entropy so far.
+def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
+    """Return one row per variant: finished runs, steps of the running ones, accuracy and entropy so far.
 
     The accuracy is the held-out one; where the runs evaluate nothing, it is that of the last training step.
     """
     known = [state for state in states.values() if state.accuracy is not None]
     held_out = not known or any(state.evaluations for state in known)
     accuracy = "held-out accuracy" if held_out else "training accuracy"
-    table = make_table("arm", ">finished", "running at step", f">{accuracy}", ">entropy", ">left")
-    for arm, members in by_arm(runs).items():
-        arm_states = [states[run.name] for run in members]
-        running = [state for state in arm_states if state.status == "running"]
-        finished = sum(state.status == "finished" for state in arm_states)
+    table = make_table("variant", ">finished", "running at step", f">{accuracy}", ">entropy", ">left")
+    for arm, members in by_variant(runs).items():
+        variant_states = [states[run.name] for run in members]
+        running = [state for state in variant_states if state.status == "running"]
+        finished = sum(state.status == "finished" for state in variant_states)
         ended = [
             (f" {count} {status}", style)
             for status, style in (("failed", "red"), ("stopped", "yellow"))
-            if (count := sum(state.status == status for state in arm_states))
+            if (count := sum(state.status == status for state in variant_states))
         ]
         table.add_row(
             Text(arm),
-            Text.assemble(f"{finished}/{len(arm_states)}", *ended),
+            Text.assemble(f"{finished}/{len(variant_states)}", *ended),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _mean([state.accuracy for state in arm_states if state.evaluations or not held_out]),
-            _mean([state.entropy for state in arm_states]),
+            _mean([state.accuracy for state in variant_states if state.evaluations or not held_out]),
+            _mean([state.entropy for state in variant_states]),
             _max_duration([state.seconds_left for state in running]),
         )
     return table
@@ -208,7 +208,7 @@ def _progress(states: States, jobs: int) -> str:
 
 
 class SweepProgress:
-    """Progress of a sweep: the table of its arms on a terminal, else a line when a run ends and every minute."""
+    """Progress of a sweep: the table of its variants on a terminal, else a line when a run ends and every minute."""
 
     def __init__(self, runs: Sequence[SweepRun], jobs: int) -> None:
         self._runs, self._jobs = runs, jobs
@@ -219,7 +219,7 @@ class SweepProgress:
     def add(self, states: States) -> None:
         """Replace the states of the runs."""
         self._states = states
-        table = arms_table(self._runs, states)
+        table = variants_table(self._runs, states)
         table.title, table.title_justify = _progress(states, self._jobs), "left"
         self._table = table
 
@@ -259,8 +259,8 @@ def print_report(console: Console, report: Report) -> None:
     for note in report.notes:
         console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
     for run in report.left_out:
-        arm_and_seed = f"{run.arm}, seed {run.seed}: " if run.arm else ""
-        line = f"{run.run}: {arm_and_seed}{run.reason}"
+        variant_and_seed = f"{run.arm}, seed {run.seed}: " if run.arm else ""
+        line = f"{run.run}: {variant_and_seed}{run.reason}"
         console.print(Text.assemble(("left out: ", "yellow"), line), soft_wrap=soft_wrap)
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
@@ -276,12 +276,12 @@ def _heading(metric: Metric) -> str:
 
 
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
-    """Return one row per arm, highest accuracy first.
+    """Return one row per variant, highest accuracy first.
 
     A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
     headings = [f">{_heading(metric)}" for metric in metrics]
-    table = make_table("arm", ">seeds", *headings, gap=1 if separator == "\n" else 2)
+    table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)
     for arm in report.arms:
         name = Text(arm.name)
         if arm.name == report.baseline:

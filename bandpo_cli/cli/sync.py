@@ -48,11 +48,11 @@ def sync(
     ] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Send MLflow what it lacks of runs: after an outage, or of runs that were not tracked.
+    """Send to MLflow all data of runs that it does not have, for example after an outage.
 
     Reads the run folders only: params, tags, every metric of every step, files,
-    how the run ended. What MLflow has is not sent again, so the command can be
-    repeated at any time. A run that is still being written stays RUNNING.
+    how the run ended. Data that MLflow already has are not sent again, so you
+    can repeat the command at any time. A run that is still being written stays RUNNING.
 
     [bold]bandpo sync first[/bold]  the run in runs/first
 

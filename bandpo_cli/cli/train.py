@@ -63,9 +63,9 @@ def train(
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
-    Without options: the embedded model on countdown, a few minutes on a
-    CPU. Settings come from --config files, then flags, then --set; later ones
-    win. The run folder under --runs-dir has everything; MLflow mirrors it.
+    Without options, the command trains the bundled model on countdown, a few
+    minutes on a CPU. Settings come from --config files, then flags, then --set;
+    later ones win. The run folder under --runs-dir contains all results; MLflow receives a copy.
 
     [bold]bandpo train --divergence tv --delta 0.1[/bold]  another trust region
 
@@ -88,7 +88,7 @@ def train(
     if resume is None:
         return _train(resolve(layers), runs_dir, name, dry_run, profile, nproc)
     if name is not None:
-        raise UserError(f"--resume {resume}: a run is resumed in its own folder; leave out --name")
+        raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
     return _resume(resume, runs_dir, layers, dry_run, profile, nproc)
 
 

@@ -104,7 +104,7 @@ class TrustRegionSettings(MethodSettings):
         return {"bounds.delta_schedule": self.delta_schedule} if self.delta_steps is None else {}
 
     def region(self) -> str:
-        """Return the trust region without its radius, as names of arms have it: `kl`, `dppo kl`."""
+        """Return the trust region without its radius, as names of variants have it: `kl`, `dppo kl`."""
         return self.divergence if METHODS[self.method].named_by_region else f"{self.method} {self.divergence}"
 
     def describe_radius(self) -> str:
@@ -138,7 +138,7 @@ class TrustRegionSettings(MethodSettings):
             )
         if self.delta_power is not None and self.delta_schedule != "polynomial":
             raise ValueError(
-                f"delta_power = {self.delta_power:g} applies to delta_schedule = 'polynomial' alone, "
+                f"delta_power = {self.delta_power:g} applies only to delta_schedule = 'polynomial', "
                 f"not to {self.delta_schedule!r}"
             )
         return self

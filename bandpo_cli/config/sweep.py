@@ -1,4 +1,4 @@
-"""Configuration of a sweep: fixed settings, axes, named arms, excluded combinations and seeds."""
+"""Configuration of a sweep: fixed settings, axes, named variants, excluded combinations and seeds."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class SweepConfig(Section):
-    """The axes of a sweep; every combination of an arm, a value of each axis and a seed is one run."""
+    """The axes of a sweep; every combination of a variant, a value of each axis and a seed is one run."""
 
     fixed: dict[str, Any] = Field(default_factory=dict)
     """Settings of all runs, in sections as in the config file of a run."""
     axes: dict[str, list[Any]] = Field(default_factory=dict)
-    """Values by dotted setting. An axis for which an arm's method has no setting (`bounds.delta` of clip) does not
-    multiply that arm."""
+    """Values by dotted setting. An axis for which a variant's method has no setting (`bounds.delta` of clip) does not
+    multiply that variant."""
     arms: dict[str, Settings] = Field(default_factory=dict)
-    """Named arms, each with its own dotted settings; combined with all values of the axes."""
+    """Named variants, each with its own dotted settings; combined with all values of the axes."""
     exclude: list[Settings] = Field(default_factory=list)
-    """Excluded combinations: arms that have all the values of one of these."""
+    """Excluded combinations: variants that have all the values of one of these."""
     seeds: tuple[Seed, ...] = (0,)
     recorded: str | None = None
     """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
     them as clip does."""
     tuned_on: str | None = None
-    """A finished sweep in place of axes and arms: each of its groups (the arms without the values of the axes, except
-    method and divergence) is an arm here, with the settings that were best there."""
+    """A finished sweep in place of axes and arms: each of its groups (the variants without the values of the axes,
+    except method and divergence) is a variant here, with the settings that were best there."""
     tuned_by: Literal["accuracy", "area"] = "accuracy"
     """The metric of the report that decides which settings were best: the mean over the seeds of that sweep."""
     baseline: str | None = None
-    """The arm with which the report compares the others."""
+    """The variant with which the report compares the others."""
 
     @field_validator("axes")
     @classmethod
@@ -61,7 +61,7 @@ class SweepConfig(Section):
         given = [name for name in ("axes", "arms", "exclude", "recorded") if getattr(self, name)]
         if self.tuned_on is not None and given:
             raise ValueError(
-                f"{given[0]}: the arms are those of tuned_on = {self.tuned_on}; remove one of the two"
+                f"{given[0]}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two"
             )
         return self
 

@@ -46,7 +46,7 @@ def check_template(template: str) -> str:
         return template
     raise ValueError(
         f"no template of that name{nearest(template, TEMPLATES)}; known: {', '.join(TEMPLATES)}, "
-        "or a text of your own with {question} in it"
+        "or a custom text that contains {question}"
     )
 
 
@@ -105,12 +105,14 @@ class TaskSettings(Section):
         if rewards is None:
             return None
         if not rewards:
-            raise ValueError("the list is empty; name at least one grader, or null for the task's own")
+            raise ValueError(
+                "the list is empty; name at least one grader, or use null for the grader of the task"
+            )
         if any(each.grader is None for each in rewards[1:]):
             raise ValueError("each entry but the first needs a grader")
         if rewards[0].grader is not None and "grader" not in cls.model_fields:
             raise ValueError(
-                "this task has a grader of its own, which comes first; leave `grader` out of the first entry"
+                "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry"
             )
         labels = [each.label for each in rewards]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
@@ -137,7 +139,7 @@ class CountdownTask(TaskSettings):
         0.1,
         gt=0,
         le=0.1,
-        description="share of the problems held out for evaluation; at most 0.1, because the embedded model "
+        description="share of the problems held out for evaluation; at most 0.1, because the bundled model "
         "was warm-started on the other nine tenths",
     )
 
@@ -162,15 +164,15 @@ class DataTask(TaskSettings):
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
 
     template: Annotated[str, AfterValidator(check_template)] = "answer-line"
-    """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a text of
-    your own with {question} in it. Sources with chat messages keep their messages unchanged."""
+    """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a custom text
+    that contains {question}. Sources with chat messages keep their messages unchanged."""
 
     system: str | None = None
     """A system message before the user message."""
 
     grader: GraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
-    ..., or your own as module:function. null: the grader of each source."""
+    ..., or a custom function as module:function. null: the grader of each source."""
 
     @model_validator(mode="after")
     def _check_one_grader(self) -> DataTask:
@@ -231,7 +233,7 @@ class ReasoningGymTask(TaskSettings):
 
     system: str | None = "default"
     """The system message: the name of one of the library's (default, simple, direct, DeepSeekZero, chain_of_draft), or
-    your own text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
+    a custom text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
 
     template: Annotated[str, AfterValidator(check_slot)] = "{question}"
     """The user message, with {question} in the place of the question."""

@@ -288,11 +288,13 @@ def request_from_record(
             ref = ModelRef(str(model["path"]), run, model["step"])
             config = resolve([stored, {"tracking": tracking, "model": {"path": ref.path}}])
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"--resume {folder}: its eval.json lacks what a resume needs ({error})") from None
+        raise UserError(
+            f"--resume {folder}: eval.json does not have the data for a resume ({error})"
+        ) from None
     if samples is not None:
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(
-                f"--resume {folder}: {path} has changed since, or is gone; start a new evaluation"
+                f"--resume {folder}: {path} was changed or deleted since the evaluation started; start a new evaluation"
             )
         sets = {} if complete else read_completions(path, grader)
         return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)

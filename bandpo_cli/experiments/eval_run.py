@@ -125,7 +125,7 @@ def evaluate(
     Args:
         model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
             `plan_evaluation`, which has the tasks and all options.
-        tasks: `countdown`, names of data sets, or files; none for the run's own sets.
+        tasks: `countdown`, names of data sets, or files; none for the evaluation sets of the run.
         runs_dir: the folder of the evaluation's folder, and of runs.
         name: name of the folder; None for model, tasks, n, seed and time.
         callbacks: receive the events of `types.Callback`, on rank 0 alone.

@@ -111,11 +111,11 @@ def check_config(config: RunConfig) -> Task:
 
 
 def check_embedded_task(config: RunConfig, setting: str) -> None:
-    """Raise ConfigError, with a message that begins with `setting`, for the embedded model on another task."""
+    """Raise ConfigError, with a message that begins with `setting`, for the bundled model on another task."""
     if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(
-            f"{setting}: the embedded model can read nothing but countdown; "
-            "name a model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
+            f"{setting}: the bundled model was trained on countdown only; choose another model, for example --model "
+            f"Qwen/Qwen2.5-0.5B-Instruct"
         )
 
 
@@ -133,7 +133,7 @@ def config_warnings(config: RunConfig) -> list[str]:
         warnings.append(_one_update_warning(method))
     if config.optim.warmup_steps >= config.steps * config.optim.updates:
         warnings.append(
-            f"the learning rate never gets to {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
+            f"the learning rate never reaches {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
             f"the run {config.steps * config.optim.updates}"
         )
     return warnings
@@ -158,7 +158,7 @@ def _one_update_warning(method: MethodEntry) -> str:
         else f"and {method.name} gives the same run as every method{f' but {others}' if others else ''}"
     )
     return (
-        f"clipping can never bind: with one update per batch the ratio is always 1, {effect}; {method.name} needs "
+        f"clipping never has an effect: with one update per batch the ratio is always 1, {effect}; {method.name} needs "
         "several updates: use --set optim.updates=4 or more to compare methods"
     )
 

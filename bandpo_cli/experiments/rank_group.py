@@ -63,7 +63,7 @@ def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
     gpus = torch.cuda.device_count()
     if count > gpus:
         raise UserError(
-            f"{what}: every rank needs a GPU of its own, and this machine has {gpus}; start at most "
+            f"{what}: every rank needs its own GPU, and this machine has {gpus}; start at most "
             f"{plural(gpus, 'rank')}, or set model.device=cpu"
         )
 

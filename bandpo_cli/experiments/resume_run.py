@@ -167,8 +167,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     """
     if path_exists(folder.path / VERL_FILE):
         raise UserError(
-            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or train "
-            f"anew: bandpo train --config {folder.path / 'config.yaml'}"
+            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or "
+            f"start a new run: bandpo train --config {folder.path / 'config.yaml'}"
         )
     own_layer = read_layer(folder.path / "config.yaml", f"--resume {folder.name}:")
     try:
@@ -196,12 +196,12 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if ahead:
         raise UserError(
             f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
-            "lines are missing; bring the file back, or start a new run"
+            "lines are missing; restore the file from a copy, or start a new run"
         )
     step = _usable_step(folder, [step for step in complete if step <= done], damaged)
     if step < 0 and done >= own.steps:
         raise UserError(
-            f"run {folder.name} has no complete checkpoint to resume from; train anew: bandpo train --config "
+            f"run {folder.name} has no complete checkpoint to resume from; start a new run: bandpo train --config "
             f"{folder.path / 'config.yaml'} --steps {config.steps}"
         )
     checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
@@ -305,7 +305,7 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
         number = next(i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b)
         raise UserError(
             f"{folder.metrics_path}, line {number + 1}: step {steps[number]} where step {expected[number]} belongs; "
-            "the record is damaged: bring the file back, or start a new run"
+            "the record is damaged: restore the file from a copy, or start a new run"
         )
     return first + len(steps) - 1
 
@@ -320,14 +320,15 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
             f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
         )
         raise ConfigError(
-            f"--resume {name}: a run is resumed with its own settings; leave out {what}. "
-            f"What may change: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
+            f"--resume {name}: the settings of the run are used; leave out {what}. "
+            f"These settings can be changed: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
         )
     if "steps" in changed and (schedules := _schedules_over_run(own)):
         key, schedule = next(iter(schedules.items()))
         raise ConfigError(
             f"--resume {name}: steps = {config.steps}: {key} = '{schedule}' runs to its end over "
-            f"the run's {own.steps} steps, so their number is part of every step; only a constant one can be extended"
+            f"the run's {own.steps} steps, so every step depends on their number; only a run with a constant "
+            f"schedule can be extended"
         )
     if "steps" in changed and config.steps <= done:
         raise ConfigError(

@@ -18,7 +18,7 @@ from bandpo_cli.experiments.preflight import check_config, choose_run_name
 from bandpo_cli.storage.run_folder import RunFolder, resume_command, timestamped
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
-from bandpo_cli.sweeps.folder import SweepFolder, by_arm
+from bandpo_cli.sweeps.folder import SweepFolder, by_variant
 from bandpo_cli.sweeps.plan import (
     MATCH_PREFIX,
     DeltaMatcher,
@@ -30,7 +30,7 @@ from bandpo_cli.sweeps.plan import (
 )
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.comparison.runs import ArmRunData
+    from bandpo_cli.reports.comparison.runs import VariantRunData
     from bandpo_cli.reports.comparison.tuning import Tuning
 
 _MAX_SEED_DIGITS = 12
@@ -43,7 +43,7 @@ class SweepRequest:
 
     Attributes:
         runs: the runs in the order of their execution.
-        baseline: the arm that the report compares the others with; None without one.
+        baseline: the variant that the report compares the others with; None without one.
         about: other entries of the plan on disk: the matched radii, and the run that they were matched on; the tuned
             settings.
         tuning: how the settings were chosen; None where they were given.
@@ -55,7 +55,7 @@ class SweepRequest:
     tuning: Tuning | None = None
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return one line per matched radius and per tuned arm, each after its kind."""
+        """Return one line per matched radius and per tuned variant, each after its kind."""
         matched = [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
             f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
@@ -138,10 +138,10 @@ def create_sweep(
 
 
 def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
-    """Return all settings of the best arm of each group of `config.tuned_on`, by group, and how they were chosen.
+    """Return all settings of the best variant of each group of `config.tuned_on`, by group, and how they were chosen.
 
     Raises:
-        ConfigError: there is no such sweep, it is not finished, all arms of a group failed, or one of its seeds is
+        ConfigError: there is no such sweep, it is not finished, all variants of a group failed, or one of its seeds is
             among `config.seeds`.
     """
     from bandpo_cli.reports.comparison.tuning import choose
@@ -164,14 +164,14 @@ def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer]
     return {group: read_layer(plans[best.arm]) for group, best in tuning.chosen.items()}, tuning
 
 
-def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[ArmRunData]]]:
-    """Return the runs of the arms that finished with every seed, by group and arm."""
-    from bandpo_cli.reports.comparison.runs import ArmRunData, read_arm_run
-    from bandpo_cli.reports.comparison.selection import ArmRun
+def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[VariantRunData]]]:
+    """Return the runs of the variants that finished with every seed, by group and variant."""
+    from bandpo_cli.reports.comparison.runs import VariantRunData, read_variant_run
+    from bandpo_cli.reports.comparison.selection import VariantRun
 
     if not all(run.group for run in folder.runs):
         raise UserError(
-            f"{folder.path} was made by a version whose plans do not say which arms are one method"
+            f"{folder.path} was written by an earlier version, whose plans do not record the method of each variant"
         )
     stopped = folder.stopped()
     summaries = {
@@ -188,15 +188,15 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
             f"{', ...' if len(unfinished) > 1 else ''}); finish them first: "
             f"{resume_command('sweep', folder.path, runs_dir)}"
         )
-    groups: dict[str, dict[str, list[ArmRunData]]] = {run.group: {} for run in folder.runs}
-    for arm, runs in by_arm(folder.runs).items():
-        read = [read_arm_run(ArmRun(arm, run.seed, folder.run_path(run.name))) for run in runs]
-        finished = [record for record in read if isinstance(record, ArmRunData)]
+    groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
+    for arm, runs in by_variant(folder.runs).items():
+        read = [read_variant_run(VariantRun(arm, run.seed, folder.run_path(run.name))) for run in runs]
+        finished = [record for record in read if isinstance(record, VariantRunData)]
         if len(finished) == len(runs):
             groups[runs[0].group][arm] = finished
     without = [group for group, arms in groups.items() if not arms]
     if without:
-        raise UserError(f"{folder.name}: no arm of {', '.join(without)} has finished with every seed")
+        raise UserError(f"{folder.name}: no variant of {', '.join(without)} has finished with every seed")
     return groups
 
 

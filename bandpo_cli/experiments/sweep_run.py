@@ -43,10 +43,10 @@ class Executor:
 
     Attributes:
         name: `local` or `ray`.
-        address: address of a Ray cluster; None for one of this machine.
+        address: address of a Ray cluster; None for a local cluster that ends with the sweep.
         jobs: runs at a time; None for as many as there are GPUs for, or cores where there is no GPU.
-        stop_margin: stop a run half-way or later whose held-out accuracy is this far below another arm's; None stops
-            no run.
+        stop_margin: stop a run half-way or later whose held-out accuracy is this far below another variant's; None
+            stops no run.
         gpus_per_run: GPUs, or processes where there is no GPU, of each run; None for one, or for those of the plan of
             a sweep that is resumed.
     """
@@ -182,7 +182,7 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
 def estimate_time(
     info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] | None = None
 ) -> TimeEstimate | None:
-    """Estimate the time of the pending runs from earlier runs; without any, from a trial of the embedded model.
+    """Estimate the time of the pending runs from earlier runs; without any, from a trial of the bundled model.
 
     Args:
         on_trial: called before the trial, three training steps in a process.
@@ -198,7 +198,7 @@ def estimate_time(
             on_trial()
         variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
         seconds = seconds_from_trial(first, variables, info.ranks)
-        method = "by a trial of three steps alone on the machine"
+        method = "by a trial of three steps, without other runs on the machine"
     if seconds is None:
         return None
     lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]

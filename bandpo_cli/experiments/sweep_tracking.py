@@ -27,7 +27,7 @@ NOTE_HEADING = (
 
 
 def leaderboard_metrics(report: Report) -> dict[str, float]:
-    """Return the means of the leaderboard as metrics: `sweep/<arm>/<column of leaderboard.csv>`."""
+    """Return the means of the leaderboard as metrics: `sweep/<variant>/<column of leaderboard.csv>`."""
     return {
         f"sweep/{arm.name}/{key}": estimate.mean
         for arm in report.arms

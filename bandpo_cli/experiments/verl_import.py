@@ -77,7 +77,7 @@ def import_verl(
 
     Args:
         job: folder of `export_verl`, with its config.yaml.
-        name: name of the run folder; None for that of the job's folder.
+        name: name of the run folder; None for the name of the job's folder.
         uri: MLflow server or store; None for that of the job: MLFLOW_TRACKING_URI, its settings, its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
         runs_dir: the folder of run folders.
@@ -154,7 +154,7 @@ def _find_run(client: Any, experiment: str, name: str) -> Any:
     if not named:
         names = ", ".join(sorted({str(run.info.run_name) for run in runs})) or "none"
         raise UserError(
-            f"experiment '{experiment}' has no run '{name}' (its runs: {names:.300}); name one with --run ID"
+            f"experiment '{experiment}' has no run '{name}' (its runs: {names:.300}); choose a run with --run ID"
         )
     return named[0]
 

@@ -125,7 +125,7 @@ def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:
 
 
 def copy_embedded_model(folder: Path) -> None:
-    """Copy the embedded model, and add two tokens to its tokenizer that verl asks every Qwen2 model for.
+    """Copy the bundled model, and add two tokens to its tokenizer that verl asks every Qwen2 model for.
 
     verl looks up the newline and the end of a chat turn (`utils/tokenizer/continuous_token.py`) before it has a prompt.
     No prompt of the model contains them, and it cannot sample them: they are beyond its vocabulary.

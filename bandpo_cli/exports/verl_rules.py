@@ -32,7 +32,7 @@ def model_path(config: RunConfig) -> Overrides:
 
 
 def is_copied(config: RunConfig) -> bool:
-    """Return whether the model's files are copied: those of the embedded model, whose path depends on the machine."""
+    """Return whether the model's files are copied: those of the bundled model, whose path depends on the machine."""
     return config.model.path == EMBEDDED_MODEL
 
 
@@ -155,9 +155,10 @@ def importance(config: RunConfig) -> Overrides:
 
 IMPORTANCE_DIFFERENCES = {
     "sequence-truncate": "verl's weight of a completion is the product of its ratios, not their geometric mean",
-    "sequence-mask": "verl masks the same completions, and the others have the weight 1, not their mean ratio",
+    "sequence-mask": "verl masks the same completions, but gives all other completions the weight 1 instead of their "
+    "mean ratio",
     "sequence-mask-any": "verl's limits are 1/importance_cap and importance_cap, whatever importance_floor is, and its "
-    "mean over tokens is that of the tokens that are left",
+    "mean over tokens covers only the tokens that are not masked",
 }
 """What verl computes differently, by the values of `objective.importance` for which it does."""
 

@@ -108,13 +108,13 @@ RULES: dict[str, Rule] = {
         overrides=lambda config: {"trainer.total_epochs": config.steps},
     ),
     "model.path": Rule(
-        "a hub id or folder as it is; the embedded model is copied", overrides=rules.model_path
+        "a hub id or folder, unchanged; the bundled model is copied", overrides=rules.model_path
     ),
     "model.revision": Rule(
-        "the latest", difference=lambda config: config.model.revision and "verl loads the latest one"
+        "the latest", difference=lambda config: config.model.revision and "verl loads the latest revision"
     ),
     "model.dtype": Rule(
-        f"`{ROLLOUT}.dtype`, and that of the passes; `auto` is bfloat16; weights and optimizer are float32",
+        f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32",
         overrides=rules.passes_dtype,
     ),
     "model.attention": Rule(

@@ -316,7 +316,7 @@ def _attention(config: ModelConfig) -> str | None:
         what, is_available = needed[chosen]
         if not is_available():
             raise UserError(
-                f"model.attention = {chosen!r} needs {what}, and one of them is missing; set model.attention=sdpa"
+                f"model.attention = {chosen!r} needs {what}, which are not all installed; set model.attention=sdpa"
             )
         if dtype_here(config) == torch.float32:
             raise UserError(

@@ -39,5 +39,5 @@ DIVERGENCES = Registry("divergence", [
     DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam",
                     f"{_DIVERGENCES}:le_cam_bounds"),
     DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
-], custom="your own f as module:function")
+], custom="a custom f as module:function")
 # fmt: on

@@ -86,6 +86,6 @@ GRADERS = Registry("grader", [
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
                 first_stage="bandpo_cli.grading.answers:grade_tagged",
                 worker="bandpo_cli.grading.reasoning_gym:score", vote="bandpo_cli.grading.answers:vote_tagged"),
-], custom=f"your own as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
+], custom=f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
    is_custom=is_custom_grader)
 # fmt: on

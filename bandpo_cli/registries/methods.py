@@ -19,7 +19,7 @@ class MethodEntry(Entry):
         paper: the source of the method and of its default settings; "" for none.
         without_bounds: why there are no bounds, as the end of a sentence; "" where there are.
         trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
-        named_by_region: in names of arms, divergence and radius stand for the method: `kl 0.05`.
+        named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
         bounded: the upper bound is finite, so that a Band can match it.
         differs_at_ratio_one: its gradient differs from that of the other methods also in the first update of a batch,
             where every ratio is 1.
@@ -45,7 +45,7 @@ METHODS = Registry("method", [
     MethodEntry("band", "the Band of an f-divergence trust region", paper="arXiv 2603.04918",
                 settings="bandpo_cli.config.methods:BandSettings", bounds="bandpo_cli.bounds.intervals:band",
                 trust_region=True, named_by_region=True),
-    MethodEntry("clip", "one fixed interval for every token (PPO, GRPO)", paper="arXiv 1707.06347",
+    MethodEntry("clip", "the same fixed interval for every token (PPO, GRPO)", paper="arXiv 1707.06347",
                 settings="bandpo_cli.config.methods:ClipSettings", bounds="bandpo_cli.bounds.intervals:clip",
                 aliases=("grpo", "ppo")),
     MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", paper="arXiv 2503.14476",
@@ -61,7 +61,7 @@ METHODS = Registry("method", [
     MethodEntry("cispo", "truncated importance weights", paper="arXiv 2506.13585",
                 settings="bandpo_cli.config.policy_losses:CispoSettings",
                 loss="bandpo_cli.objective.token_losses:CispoLoss", bounded=False,
-                without_bounds="it truncates the weight of the gradient and keeps that of every token"),
+                without_bounds="it truncates the weight of the gradient and keeps the gradient of every token"),
     MethodEntry("sapo", "a soft gate on the ratio", paper="arXiv 2511.20347",
                 settings="bandpo_cli.config.policy_losses:SapoSettings",
                 loss="bandpo_cli.objective.token_losses:SapoLoss", bounded=False,
@@ -69,7 +69,7 @@ METHODS = Registry("method", [
     MethodEntry("gspo", "the clipped ratio of a completion", paper="arXiv 2507.18071",
                 settings="bandpo_cli.config.policy_losses:GspoSettings",
                 loss="bandpo_cli.objective.sequence_losses:GspoLoss", bounded=False,
-                without_bounds="it clips the ratio of a completion, not that of a token"),
+                without_bounds="it clips the ratio of a completion, not the ratio of a token"),
     MethodEntry("gmpo", "the geometric mean of clipped ratios", paper="arXiv 2507.20673",
                 settings="bandpo_cli.config.policy_losses:GmpoSettings", bounds="bandpo_cli.bounds.intervals:gmpo",
                 loss="bandpo_cli.objective.sequence_losses:GmpoLoss"),

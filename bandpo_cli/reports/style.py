@@ -1,4 +1,4 @@
-"""Common style of all plots: axes, colours for colour-blind readers, line styles of arms, legends.
+"""Common style of all plots: axes, colours for colour-blind readers, line styles of variants, legends.
 
 pyplot is not used, so importing this module and plotting change no global state of matplotlib.
 """
@@ -48,8 +48,8 @@ _MAX_NAME_CHARS = 30
 
 
 @dataclass(frozen=True)
-class ArmStyle:
-    """Name and line style of an arm, the same in all plots of a report.
+class VariantStyle:
+    """Name and line style of a variant, the same in all plots of a report.
 
     Attributes:
         name: legend text, shortened and escaped for matplotlib.
@@ -149,11 +149,11 @@ def save(figure: Figure, path: Path) -> Path:
     return write_atomically(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:]))
 
 
-def arm_styles(names: Sequence[str], baseline: str | None) -> dict[str, ArmStyle]:
-    """Return the style of each arm: each colour once, then the colours with other dashes; the baseline is grey."""
+def variant_styles(names: Sequence[str], baseline: str | None) -> dict[str, VariantStyle]:
+    """Return the style of each variant: each colour once, then the colours with other dashes; the baseline is grey."""
     others = [name for name in names if name != baseline]
     styles = {
-        name: ArmStyle(
+        name: VariantStyle(
             escape_mathtext(shorten_middle(name)),
             LINE_COLORS[index % len(LINE_COLORS)],
             _DASHES[(index + index // len(LINE_COLORS)) % len(_DASHES)],
@@ -162,7 +162,7 @@ def arm_styles(names: Sequence[str], baseline: str | None) -> dict[str, ArmStyle
         for index, name in enumerate(others)
     }
     if baseline is not None:
-        styles[baseline] = ArmStyle(
+        styles[baseline] = VariantStyle(
             f"{escape_mathtext(shorten_middle(baseline))} (baseline)", MUTED_COLOR, "-", 2.8
         )
     return styles
@@ -172,7 +172,7 @@ def side_legend(
     figure: Figure,
     axes: Axes,
     final_values: Mapping[str, float],
-    styles: Mapping[str, ArmStyle],
+    styles: Mapping[str, VariantStyle],
     shading: str = "",
 ) -> None:
     """Put a legend right of the axes and shrink the axes to fit.
@@ -180,8 +180,8 @@ def side_legend(
     Args:
         figure: the figure.
         axes: its axes.
-        final_values: last value of each arm; the legend has the arms in the order of these, the largest first.
-        styles: the line style of each arm.
+        final_values: last value of each variant; the legend has the variants in the order of these, the largest first.
+        styles: the line style of each variant.
         shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
     """
     names = sorted(final_values, key=lambda name: -final_values[name])

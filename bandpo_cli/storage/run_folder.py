@@ -242,7 +242,7 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
         if is_run_folder(path):
             if not (step.isdecimal() and len(step) <= _MAX_STEP_DIGITS):
                 raise UserError(
-                    f"{text[:_MAX_SHOWN_CHARS]}: after @ goes a step, as in {name}@100; not {step[:20]!r}"
+                    f"{text[:_MAX_SHOWN_CHARS]}: expected a step after @, as in {name}@100; not {step[:20]!r}"
                 )
             return RunFolder(resolve_dots(path)), int(step)
     return None

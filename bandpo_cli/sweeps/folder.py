@@ -31,7 +31,7 @@ class SweepFolder:
         path: the folder; it is the runs folder of its runs.
         runs: the planned runs.
         plan: the content of `sweep.yaml`.
-        baseline: the arm that the others are compared with, None without one.
+        baseline: the variant that the others are compared with, None without one.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
     """
 
@@ -112,8 +112,8 @@ class SweepFolder:
             raise UserError(f"{file}: gpus_per_run = {ranks!r} is not a number from 1 on")
         if folder.baseline not in (None, *arms):
             raise UserError(
-                f"{file}: baseline = {folder.baseline!r}: no arm of that name{nearest(str(folder.baseline), arms)}; "
-                f"arms: {', '.join(arms)}"
+                f"{file}: baseline = {folder.baseline!r}: no variant of that name{nearest(str(folder.baseline), arms)}"
+                f"; variants: {', '.join(arms)}"
             )
         return folder
 
@@ -194,8 +194,8 @@ def find_runs(folder: Path) -> list[Path]:
     return [*runs, *(run for sweep in sweeps for run in find_runs(sweep))]
 
 
-def by_arm(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
-    """Return the runs by arm, in the order of the first run of each arm."""
+def by_variant(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
+    """Return the runs by variant, in the order of the first run of each variant."""
     arms: dict[str, list[SweepRun]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)

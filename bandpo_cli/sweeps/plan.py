@@ -1,4 +1,4 @@
-"""Plan of a sweep: the runs of its arms, axes and seeds, each with a validated config and a name."""
+"""Plan of a sweep: the runs of its variants, axes and seeds, each with a validated config and a name."""
 
 from __future__ import annotations
 
@@ -49,42 +49,42 @@ class PlannedRun(SweepRun):
 def plan_runs(
     sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
 ) -> list[PlannedRun]:
-    """Return the runs: all arms with the first seed, then all with the second, and so on.
+    """Return the runs: all variants with the first seed, then all with the second, and so on.
 
-    In this order an interrupted sweep can still compare its arms.
+    In this order an interrupted sweep can still compare its variants.
 
     Args:
         layers: settings that the sweep's settings override, as for `resolve`.
         match: returns the radius for `match:METHOD`.
 
     Raises:
-        ConfigError: a setting is unknown or invalid, two arms are equal, or no arm is left.
+        ConfigError: a setting is unknown or invalid, two variants are equal, or no variant is left.
     """
-    return _with_seeds(sweep, _arms(sweep, [*layers, sweep.fixed], match))
+    return _with_seeds(sweep, _variants(sweep, [*layers, sweep.fixed], match))
 
 
 def plan_tuned_runs(
     sweep: SweepConfig, tuned: Mapping[str, Layer], layers: Sequence[Layer] = ()
 ) -> list[PlannedRun]:
-    """Return a run of each arm in `tuned` with each seed, in the order of `plan_runs`.
+    """Return a run of each variant in `tuned` with each seed, in the order of `plan_runs`.
 
     Args:
-        tuned: all settings of each arm; those of `layers` and of `sweep.fixed` override them.
+        tuned: all settings of each variant; those of `layers` and of `sweep.fixed` override them.
         layers: settings of all runs.
 
     Raises:
-        ConfigError: a setting is not valid, or two arms are equal.
+        ConfigError: a setting is not valid, or two variants are equal.
     """
     arms: dict[RunConfig, tuple[str, str]] = {}
     for arm, settings in tuned.items():
         other, _ = arms.setdefault(resolve([settings, *layers, sweep.fixed]), (arm, arm))
         if other != arm:
-            raise ConfigError(f"the arms '{other}' and '{arm}' are the same runs")
+            raise ConfigError(f"the variants '{other}' and '{arm}' are the same runs")
     return _with_seeds(sweep, arms)
 
 
 def run_name(arm: str, seed: int) -> str:
-    """Return the folder name of an arm's run with this seed."""
+    """Return the folder name of a variant's run with this seed."""
     return f"{_slug(arm)}-s{seed}"
 
 
@@ -94,12 +94,12 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         if not is_valid_name(run.name):
             raise ConfigError(
-                f"the arm '{run.arm:.100}' gives no valid folder name ({len(run.name)} characters, 200 at most); "
+                f"the variant '{run.arm:.100}' gives no valid folder name ({len(run.name)} characters, 200 at most); "
                 "give it a shorter name in arms:"
             )
         if run.name in seen:
             raise ConfigError(
-                f"the arms '{seen[run.name]}' and '{run.arm}' have the same folder name; rename one of them"
+                f"the variants '{seen[run.name]}' and '{run.arm}' have the same folder name; rename one of them"
             )
         seen[run.name] = run.arm
 
@@ -127,12 +127,12 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
 
 
 def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
-    """Return the runs of arms that are given as settings with name and group, one seed after the other."""
+    """Return the runs of variants that are given as settings with name and group, one seed after the other."""
     names = [arm for arm, _ in arms.values()]
     if sweep.baseline not in (None, *names):
         near = nearest(str(sweep.baseline), names)
         raise ConfigError(
-            f"baseline = {sweep.baseline!r}: no arm of that name{near}; arms: {', '.join(names)}"
+            f"baseline = {sweep.baseline!r}: no variant of that name{near}; variants: {', '.join(names)}"
         )
     return [
         PlannedRun(run_name(arm, seed), arm, seed, group, config=config.model_copy(update={"seed": seed}))
@@ -141,10 +141,10 @@ def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -
     ]
 
 
-def _arms(
+def _variants(
     sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
 ) -> dict[RunConfig, tuple[str, str]]:
-    """Return name and group of each arm by its settings."""
+    """Return name and group of each variant by its settings."""
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
@@ -153,8 +153,8 @@ def _arms(
         raise ConfigError(
             "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
         )
-    for arm_name, settings in _combinations(sweep):
-        # An axis without effect on the arm's method does not multiply it. `resolve` reports an unknown setting.
+    for variant_name, settings in _combinations(sweep):
+        # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
         fields = type(
             resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
         )
@@ -164,21 +164,21 @@ def _arms(
         if _is_excluded(sweep.exclude, base, kept, errors):
             continue
         config = resolve([*base, *_layers(_resolve_match(kept, base, match))])
-        name = _describe_arm(arm_name, kept, varying, config)
-        group = _describe_arm(arm_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
+        name = _describe_variant(variant_name, kept, varying, config)
+        group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
         other, _ = arms.get(config, (None, None))
         if other == name:
-            continue  # differs only in an axis that does not apply to this arm's method
+            continue  # differs only in an axis that does not apply to this variant's method
         if other is not None or name in [arm for arm, _ in arms.values()]:
             raise ConfigError(
-                f"the arms '{other or name}' and '{name}' are the same runs; remove one of them"
+                f"the variants '{other or name}' and '{name}' are the same runs; remove one of them"
             )
         arms[config] = name, group
     for error in filter(None, errors.values()):
         raise ConfigError(f"exclude: {error}")
     if unused:
         axis = sorted(unused)[0]
-        raise ConfigError(f"the axis '{axis}' applies to no arm: none of their methods has this setting")
+        raise ConfigError(f"the axis '{axis}' applies to no variant: none of their methods has this setting")
     if not arms:
         raise ConfigError("no runs are left: every combination is excluded")
     return arms
@@ -190,10 +190,10 @@ def _is_excluded(
     settings: Settings,
     errors: dict[str, ConfigError | None],
 ) -> bool:
-    """Return whether an arm has all values of an excluded combination: whether giving them changes nothing.
+    """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
 
     Args:
-        errors: receives why the arm cannot have a value, by setting, or None once an arm can have it.
+        errors: receives why the variant cannot have a value, by setting, or None once a variant can have it.
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}
@@ -238,10 +238,10 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
 
 
 def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
-    """Yield the name of each arm ('' without named arms) with its settings, for each combination of the axes."""
-    for arm_name, settings in (sweep.arms or {"": {}}).items():
+    """Yield the name of each variant ('' without named variants) and its settings, for each combination of the axes."""
+    for variant_name, settings in (sweep.arms or {"": {}}).items():
         for values in product(*sweep.axes.values()):
-            yield arm_name, {**settings, **dict(zip(sweep.axes, values, strict=True))}
+            yield variant_name, {**settings, **dict(zip(sweep.axes, values, strict=True))}
 
 
 def _bounds_fields() -> set[str]:
@@ -256,9 +256,9 @@ def _layers(settings: Settings) -> list[Layer]:
     return [nest(layer) for layer in (method, rest) if layer]
 
 
-def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
-    """Return the name of an arm from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
-    words = [arm_name] if arm_name else []
+def _describe_variant(variant_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
+    """Return the name of a variant from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
+    words = [variant_name] if variant_name else []
     shown = {key: value for key, value in settings.items() if key in varying}
     method = METHODS[config.bounds.method]
     is_region = method.trust_region and _METHOD in shown and _DIVERGENCE in settings
@@ -277,10 +277,10 @@ def _describe_arm(arm_name: str, settings: Settings, varying: set[str], config: 
 
 
 def _short(value: Any) -> str:
-    """Return a value as text for an arm's name."""
+    """Return a value as text for a variant's name."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _slug(arm: str) -> str:
-    """Return an arm's name with the characters that a folder name can have."""
+    """Return a variant's name with the characters that a folder name can have."""
     return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", arm).strip("-.=+") or "run"

@@ -70,7 +70,7 @@ def run_sweep(
         steps: number of steps of each run, by name.
         on_states: called with the state of every run, by name, every `POLL_S` seconds.
         flags: additional flags for the command of every run.
-        margin: stop runs whose held-out accuracy is this far below another arm's (`runs_to_stop`); None stops none.
+        margin: stop runs whose held-out accuracy is this far below another variant's (`runs_to_stop`); None stops none.
     """
     stopped = folder.stopped()
     waiting = deque(run.name for run in folder.pending())
@@ -124,9 +124,9 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
     """Return the running runs to stop early, each with the reason in one line.
 
     A run is stopped if at its latest evaluation, after at least half of its steps and before the last one, its held-out
-    accuracy is more than `margin` below that of another arm at the same step (the mean over the runs of that arm
-    evaluated there). Stopped runs are missing from the report, and the remaining arms are those that did well: use this
-    to find good settings, not for a fair comparison.
+    accuracy is more than `margin` below that of another variant at the same step (the mean over the runs of that
+    variant evaluated there). Stopped runs are missing from the report, and the remaining variants are those that did
+    well: use this to find good settings, not for a fair comparison.
     """
     accuracies: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:

@@ -29,7 +29,7 @@ from bandpo_cli.types import Message, Problem
 
 GRADER = "reasoning-gym"
 EXCLUDED = {
-    "composite": "it mixes others, as task.names does",
+    "composite": "it mixes generators, which task.names also does",
     "boxnet": "it has no reference answers, and its scorer raises errors for answers of an unexpected form",
 }
 """Generators that cannot be used, with the reason. All others score their own references, or for those without
@@ -355,6 +355,6 @@ def _system_message(system: str | None) -> str | None:
     if " " not in system.strip():
         raise ConfigError(
             f"task.system = '{system}': reasoning-gym has no system message of that name"
-            f"{nearest(system, SYSTEM_PROMPTS)}; known: {', '.join(SYSTEM_PROMPTS)}, or a text of your own"
+            f"{nearest(system, SYSTEM_PROMPTS)}; known: {', '.join(SYSTEM_PROMPTS)}, or a custom text"
         )
     return system

@@ -161,7 +161,7 @@ def _hub_rows(source: Source, part: SplitName, path: str, revision: str | None =
     if known_split is None:
         problem = {
             "train": "is for evaluation only; use it in task.heldout",
-            "heldout": "has no evaluation part; name one of its splits with split:, or another data set",
+            "heldout": "has no evaluation split; name a split with split:, or use another data set",
         }[part]
         raise ConfigError(f"task.{part}: '{source.name}' {problem}")
     hint = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"

@@ -1,4 +1,4 @@
-"""Architecture of the embedded model: its tokenizer and its Qwen2 network with random weights."""
+"""Architecture of the bundled model: its tokenizer and its Qwen2 network with random weights."""
 
 from __future__ import annotations
 

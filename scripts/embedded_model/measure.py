@@ -1,4 +1,4 @@
-"""Evaluation of the embedded model: mean@16, pass@16 and entropy on countdown problems."""
+"""Evaluation of the bundled model: mean@16, pass@16 and entropy on countdown problems."""
 
 from __future__ import annotations
 

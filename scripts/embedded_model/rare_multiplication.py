@@ -1,4 +1,4 @@
-"""Base model for experiments on rare tokens: the embedded model, trained to rarely multiply.
+"""Base model for experiments on rare tokens: the bundled model, trained to rarely multiply.
 
     python -m scripts.embedded_model.rare_multiplication --out FOLDER
 
@@ -51,7 +51,7 @@ def rarely_multiplying(times_share: float) -> AnswerSampler:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the model and write its folder: tokenizer and weights."""
     parser = argparse.ArgumentParser(
-        description="Train the embedded model to rarely multiply and write its folder."
+        description="Train the bundled model to rarely multiply and write its folder."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=150, help="number of supervised steps")

@@ -1,4 +1,4 @@
-"""Training of the embedded model: about ten minutes of supervised learning on solved countdown problems.
+"""Training of the bundled model: about ten minutes of supervised learning on solved countdown problems.
 
     python -m scripts.embedded_model.train --out FOLDER
 
@@ -144,7 +144,7 @@ license: apache-2.0
 library_name: transformers
 ---
 
-# The embedded model of bandpo
+# The bundled model of bandpo
 
 Qwen2 architecture, one token per character. It answers countdown problems ("1 3 7 8=28:" with "3*7+8-1", for
 example) and is the model that bandpo trains by default. Trained in the project by
@@ -165,7 +165,7 @@ On the first {HELDOUT_PROBLEMS} held-out problems, at temperature 1, 16 samples 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the model and write its folder: tokenizer, weights, model card."""
     parser = argparse.ArgumentParser(
-        description="Train the embedded model on solved countdown problems and write its folder."
+        description="Train the bundled model on solved countdown problems and write its folder."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=1800, help="number of supervised steps")

@@ -141,7 +141,7 @@ def test_zsh_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFix
     """The output is a command that zsh evaluates."""
     out = complete(capfd, "zsh", "train", "--method", "cl")
     assert out.startswith("_arguments '*: :((")
-    assert '"clip":"one fixed interval for every token (PPO, GRPO)"' in out
+    assert '"clip":"the same fixed interval for every token (PPO, GRPO)"' in out
     assert '"clip-higher":' in out
     assert '"band"' not in out
     assert complete(capfd, "zsh", "train", "--model", "").strip() == "_files"

@@ -68,7 +68,7 @@ MISTAKES = {
     "no such file": (["-c", "missing.yaml"], "missing.yaml"),
     "no such setting": (["--set", "optim.rate=1"], "optim.rate"),
     "no such model": (["--set", "model.path=./nowhere"], "nowhere"),
-    "task of the embedded model": (["--set", "task={name: gsm8k}"], "embedded model"),
+    "task of the bundled model": (["--set", "task={name: gsm8k}"], "bundled model"),
     "no machines": (["--nodes", "0"], "--nodes"),
 }
 

@@ -375,7 +375,5 @@ def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_gpu_count(ModelConfig(), 2, "--nproc 2")
     check_gpu_count(ModelConfig(device="cpu"), 3, "--nproc 3")
-    with pytest.raises(
-        UserError, match="--nproc 3: every rank needs a GPU of its own, and this machine has 2"
-    ):
+    with pytest.raises(UserError, match="--nproc 3: every rank needs its own GPU, and this machine has 2"):
         check_gpu_count(ModelConfig(), 3, "--nproc 3")

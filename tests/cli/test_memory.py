@@ -172,7 +172,7 @@ def without_lag(config: RunConfig) -> RunConfig:
 
 VOCABULARY = 20
 PARAMETERS = 5 * (4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128) + VOCABULARY * 128 + 128
-"""Of the embedded model: 5 layers, the embedding, which is also the output layer, and the last norm."""
+"""Of the bundled model: 5 layers, the embedding, which is also the output layer, and the last norm."""
 CACHE = 32 * 50 * 2 * 5 * 4 * 32
 """Elements of keys and values: sequences × tokens × 2 × layers × key-value heads × head size."""
 

@@ -104,7 +104,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --method sapo --set bounds.tau_postive=2": ["(did you mean 'tau_positive'?)"],
     "train --set objective.importance=token-masked": ["(did you mean 'token-mask'?)"],
     "train --set objective.importance_floor=0.5": ["importance_floor = 0.5 has no effect"],
-    "sweep --method clip,sapo --delta 0.1,0.2": ["the axis 'bounds.delta' applies to no arm"],
+    "sweep --method clip,sapo --delta 0.1,0.2": ["the axis 'bounds.delta' applies to no variant"],
     "bounds 0.1 --compare sapo": [
         "sapo has no interval of ratios: its gate falls smoothly and has no edge; allowed: ",
     ],
@@ -165,7 +165,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --name ../x": ["../x"],
     "train --runs-dir /dev/null/x": ["--runs-dir", "/dev/null is a file"],
     "train --divergence nomodule:f": ["nomodule"],
-    "train --task gsm8k": ["embedded model can read nothing but countdown", "--model"],
+    "train --task gsm8k": ["bundled model can read nothing but countdown", "--model"],
     "train --task gsm8": ["task.name = 'gsm8'", "did you mean 'gsm8k'"],
     "train --set task.grader=mth --set task.name=gsm8k": ["mth", "did you mean 'math'"],
     # axes and seeds of a sweep
@@ -196,7 +196,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model my-run@7": ["no checkpoint yet"],
     "eval --model damaged": ["not readable as YAML"],
     "eval --task countdwn": ["--task countdwn", "did you mean 'countdown'"],
-    "eval --task gsm8k": ["embedded model can read nothing but countdown", "--model"],
+    "eval --task gsm8k": ["bundled model can read nothing but countdown", "--model"],
     "eval --task countdown --task gsm8k": ["--task countdown", "evaluate it without other tasks"],
     "eval --task ''": ["--task :"],
     f"eval --task {LONG}": ["no such task or file"],

@@ -124,9 +124,7 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
     check_ended(ranks)
-    assert (
-        err == "stopping: the step is finished and a checkpoint written first; once more to drop the step\n"
-    )
+    assert err == "stopping after this step and its checkpoint; press Ctrl-C again to abort the step\n"
     stopped = summary(folder)["steps"]
     assert f"stopped by Ctrl-C after step {stopped}" in out
     assert summary(folder)["status"] == "KILLED"

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from bandpo_cli.cli.console import LiveDisplay, Spinner
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
-from bandpo_cli.cli.sweep_view import arms_table, plan_table, seconds_left
+from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
 from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, sparkline
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
@@ -163,7 +163,7 @@ def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
     def table(**states: RunState) -> str:
         console = Console(file=io.StringIO(), width=120)
         with console.capture() as captured:
-            console.print(arms_table(runs, states))
+            console.print(variants_table(runs, states))
         return captured.get()
 
     assert "held-out accuracy" in table(r=trained, s=evaluated)
@@ -243,14 +243,14 @@ def test_the_statement_has_a_line_about_rollouts_one_step_ahead() -> None:
 
 
 def test_names_with_square_brackets_are_printed_unchanged() -> None:
-    """Files, arms and evaluation sets are named by the user; Rich would read `[/b]` as markup and raise."""
+    """Files, variants and evaluation sets are named by the user; Rich would read `[/b]` as markup and raise."""
     name = "a [/b] [red]b :smile:"
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True, color_system=None)
     runs = [SweepRun("r", name, 0)]
     print_statement(console, [("model", name)], [name], [name])
     console.print(plan_table(runs, {"r": 1}))
-    console.print(arms_table(runs, {"r": RunState("waiting", 0, 1)}))
+    console.print(variants_table(runs, {"r": RunState("waiting", 0, 1)}))
     spinner = Spinner(console)
     spinner.show(name)
     spinner.show(None)

@@ -40,8 +40,8 @@ def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
 def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
     """Return the runs of a sweep file.
 
-    What is not shipped is replaced: `match:` gives `radius`, and the settings of each tuned arm are those of the first
-    arm of its group.
+    What is not shipped is replaced: `match:` gives `radius`, and the settings of each tuned variant are those of the
+    first variant of its group.
     """
     config = SweepConfig.model_validate(read_layer(sweep))
     if config.tuned_on is None:
@@ -81,7 +81,7 @@ def test_the_tuning_sweeps_group_their_arms_by_method() -> None:
 
 
 def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() -> None:
-    """The radius is matched on the clip arm of the sweep, with a seed that the sweep does not use."""
+    """The radius is matched on the clip variant of the sweep, with a seed that the sweep does not use."""
     runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
     pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
     clip = next(run.config for run in runs if run.arm == "clip")

@@ -54,7 +54,7 @@ class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
 
 
 def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
-    """Evaluate the embedded model; return the record and scores of the result, and the events of this rank."""
+    """Evaluate the bundled model; return the record and scores of the result, and the events of this rank."""
     events = Recorder()
     with mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(ranks)):
         if resume:

@@ -63,7 +63,7 @@ def set_main(cache: Path, repository: str, kind: str, commit: str, branch: str =
 
 
 def add_model(cache: Path, commit: str, scale: float = 1.0) -> None:
-    """Put the embedded model into the cache as the main branch of MODEL, with scaled weights."""
+    """Put the bundled model into the cache as the main branch of MODEL, with scaled weights."""
     files = set_main(cache, MODEL, "model", commit)
     shutil.copytree(embedded_model_path(), files)
     weights = load_file(files / "model.safetensors")

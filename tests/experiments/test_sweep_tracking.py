@@ -23,7 +23,7 @@ def store(tmp_path: Path, empty_database: Path) -> Store:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> SweepFolder:
-    """Return a sweep of two arms with the names of methods, `clip` with final accuracies of 0.3 and 0.5."""
+    """Return a sweep of two variants with the names of methods, `clip` with final accuracies of 0.3 and 0.5."""
     path = write_sweep(tmp_path / "runs" / "methods", {"clip": {0: 0.3, 1: 0.5}, "band": {0: 0.75, 1: 0.25}})
     (path / "plans").mkdir()
     for run in path.glob("*-s?"):
@@ -44,7 +44,7 @@ def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
 def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     sweep: SweepFolder, store: Store
 ) -> None:
-    """The arm `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
+    """The variant `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
     client, run = execute(sweep, store, report_of(sweep.path))
     assert {name.rpartition("/")[0] for name in run.data.metrics} == {"sweep/clip", "sweep/band"}
     assert run.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.3 + 0.5) / 2)

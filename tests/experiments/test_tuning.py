@@ -1,4 +1,4 @@
-"""Sweeps with tuned settings: the best arm of each group, with other seeds."""
+"""Sweeps with tuned settings: the best variant of each group, with other seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FINALS = {
     ("kl", "kl 0.02 lr=1e-05", ("bounds.delta=0.02", "optim.lr=1e-5")): {100: 0.10, 101: 0.20},
     ("kl", "kl 0.1 lr=1e-05", ("bounds.delta=0.1", "optim.lr=1e-5")): {100: 0.50, 101: 0.40},
 }
-"""Final accuracy by seed of each arm (group, arm, settings). clip 1e-4 has the best single run and the lower mean."""
+"""Final accuracy by seed of each variant (group, variant, settings). clip 1e-4 has the best single run and the
+lower mean."""
 
 
 def write_tuning(runs_dir: Path, **status: str | None) -> None:
@@ -42,7 +43,7 @@ def write_tuning(runs_dir: Path, **status: str | None) -> None:
 
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
-    """Return learning rate and radius of each arm."""
+    """Return learning rate and radius of each variant."""
     request = request_from_config(config, [], runs_dir)
     return {run.arm: (run.config.optim.lr, getattr(run.config.bounds, "delta", None)) for run in request.runs}
 
@@ -60,7 +61,7 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(tmp_path: 
         assert run.config == resolve([read_assignments(expected)])
     assert [kind for kind, _ in request.notes()] == ["tuned:", "tuned:"]
     assert request.notes()[1][1] == (
-        "kl: bounds.delta = 0.1; accuracy 0.450 over 2 seeds, the best of 2 arms"
+        "kl: bounds.delta = 0.1; accuracy 0.450 over 2 seeds, the best of 2 variants"
     )
 
 
@@ -106,10 +107,10 @@ def test_a_run_that_was_stopped_early_counts_as_failed(tmp_path: Path) -> None:
         ({"clip": None}, {}, r"1 of the 8 runs of tuning are not finished \(clip-lr=1e-05-s100\); finish them "
          r"first: bandpo sweep --resume tuning"),
         ({"clip": "KILLED"}, {}, "1 of the 8 runs of tuning are not finished"),
-        ({"kl": "FAILED"}, {}, "no arm of kl has finished with every seed"),
+        ({"kl": "FAILED"}, {}, "no variant of kl has finished with every seed"),
         ({}, {"seeds": (0, 101)}, "seed 101 chose the settings in tuning; give seeds other than 100, 101"),
         ({}, {"tuned_on": "tunning"}, "no sweep 'tunning'.*did you mean 'tuning'"),
-        ({}, {"baseline": "clipp"}, "baseline = 'clipp': no arm of that name.*clip, kl"),
+        ({}, {"baseline": "clipp"}, "baseline = 'clipp': no variant of that name.*clip, kl"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_one_line(
@@ -128,12 +129,12 @@ def test_a_plan_without_groups_cannot_be_tuned_on(tmp_path: Path) -> None:
         del run["group"]
     write_plan(path.parent, plan)
     with pytest.raises(
-        ConfigError, match="made by a version whose plans do not say which arms are one method"
+        ConfigError, match="made by a version whose plans do not say which variants are one method"
     ):
         request_from_config(SweepConfig(tuned_on="tuning"), [], tmp_path)
 
 
 def test_axes_beside_a_tuning_sweep_are_refused(tmp_path: Path) -> None:
     write_tuning(tmp_path)
-    with pytest.raises(ConfigError, match="axes: the arms are those of tuned_on = tuning; remove one"):
+    with pytest.raises(ConfigError, match="axes: the variants are those of tuned_on = tuning; remove one"):
         plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], tmp_path)

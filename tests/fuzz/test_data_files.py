@@ -17,7 +17,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.comparison import select_runs
-from bandpo_cli.reports.comparison.runs import read_arm_run
+from bandpo_cli.reports.comparison.runs import read_variant_run
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tasks.completions import read_completions
@@ -147,7 +147,7 @@ def read_all(sweep: Path) -> None:
 def read_report(sweep: Path) -> None:
     for run in select_runs([sweep], sweep.parent).runs:
         assert run.folder.parent == sweep
-        read_arm_run(run)
+        read_variant_run(run)
 
 
 def read_tokens(sweep: Path) -> None:

@@ -1,4 +1,4 @@
-"""The Band in TRL's GRPOTrainer, with the installed TRL: training steps of the embedded model on countdown."""
+"""The Band in TRL's GRPOTrainer, with the installed TRL: training steps of the bundled model on countdown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
 
 
 def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any) -> Run:
-    """Train the embedded model on countdown from one seed.
+    """Train the bundled model on countdown from one seed.
 
     Args:
         trainer, config: GRPOTrainer and GRPOConfig, or their subclasses.

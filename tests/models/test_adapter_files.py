@@ -34,7 +34,7 @@ def edit(folder: Path, **settings: Any) -> None:
 
 @pytest.fixture
 def written_by_peft(tmp_path: Path) -> Path:
-    """Return an adapter of the embedded model that peft has made and saved, with weights that change the model."""
+    """Return an adapter of the bundled model that peft has made and saved, with weights that change the model."""
 
     def write(**settings: Any) -> Path:
         base = load(embedded_model_path()).model

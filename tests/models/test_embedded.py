@@ -1,4 +1,4 @@
-"""The embedded model: a complete Hugging Face folder, as accurate as its card states, and the scripts that train it."""
+"""The bundled model: a complete Hugging Face folder, as accurate as its card states, and the scripts that train it."""
 
 from __future__ import annotations
 

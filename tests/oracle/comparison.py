@@ -52,7 +52,7 @@ BASE: dict[str, Any] = {
 
 
 def save_model(folder: Path, kind: str = "qwen2") -> Path:
-    """Write a random model of 2 layers with the embedded model's tokenizer; its distributions are far from uniform."""
+    """Write a random model of 2 layers with the bundled model's tokenizer; its distributions are far from uniform."""
     shape = {
         "vocab_size": 20,
         "hidden_size": 32,

@@ -60,7 +60,7 @@ def write_run(
 def write_sweep(
     folder: Path, finals: Mapping[str, Mapping[int, float]], baseline: str | None = "clip"
 ) -> Path:
-    """Write a sweep with these final accuracies by arm and seed. The arm `clip` uses clip, others are Bands."""
+    """Write a sweep with these final accuracies by variant and seed. The variant `clip` uses clip, others are Bands."""
     runs = []
     for index, (arm, by_seed) in enumerate(finals.items()):
         settings = CLIP if arm == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")

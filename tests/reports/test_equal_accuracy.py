@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.comparison import ArmRun, write_report
+from bandpo_cli.reports.comparison import VariantRun, write_report
 from bandpo_cli.reports.comparison.equal_accuracy import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
     entropy_when_reached,
     first_crossing,
 )
-from bandpo_cli.reports.comparison.runs import ArmRunData, Evaluations
+from bandpo_cli.reports.comparison.runs import Evaluations, VariantRunData
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 
 def _run(
     accuracy: Mapping[int, float], entropy_of_policy: Sequence[float] = (), arm: str = "a", seed: int = 0
-) -> ArmRunData:
+) -> VariantRunData:
     """Return a run with these accuracies by step; entropy i is that of the policy after i steps."""
-    return ArmRunData(
-        run=ArmRun(arm, seed, Path("unused")),
+    return VariantRunData(
+        run=VariantRun(arm, seed, Path("unused")),
         settings={},
         steps=max(accuracy),
         sets={"countdown": Evaluations("16", list(accuracy), list(accuracy.values()), {})},
@@ -40,7 +40,7 @@ def _run(
 
 
 def _equal(finals: Mapping[str, Sequence[float]], start: float = 0.1) -> EqualAccuracy:
-    """Return the entropies at equal accuracy of runs whose accuracy rises from `start` in 4 steps, by arm and seed.
+    """Return the entropies at equal accuracy of runs whose accuracy rises from `start` in 4 steps, by variant and seed.
 
     The entropy of every run falls from 1.0 by 0.1 per step.
     """
@@ -149,7 +149,7 @@ def test_one_failing_seed_neither_lowers_the_level_nor_removes_its_arm():
         _equal({"a": [0.6, 0.5], "b": [0.4, 0.5]}, start=0.4),
         _equal({"a": [0.0], "b": [0.0]}, start=0.0),
     ],
-    ids=["one arm", "one arm is left", "not above the start", "nothing learned"],
+    ids=["one variant", "one variant is left", "not above the start", "nothing learned"],
 )
 def test_no_values_without_a_level_that_two_arms_cross(equal):
     assert equal.values == {}
@@ -187,7 +187,7 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     )
     expected = stats.ttest_rel(entropies["kl 0.02"], entropies["clip"])
     assert difference.paired.p == pytest.approx(expected.pvalue)
-    assert difference.p_holm == pytest.approx(expected.pvalue)  # the arm without values is not tested
+    assert difference.p_holm == pytest.approx(expected.pvalue)  # the variant without values is not tested
     without = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.03", metric.key))
     assert (without.paired, without.verdict) == (None, "no value")
     with report.files["leaderboard.csv"].open(newline="") as file:
@@ -218,7 +218,7 @@ def test_notes_name_the_run_that_sets_the_level_and_what_has_no_value(tmp_path, 
         "No entropy at 40% held-out accuracy, since the best value (median over seeds) is under half of the best "
         "arm's: kl 0.03."
     ) in notes
-    assert "1 run of the compared arms without entropy at 40% held-out accuracy: clip (seed 2)." in notes
+    assert "1 run of the compared variants without entropy at 40% held-out accuracy: clip (seed 2)." in notes
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_notes_name_the_run_that_sets_the_level_and_what_has_no_value(tmp_path, 
         ),
         (
             {"clip": {0: 0.9}, "kl 0.02": {0: 0.3}},
-            "No entropy at equal held-out accuracy: fewer than two arms are left without those whose best value "
-            "(median over seeds) is under half of the best arm's, kl 0.02.",
+            "No entropy at equal held-out accuracy: fewer than two variants are left without those whose best value "
+            "(median over seeds) is under half of the best variant's, kl 0.02.",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plot
     for arm, final in (("a", 0.4), ("b", 0.8)):
         folder = write_run(tmp_path / arm, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"])
         edit_line(folder, 4, **{"eval/y/mean_at_16": final})
-        runs.append(ArmRun(arm, 0, folder))
+        runs.append(VariantRun(arm, 0, folder))
     report = write_report(runs, "t", None, tmp_path / "out")
     assert report.accuracy_level == pytest.approx(0.4)
     b = next(arm for arm in report.arms if arm.name == "b")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.reports.comparison import ArmRun, select_runs, write_report
+from bandpo_cli.reports.comparison import VariantRun, select_runs, write_report
 from tests.reports.sweep_folders import CLIP, report_of, write_run, write_sweep
 
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
@@ -63,14 +63,14 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
 def test_names_are_escaped_in_html_and_markdown(tmp_path):
     arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)
-    report = write_report([ArmRun(arm, 0, folder)], "<b>t</b> & $", None, tmp_path / "out")
+    report = write_report([VariantRun(arm, 0, folder)], "<b>t</b> & $", None, tmp_path / "out")
     page = _Page(report.files["report.html"].read_text())
     assert "script" not in page.tags
     assert "b" not in page.tags
     assert arm in page.text
     lines = report.files["report.md"].read_text().splitlines()
     row = next(line for line in lines if line.startswith("| \\<script>"))
-    head = next(line for line in lines if line.startswith("| arm"))
+    head = next(line for line in lines if line.startswith("| variant"))
     assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
 
 
@@ -78,7 +78,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path):
     names = ("train/entropy", "clip/active_fraction", "time/step", "clip/active_fraction/p_0.1_0.5")
     nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])
     runs = [
-        ArmRun("clip", seed, write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing))
+        VariantRun("clip", seed, write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing))
         for seed in (0, 1)
     ]
     report = write_report(runs, "t", None, tmp_path / "out")
@@ -88,7 +88,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path):
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the page of a report with arms that differ in many settings, two sets and an excluded run."""
+    """Return the page of a report with variants that differ in many settings, two sets and an excluded run."""
     monkeypatch.setattr("bandpo_cli.reports.comparison.write.plot_all", lambda *_: {})
     folder = tmp_path / "runs"
     path = "a-folder-with-a-long-name/" * 4
@@ -130,6 +130,6 @@ def test_settings_are_rows_and_arms_are_columns(page: Path) -> None:
         key: values
         for key, *values in (re.findall(">([^<]*)</td>", row.replace("<wbr>", "")) for row in rows)
     }
-    assert cells["task.max_number"] == ["5", "6", "7", "8", "9"]  # the most accurate arm first
+    assert cells["task.max_number"] == ["5", "6", "7", "8", "9"]  # the most accurate variant first
     assert cells["bounds.delta"] == ["0.05", "0.04", "0.03", "0.02", "0.01"]
     assert "checkpoint.every" not in cells

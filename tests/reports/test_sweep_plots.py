@@ -10,17 +10,17 @@ from matplotlib.image import imread
 from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison import ArmRun, write_report
-from bandpo_cli.reports.comparison.plots import MAX_ARMS_PLOTTED, common_curve, plot_accuracy_lr
+from bandpo_cli.reports.comparison import VariantRun, write_report
+from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, common_curve, plot_accuracy_lr
 from bandpo_cli.reports.comparison.statistics import estimate
-from bandpo_cli.reports.style import arm_styles, shorten_middle
+from bandpo_cli.reports.style import shorten_middle, variant_styles
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
 
 
 def _lines(figure):
-    """Return the lines of the arms by their name in the legend, matched by colour, dash and width."""
+    """Return the lines of the variants by their name in the legend, matched by colour, dash and width."""
     (axes,) = figure.axes
     legend = figure.legends[0]
     lines = {}
@@ -102,7 +102,7 @@ def test_the_values_of_a_curve_are_read_once_however_many_steps_it_has(steps: in
 
 def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, figures):
     folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
-    write_report([ArmRun("clip", 0, folder)], "t", None, tmp_path / "out")
+    write_report([VariantRun("clip", 0, folder)], "t", None, tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
     # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
@@ -168,12 +168,12 @@ def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tm
 
 
 def test_every_arm_has_its_own_line_style():
-    names = [f"arm {index}" for index in range(MAX_ARMS_PLOTTED)]
-    styles = arm_styles(names, "arm 3")
-    assert len({(each.color, str(each.dash)) for each in styles.values()}) == MAX_ARMS_PLOTTED
+    names = [f"arm {index}" for index in range(MAX_VARIANTS_PLOTTED)]
+    styles = variant_styles(names, "arm 3")
+    assert len({(each.color, str(each.dash)) for each in styles.values()}) == MAX_VARIANTS_PLOTTED
     assert styles["arm 3"].color == style.MUTED_COLOR
-    assert arm_styles(names, None)["arm 0"].color != style.MUTED_COLOR
-    assert arm_styles(["kl 0.05"], None)["kl 0.05"].name == "kl 0.05"
+    assert variant_styles(names, None)["arm 0"].color != style.MUTED_COLOR
+    assert variant_styles(["kl 0.05"], None)["kl 0.05"].name == "kl 0.05"
     long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
     assert len(long) <= 30
     assert long.startswith("kl 0.05")
@@ -184,16 +184,18 @@ def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, f
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    assert any(f"the {MAX_ARMS_PLOTTED} most accurate arms and the baseline" in note for note in report.notes)
+    assert any(
+        f"the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline" in note for note in report.notes
+    )
     (legend,) = figures["accuracy.png"].legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert len(texts) == MAX_ARMS_PLOTTED + 1  # one seed per arm: no shading
+    assert len(texts) == MAX_VARIANTS_PLOTTED + 1  # one seed per arm: no shading
     assert "clip (baseline)" in texts
     assert imread(report.files["accuracy.png"]).shape == (1000, 1600, 4)
 
 
 def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
-    runs = [ArmRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
+    runs = [VariantRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
     report = write_report(runs, "cost $1 $2", None, tmp_path / "out")
     assert len([name for name in report.files if name.endswith(".png")]) == 4
     (legend,) = figures["accuracy.png"].legends

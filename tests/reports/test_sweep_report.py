@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison import ArmRun, read_sweep, write_report
+from bandpo_cli.reports.comparison import VariantRun, read_sweep, write_report
 from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {
@@ -96,7 +96,9 @@ def test_differences_are_paired_by_seed_and_adjusted(sweep):
     assert found["kl 0.03"].p_holm == pytest.approx(p["kl 0.03"])
     assert (found["kl 0.02"].verdict, found["kl 0.03"].verdict) == ("higher", "not significant")
     assert (found["kl 0.03"].paired.higher, found["kl 0.03"].paired.lower) == (2, 1)
-    assert any(note.startswith("10 comparisons: 2 arms against clip in 5 metrics") for note in report.notes)
+    assert any(
+        note.startswith("10 comparisons: 2 variants against clip in 5 metrics") for note in report.notes
+    )
 
 
 def test_finding_names_significant_arms_and_counts_the_others(sweep, tmp_path):
@@ -108,7 +110,7 @@ def test_finding_names_significant_arms_and_counts_the_others(sweep, tmp_path):
     assert "Holm" not in lower
     assert re.fullmatch(
         r"Against clip, final held-out accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ "
-        r"over 3 seeds, Holm-adjusted p = 0\.0\d+\); the other arm does not differ significantly from it\.",
+        r"over 3 seeds, Holm-adjusted p = 0\.0\d+\); the other variant does not differ significantly from it\.",
         report_of(sweep).finding,
     )
 
@@ -129,7 +131,7 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     each = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", "accuracy"))
     assert each.paired.p < 0.05 < each.p_holm
     assert each.verdict == "higher, but not after Holm's adjustment"
-    assert report.finding.startswith("No arm differs significantly from clip in final held-out accuracy")
+    assert report.finding.startswith("No variant differs significantly from clip in final held-out accuracy")
 
 
 def test_one_seed_has_no_interval_in_any_output(tmp_path):
@@ -146,7 +148,7 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
 
 def test_without_baseline_there_are_no_differences_and_a_note(sweep):
     runs = read_sweep(sweep).runs
-    gone = [run for run in runs if run.arm != "clip"] + [ArmRun("clip", 0, sweep / "gone")]
+    gone = [run for run in runs if run.arm != "clip"] + [VariantRun("clip", 0, sweep / "gone")]
     report = write_report(gone, "t", "clip", sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
     assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
@@ -170,7 +172,7 @@ def test_only_common_seeds_are_compared(tmp_path):
 def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     runs = read_sweep(sweep).runs
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
-    more = [*runs, ArmRun("clip", 3, failed), ArmRun("dcpo", 0, sweep / "gone")]
+    more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
     out = sweep / "report"
     report = write_report(more, "t", "clip", out)
     assert [(each.run, each.arm, each.seed) for each in report.left_out] == [
@@ -201,20 +203,20 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
 
 
 def test_errors_are_one_line(sweep, tmp_path):
-    gone = [ArmRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
-    twice = [*read_sweep(sweep).runs, ArmRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
+    gone = [VariantRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
+    twice = [*read_sweep(sweep).runs, VariantRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
     differing = [
         *read_sweep(sweep).runs,
-        ArmRun("clip", 0, write_run(sweep / "lr", (*CLIP, "optim.lr=1e-4"))),
+        VariantRun("clip", 0, write_run(sweep / "lr", (*CLIP, "optim.lr=1e-4"))),
     ]
-    other = [*read_sweep(sweep).runs, ArmRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
+    other = [*read_sweep(sweep).runs, VariantRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
     for runs, baseline, message in (
         (gone, None, "all runs are excluded: gone-0: its folder does not exist; 1 more"),
         ([], None, "no runs to report on"),
-        (twice, None, "both seed 0 of the arm 'clip'; give only one of them"),
+        (twice, None, "both seed 0 of the variant 'clip'; give only one of them"),
         (differing, None, "they differ in optim.lr: add it to --by"),
         (other, None, "share no evaluation set: clip-s0 has countdown, gsm has gsm8k"),
-        (read_sweep(sweep).runs, "clpi", "no arm of that name (did you mean 'clip'?)"),
+        (read_sweep(sweep).runs, "clpi", "no variant of that name (did you mean 'clip'?)"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
             write_report(runs, "t", baseline, tmp_path / "out")
@@ -229,7 +231,7 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     sets = ["gsm8k", "math500"]
     folder = write_run(tmp_path / "a", CLIP, 0, sets=sets)
     edit_line(folder, 4, **{"eval/math500/mean_at_16": 0.1})
-    report = write_report([ArmRun("clip", 0, folder)], "t", None, tmp_path / "out")
+    report = write_report([VariantRun("clip", 0, folder)], "t", None, tmp_path / "out")
     figures = report.arms[0].figures
     assert figures["accuracy"].mean == pytest.approx(0.25)
     assert (figures["accuracy/gsm8k"].mean, figures["accuracy/math500"].mean) == (0.4, 0.1)
@@ -239,17 +241,17 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
 
 def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     runs = [
-        ArmRun("a", 0, write_run(tmp_path / "a", CLIP)),
-        ArmRun("a", 1, write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)),
+        VariantRun("a", 0, write_run(tmp_path / "a", CLIP)),
+        VariantRun("a", 1, write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)),
     ]
     notes = " ".join(write_report(runs, "t", None, tmp_path / "out").notes)
     assert "Runs of unequal length in a" in notes
     assert "The runs of a differ in more than their seed: steps, task.max_number" in notes
     assert "their held-out accuracies come from different problems" in notes
     runs = [
-        ArmRun("c", 0, write_run(tmp_path / "c", CLIP, sets=["x", "y"])),
-        ArmRun("d", 0, write_run(tmp_path / "d", KL, sets=["y"])),
+        VariantRun("c", 0, write_run(tmp_path / "c", CLIP, sets=["x", "y"])),
+        VariantRun("d", 0, write_run(tmp_path / "d", KL, sets=["y"])),
     ]
     report = write_report(runs, "t", None, tmp_path / "out")
     assert report.sets == ("y",)
-    assert "Excluded, since not every run was evaluated on them: x." in report.notes
+    assert "Excluded, because not every run was evaluated on these sets: x." in report.notes

@@ -7,19 +7,19 @@ import math
 
 import pytest
 
-from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun, read_arm_run
-from bandpo_cli.reports.comparison.selection import ArmRun
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
+from bandpo_cli.reports.comparison.selection import VariantRun
 from bandpo_cli.storage.run_folder import RunFolder
 from tests.reports.sweep_folders import edit_line, write_run
 
 
-def _read(folder) -> ArmRunData | ExcludedRun:
-    return read_arm_run(ArmRun("clip", 0, folder))
+def _read(folder) -> VariantRunData | ExcludedRun:
+    return read_variant_run(VariantRun("clip", 0, folder))
 
 
 def test_data_of_a_run_computed_by_hand(tmp_path):
     record = _read(write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}))
-    assert isinstance(record, ArmRunData)
+    assert isinstance(record, VariantRunData)
     countdown = record.sets["countdown"]
     assert (countdown.n, countdown.steps, countdown.mean) == ("16", [0, 2, 4], [0.2, 0.3, 0.5])
     assert countdown.area == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)

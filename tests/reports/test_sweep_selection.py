@@ -1,4 +1,4 @@
-"""Selection of the runs of a report, their grouping into arms, the names of arms, and the errors for unknown names."""
+"""Selection of the runs of a report, their grouping into variants, and the names of variants."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bandpo_cli.config.layers import flatten, read_assignments, resolve, to_yaml
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison import read_sweep, select_runs
 from bandpo_cli.reports.comparison.selection import (
-    arm_names,
     chosen_keys,
     differing_settings,
     format_setting,
     method_name,
     read_settings,
+    variant_names,
 )
 from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
 
@@ -128,7 +128,7 @@ def test_run_given_twice_is_refused(runs, tmp_path):
         ("runs: [{name: .., arm: x, seed: 1}]", "name = '..' is not a valid folder name"),
         (
             "{runs: [{name: a, arm: clip, seed: 1}], baseline: klip}",
-            "no arm of that name (did you mean 'clip'?)",
+            "no variant of that name (did you mean 'clip'?)",
         ),
         (
             "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: true}",
@@ -175,22 +175,22 @@ def test_arm_is_named_by_its_method_and_the_other_differing_settings(settings):
         settings("bounds.divergence=tv", "bounds.delta=0.1"),
         settings("bounds.method=none"),
     ]
-    assert arm_names(runs) == [
+    assert variant_names(runs) == [
         "clip lr=5e-5",
         "kl 0.05 lr=5e-5",
         "kl 0.05 lr=1e-4",
         "tv 0.1 lr=5e-5",
         "none lr=5e-5",
     ]
-    assert arm_names([runs[0], runs[1], runs[3]]) == ["clip", "kl 0.05", "tv 0.1"]
-    assert arm_names(runs[:1]) == ["clip"]
+    assert variant_names([runs[0], runs[1], runs[3]]) == ["clip", "kl 0.05", "tv 0.1"]
+    assert variant_names(runs[:1]) == ["clip"]
 
 
 def test_names_have_settings_that_differ_within_a_method(settings):
     runs = [settings("bounds.method=clip", f"bounds.eps_high={high}") for high in (0.2, 0.3)]
-    assert arm_names([*runs, settings()]) == ["clip eps_high=0.2", "clip eps_high=0.3", "kl 0.05"]
+    assert variant_names([*runs, settings()]) == ["clip eps_high=0.2", "clip eps_high=0.3", "kl 0.05"]
     capped = [settings(f"bounds.max_ratio={cap}") for cap in ("10", "null")]
-    assert arm_names(capped) == ["kl 0.05 max_ratio=10", "kl 0.05 max_ratio=null"]
+    assert variant_names(capped) == ["kl 0.05 max_ratio=10", "kl 0.05 max_ratio=null"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_names_have_settings_that_differ_within_a_method(settings):
 def test_settings_without_effect_do_not_separate_arms(settings, assignments):
     runs = [settings("seed=0"), settings("seed=1", *assignments)]
     assert differing_settings(runs) == []
-    assert len(set(arm_names(runs))) == 1
+    assert len(set(variant_names(runs))) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_settings_without_effect_do_not_separate_arms(settings, assignments):
 def test_settings_that_can_change_a_number_separate_arms(settings, assignment):
     runs = [settings(), settings(assignment)]
     assert differing_settings(runs) == [assignment.split("=")[0]]
-    assert len(set(arm_names(runs))) == 2
+    assert len(set(variant_names(runs))) == 2
 
 
 def test_tasks_are_distinguished_by_name_only():
@@ -223,12 +223,12 @@ def test_tasks_are_distinguished_by_name_only():
         {"bounds.method": "clip", "task.name": "countdown", "task.numbers": 4},
         {"bounds.method": "clip", "task.name": "gsm8k", "task.grader": "math"},
     ]
-    assert arm_names(runs) == ["clip task=countdown", "clip task=gsm8k"]
+    assert variant_names(runs) == ["clip task=countdown", "clip task=gsm8k"]
 
 
 def test_settings_with_the_same_last_part_are_named_with_their_section(settings):
     runs = [settings(), settings("sampling.temperature=0.7"), settings("evaluation.temperature=0.7")]
-    names = arm_names(runs)
+    names = variant_names(runs)
     assert names[1] == "kl 0.05 sampling.temperature=0.7 evaluation.temperature=1"
     assert len(set(names)) == 3
 
@@ -237,7 +237,7 @@ def test_names_are_equal_exactly_when_the_settings_are():
     runs = [{"a": 1, "b": None}, {"a": "1", "b": None}, {"b": 2}, {"a": 0.1}, {"a": 0.1 + 1e-12}]
     for left in runs:
         for right in runs:
-            pair = arm_names([left, right])
+            pair = variant_names([left, right])
             same = {key: format_setting(value) for key, value in left.items()} == {
                 key: format_setting(value) for key, value in right.items()
             }
@@ -246,9 +246,9 @@ def test_names_are_equal_exactly_when_the_settings_are():
 
 def test_arm_names_from_chosen_settings(settings):
     runs = [settings("bounds.method=clip"), settings("optim.lr=1e-4"), settings("bounds.delta=0.1")]
-    assert arm_names(runs, chosen_keys(["optim.lr"], runs)) == ["lr=5e-5", "lr=1e-4", "lr=5e-5"]
-    assert arm_names(runs, chosen_keys(["bounds.method"], runs)) == ["clip", "band", "band"]
-    names = arm_names(runs, chosen_keys(["bounds"], runs))
+    assert variant_names(runs, chosen_keys(["optim.lr"], runs)) == ["lr=5e-5", "lr=1e-4", "lr=5e-5"]
+    assert variant_names(runs, chosen_keys(["bounds.method"], runs)) == ["clip", "band", "band"]
+    names = variant_names(runs, chosen_keys(["bounds"], runs))
     assert names[0].startswith("clip")
     assert names[1].startswith("kl 0.05")
     assert len(set(names)) == 3

@@ -12,10 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from bandpo_cli.cli import app
-from bandpo_cli.reports.comparison import ArmRun, select_runs, write_report
-from bandpo_cli.reports.comparison.runs import read_arm_run
-from bandpo_cli.reports.comparison.tuning import TunedArm, Tuning, accuracy_by_learning_rate
-from bandpo_cli.reports.comparison.variants import group_by_arm
+from bandpo_cli.reports.comparison import VariantRun, select_runs, write_report
+from bandpo_cli.reports.comparison.runs import read_variant_run
+from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.comparison.variants import group_by_variant
 from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
 
 TUNING = Tuning(
@@ -23,12 +23,12 @@ TUNING = Tuning(
     "accuracy",
     [100, 101],
     [
-        TunedArm("clip", "clip a", {"optim.lr": 2e-5}, [0.30, 0.32]),
-        TunedArm("clip", "clip b", {"optim.lr": 5e-5}, [0.40, 0.41], chosen=True),
-        TunedArm("clip", "clip c", {"optim.lr": 1e-4}, [0.35, 0.10]),
-        TunedArm("kl", "kl a", {"optim.lr": 5e-5, "bounds.delta": 0.02}, [0.20, 0.21]),
-        TunedArm("kl", "kl b", {"optim.lr": 1e-4, "bounds.delta": 0.02}, [0.50, 0.30], chosen=True),
-        TunedArm("kl", "kl c", {"optim.lr": 1e-4, "bounds.delta": 0.05}, [0.10, 0.12]),
+        TunedVariant("clip", "clip a", {"optim.lr": 2e-5}, [0.30, 0.32]),
+        TunedVariant("clip", "clip b", {"optim.lr": 5e-5}, [0.40, 0.41], chosen=True),
+        TunedVariant("clip", "clip c", {"optim.lr": 1e-4}, [0.35, 0.10]),
+        TunedVariant("kl", "kl a", {"optim.lr": 5e-5, "bounds.delta": 0.02}, [0.20, 0.21]),
+        TunedVariant("kl", "kl b", {"optim.lr": 1e-4, "bounds.delta": 0.02}, [0.50, 0.30], chosen=True),
+        TunedVariant("kl", "kl c", {"optim.lr": 1e-4, "bounds.delta": 0.05}, [0.10, 0.12]),
     ],
 )
 
@@ -87,8 +87,8 @@ def test_a_number_at_an_end_of_the_values_tried_is_named(reported: tuple[Path, A
 def test_the_terminal_names_the_chosen_settings(reported: tuple[Path, Any]) -> None:
     result = CliRunner().invoke(app, ["report", str(reported[0].parent)], catch_exceptions=False)
     assert [line for line in result.stdout.splitlines() if line.startswith("tuned:")] == [
-        "tuned: clip: optim.lr = 5e-5; accuracy 0.405 over 2 seeds, the best of 3 arms",
-        "tuned: kl: optim.lr = 1e-4, bounds.delta = 0.02; accuracy 0.400 over 2 seeds, the best of 3 arms",
+        "tuned: clip: optim.lr = 5e-5; accuracy 0.405 over 2 seeds, the best of 3 variants",
+        "tuned: kl: optim.lr = 1e-4, bounds.delta = 0.02; accuracy 0.400 over 2 seeds, the best of 3 variants",
     ]
 
 
@@ -116,7 +116,7 @@ def test_a_sweep_without_tuning_has_none(tmp_path: Path) -> None:
 
 
 def _lines(runs):
-    return accuracy_by_learning_rate(group_by_arm(map(read_arm_run, runs)), ["countdown"])
+    return accuracy_by_learning_rate(group_by_variant(map(read_variant_run, runs)), ["countdown"])
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_runs_with_equal_other_settings_are_a_line(grid):
 )
 def test_a_line_has_the_name_of_its_arms_without_the_learning_rate(tmp_path, arms, line):
     runs = [
-        ArmRun(arm, 0, write_run(tmp_path / f"{index}", (*CLIP, f"optim.lr={rate}")))
+        VariantRun(arm, 0, write_run(tmp_path / f"{index}", (*CLIP, f"optim.lr={rate}")))
         for index, (arm, rate) in enumerate(zip(arms, ("1e-5", "1e-4"), strict=True))
     ]
     assert _lines(runs) == {line: {1e-5: [0.4], 1e-4: [0.4]}}
@@ -169,21 +169,21 @@ def test_lines_of_the_same_name_are_numbered(tmp_path):
             folder = write_run(
                 tmp_path / f"{updates}-{rate}", (*CLIP, f"optim.lr={rate}", f"optim.updates={updates}")
             )
-            runs.append(ArmRun(f"{updates}-{rate}", 0, folder))
+            runs.append(VariantRun(f"{updates}-{rate}", 0, folder))
     assert list(_lines(runs)) == ["clip", "clip #2"]
 
 
 def test_arms_that_differ_in_more_than_the_learning_rate_are_two_lines(tmp_path):
     runs = [
-        ArmRun("a", 0, write_run(tmp_path / "a", (*CLIP, "optim.lr=1e-5"))),
-        ArmRun("b", 0, write_run(tmp_path / "b", (*CLIP, "optim.lr=1e-4", "optim.updates=8"))),
+        VariantRun("a", 0, write_run(tmp_path / "a", (*CLIP, "optim.lr=1e-5"))),
+        VariantRun("b", 0, write_run(tmp_path / "b", (*CLIP, "optim.lr=1e-4", "optim.updates=8"))),
     ]
     assert _lines(runs) == {"a": {1e-5: [0.4]}, "b": {1e-4: [0.4]}}
 
 
 def test_a_run_without_a_numeric_learning_rate_is_in_no_line(tmp_path):
     runs = [
-        ArmRun(rate, 0, write_run(tmp_path / rate, (*CLIP, f"optim.lr={rate}")))
+        VariantRun(rate, 0, write_run(tmp_path / rate, (*CLIP, f"optim.lr={rate}")))
         for rate in ("1e-5", "1e-4", "1e-3")
     ]
     path = tmp_path / "1e-3" / "config.yaml"

@@ -89,7 +89,7 @@ def test_base_layers_and_fixed_settings_apply_to_all_runs() -> None:
     ],
 )
 def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], left: list[str]) -> None:
-    """They may also be settings of all arms or defaults; a setting that a method does not have excludes nothing."""
+    """They may also be settings of all variants or defaults; a setting that a method does not have excludes nothing."""
     axes = {"bounds.method": ["band", "clip"], "optim.lr": ["1e-4", 1e-3]}
     found = arms(fixed={"steps": 7}, axes=axes, exclude=[exclude])
     assert sorted(found) == sorted(left)
@@ -100,7 +100,7 @@ def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], 
     [
         ({"axes": {"bounds.delt": [1, 2]}}, ["bounds.delt", "did you mean 'delta'"]),
         ({"axes": {"optim.lr": [1e-3, "fast"]}}, ["optim.lr", "fast"]),
-        ({"axes": {"bounds.eps_high": [0.2, 0.3]}}, ["'bounds.eps_high'", "no arm"]),
+        ({"axes": {"bounds.eps_high": [0.2, 0.3]}}, ["'bounds.eps_high'", "no variant"]),
         ({"axes": {"bounds.delta": [0.1, 0.2]}, "exclude": [{}]}, ["no runs are left"]),
         ({"exclude": [{"optim.lrr": 1}]}, ["exclude: optim.lrr: no such setting (did you mean 'lr'?)"]),
         ({"exclude": [{"optim.lr": "fast"}]}, ["exclude: optim.lr = 'fast'", "valid number"]),

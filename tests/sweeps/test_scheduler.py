@@ -181,11 +181,11 @@ AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
     [
         ((state("running", {40: 0.1}), NOTHING, AHEAD), set()),  # before half of the steps
         ((state("running", {40: 0.1, 60: 0.3}), NOTHING, AHEAD), set()),  # the latest evaluation counts
-        ((state("running", {50: 0.1}), NOTHING, AHEAD), set()),  # no other arm was evaluated at step 50
+        ((state("running", {50: 0.1}), NOTHING, AHEAD), set()),  # no other variant was evaluated at step 50
         ((state("running", {60: 0.1, 99: 0.1}), NOTHING, AHEAD), {"a-s0"}),
         ((state("running", {60: 0.1, 100: 0.1}), NOTHING, AHEAD), set()),  # trained, it only closes
-        ((state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING), set()),  # seeds of one arm
-        # The other arm has 0.4 on average.
+        ((state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING), set()),  # seeds of one variant
+        # The other variant has 0.4 on average.
         ((state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.31})), set()),
         (
             (state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.29})),

@@ -77,7 +77,7 @@ def test_split_does_not_depend_on_other_settings() -> None:
 
 
 def test_order_is_fixed() -> None:
-    # Literal ids: another hash would hold out problems that the embedded model was trained on.
+    # Literal ids: another hash would hold out problems that the bundled model was trained on.
     assert [problem.id for problem in HELDOUT[:3]] == [
         "countdown/1 1 4 4=16",
         "countdown/1 2 2 5=2",

@@ -44,7 +44,7 @@ train meanwhile."""
 
 
 def save_small_model(folder: Path) -> Path:
-    """Write a random model of 2 layers with the tokenizer of the embedded model."""
+    """Write a random model of 2 layers with the tokenizer of the bundled model."""
     embedded = load_policy(ModelConfig())
     torch.manual_seed(0)
     shape = {**SHAPE, "vocab_size": len(embedded.tokenizer)}

@@ -13,7 +13,7 @@ from bandpo_cli.training.components import build_components
 
 
 def test_completions_longer_than_the_context_are_refused() -> None:
-    config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the embedded model is 512
+    config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the bundled model is 512
     with pytest.raises(ConfigError, match="come to 564 tokens; the model reads at most 512"):
         build_components(config, build_task(config.task))
 

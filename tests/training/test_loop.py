@@ -1,4 +1,4 @@
-"""The training loop end to end on the embedded model, with small settings: files, determinism, methods, sampling."""
+"""The training loop end to end on the bundled model, with small settings: files, determinism, methods, sampling."""
 
 from __future__ import annotations
 

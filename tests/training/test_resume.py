@@ -119,7 +119,7 @@ def test_gradient_checkpointing_can_change_at_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of `WITHOUT_EFFECT` has another value; reports treat such runs as one arm."""
+    """Each of `WITHOUT_EFFECT` has another value; reports treat such runs as one variant."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parity.py").write_text(  # a custom grader runs in the worker processes
         "def even(text, answer, extra):\n    return sum(map(ord, text)) % 2 == 0\n"

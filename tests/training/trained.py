@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "evaluation": {"every": 2, "problems": 4, "samples": 4, "k": [1, 4]},
     "checkpoint": {"every": 2},
 }
-"""Settings of a run on the embedded model that takes about a second."""
+"""Settings of a run on the bundled model that takes about a second."""
 
 
 class Trained(NamedTuple):

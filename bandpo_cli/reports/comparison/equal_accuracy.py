@@ -1,7 +1,7 @@
 """Entropy at equal accuracy: the accuracy level common to all runs, and each run's entropy when it first reaches it.
 
-Learning a task lowers the entropy, so at the same step the arm that has learned less has the higher entropy. At the
-same held-out accuracy the difference in entropy is one between the arms.
+Learning a task lowers the entropy, so at the same step the variant that has learned less has the higher entropy. At the
+same held-out accuracy the difference in entropy is one between the variants.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from statistics import median
 
 import numpy as np
 
-from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
 from bandpo_cli.reports.run_plots import Series
 
 FAR_BEHIND = 0.5
-"""Runs and arms whose best accuracy is under this share of the best arm's have no value and do not lower the level."""
+"""Runs and variants whose best accuracy is under this share of the best variant's have no value and do not lower the
+level."""
 
 RunKey = tuple[str, int]
-"""Arm and seed of a run."""
+"""Variant and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class EqualAccuracy:
     """Entropies of the runs at the same held-out accuracy.
 
     Attributes:
-        behind: arms that fall far behind and are not compared.
-        level: the accuracy; None for fewer than two arms to compare.
-        values: entropy at the level by run, nats per token; empty for fewer than two arms with a value.
-        missing: runs of the compared arms without a value.
+        behind: variants that fall far behind and are not compared.
+        level: the accuracy; None for fewer than two variants to compare.
+        values: entropy at the level by run, nats per token; empty for fewer than two variants with a value.
+        missing: runs of the compared variants without a value.
     """
 
     behind: tuple[str, ...]
@@ -61,19 +62,21 @@ class EqualAccuracy:
     missing: tuple[RunKey, ...] = ()
 
 
-def entropy_at_equal_accuracy(arms: Mapping[str, Sequence[ArmRunData]], sets: Sequence[str]) -> EqualAccuracy:
+def entropy_at_equal_accuracy(
+    arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]
+) -> EqualAccuracy:
     """Return the entropy of each run at the moment at which its held-out accuracy first reaches a common level.
 
-    The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are arms that fall
-    far behind (the median over seeds of the runs' best accuracies is under `FAR_BEHIND` times that of the best arm),
-    and single runs of other arms whose best accuracy is under the same limit. The level is a minimum over runs, so a
-    single run determines it: `CommonLevel` names this run, and gives the level without it.
+    The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
+    fall far behind (the median over seeds of the runs' best accuracies is under `FAR_BEHIND` times that of the best
+    variant), and single runs of other variants whose best accuracy is under the same limit. The level is a minimum over
+    runs, so a single run determines it: `CommonLevel` names this run, and gives the level without it.
 
-    There are no values if fewer than two arms have one, or if a run starts at or above the level: the moment at which
-    such a run reached it is not known.
+    There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
+    which such a run reached it is not known.
 
     Args:
-        arms: the runs of each arm.
+        arms: the runs of each variant.
         sets: the evaluation sets whose mean accuracy is used.
     """
     records = {(name, record.run.seed): record for name, runs in arms.items() for record in runs}
@@ -87,7 +90,7 @@ def entropy_at_equal_accuracy(arms: Mapping[str, Sequence[ArmRunData]], sets: Se
         for key, record in records.items()
         if key[0] not in behind and best[key] >= limit and record.entropy[0]
     ]
-    if _number_of_arms(compared) < 2:
+    if _number_of_variants(compared) < 2:
         return EqualAccuracy(behind)
     first, second = sorted(compared, key=lambda key: best[key])[:2]
     level = CommonLevel(best[first], first, best[second], max(curves[key][1][0] for key in compared))
@@ -98,12 +101,12 @@ def entropy_at_equal_accuracy(arms: Mapping[str, Sequence[ArmRunData]], sets: Se
     return EqualAccuracy(
         behind=behind,
         level=level,
-        values=values if _number_of_arms(values) > 1 else {},
+        values=values if _number_of_variants(values) > 1 else {},
         missing=tuple(key for key in records if key[0] not in behind and key not in values),
     )
 
 
-def entropy_when_reached(record: ArmRunData, accuracy: Series, level: float) -> float | None:
+def entropy_when_reached(record: VariantRunData, accuracy: Series, level: float) -> float | None:
     """Return the entropy of the policy when `accuracy` first reaches `level`; None if it never does.
 
     The value is that of the straight line fitted by least squares to the entropies of the steps between the
@@ -156,5 +159,5 @@ def percent_text(accuracy: float) -> str:
     return f"{100 * accuracy:.3g}%"
 
 
-def _number_of_arms(runs: Iterable[RunKey]) -> int:
+def _number_of_variants(runs: Iterable[RunKey]) -> int:
     return len({arm for arm, _ in runs})

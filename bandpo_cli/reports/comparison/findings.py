@@ -7,24 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from bandpo_cli.errors import plural
 from bandpo_cli.reports.comparison.equal_accuracy import EqualAccuracy, RunKey, percent_text
 from bandpo_cli.reports.comparison.report_metrics import Metric
-from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate
 from bandpo_cli.reports.comparison.tables import interval_text, p_text
-from bandpo_cli.reports.comparison.variants import Arm, ArmDifference
+from bandpo_cli.reports.comparison.variants import Variant, VariantDifference
 
 _MAX_NAMED = 3
-"""Arms that the headline names in each direction."""
+"""Variants that the headline names in each direction."""
 
 _MAX_LISTED = 6
-"""Arms or settings that a note lists."""
+"""Variants or settings that a note lists."""
 
 _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def scope(arms: Sequence[Arm], sets: Sequence[str]) -> str:
-    """Return `3 arms, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
+def scope(arms: Sequence[Variant], sets: Sequence[str]) -> str:
+    """Return `3 variants, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
     seeds = sorted({seed for arm in arms for seed in arm.seeds})
     least, most = min(arm.steps[0] for arm in arms), max(arm.steps[1] for arm in arms)
     runs = sum(len(arm.seeds) for arm in arms)
@@ -35,7 +35,7 @@ def scope(arms: Sequence[Arm], sets: Sequence[str]) -> str:
 
 
 def headline(
-    arms: Sequence[Arm], baseline: str | None, differences: Sequence[ArmDifference], metric: Metric
+    arms: Sequence[Variant], baseline: str | None, differences: Sequence[VariantDifference], metric: Metric
 ) -> str:
     """Return the result in one sentence, which claims no more than the tests support.
 
@@ -54,7 +54,7 @@ def headline(
     significant = [difference for difference in tested if (difference.p_holm or 0) <= 1 - LEVEL]
     if significant:
         rest = len(differences) - len(significant)
-        others = "the other arm does" if rest == 1 else f"the other {rest} arms do"
+        others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
         more = f"; {others} not differ significantly from it" if rest else ""
         return (
             f"Against {baseline}, final held-out accuracy is {_significant_text(significant, metric)}{more}."
@@ -66,15 +66,16 @@ def headline(
             f"the difference is {_evidence(largest, metric)}."
         )
     return (
-        f"No arm differs significantly from {baseline} in final held-out accuracy; the largest difference is that of "
+        f"No variant differs significantly from {baseline} in final held-out accuracy; the largest difference is "
+        f"that of "
         f"{largest.arm}: {_evidence(largest, metric)}."
     )
 
 
 def report_notes(
-    arms: Mapping[str, Sequence[ArmRunData]],
+    arms: Mapping[str, Sequence[VariantRunData]],
     baseline: str | None,
-    differences: Sequence[ArmDifference],
+    differences: Sequence[VariantDifference],
     sets: Sequence[str],
     has_pass_at_k: bool,
     excluded: Sequence[ExcludedRun],
@@ -82,13 +83,13 @@ def report_notes(
 ) -> list[str]:
     """Return what limits the comparison, one sentence per note."""
     return [
-        *_notes_on_arms(arms, baseline, differences, excluded),
+        *_notes_on_variants(arms, baseline, differences, excluded),
         *_notes_on_comparability(arms, sets, has_pass_at_k),
         *_notes_on_equal_accuracy(equal),
     ]
 
 
-def _significant_text(differences: Sequence[ArmDifference], metric: Metric) -> str:
+def _significant_text(differences: Sequence[VariantDifference], metric: Metric) -> str:
     """Return `higher for a (evidence), c (+0.020) and lower for b (evidence)`, the largest differences first."""
     groups = []
     for word, sign in (("higher", 1), ("lower", -1)):
@@ -100,19 +101,19 @@ def _significant_text(differences: Sequence[ArmDifference], metric: Metric) -> s
             for difference in group[:_MAX_NAMED]
         ]
         if len(group) > _MAX_NAMED:
-            texts.append(plural(len(group) - _MAX_NAMED, "more arm"))
+            texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
         if texts:
             *first, last = texts
             groups.append(f"{word} for {', '.join(first)} and {last}" if first else f"{word} for {last}")
     return " and ".join(groups)
 
 
-def _change(difference: ArmDifference) -> Estimate:
+def _change(difference: VariantDifference) -> Estimate:
     assert difference.paired is not None
     return difference.paired.change
 
 
-def _evidence(difference: ArmDifference, metric: Metric) -> str:
+def _evidence(difference: VariantDifference, metric: Metric) -> str:
     """Return `+0.031, 95% interval +0.010 to +0.052 over 3 seeds, p = 0.02`."""
     change, p_holm = _change(difference), difference.p_holm
     assert difference.paired is not None
@@ -125,8 +126,8 @@ def _evidence(difference: ArmDifference, metric: Metric) -> str:
     )
 
 
-def _ranking(arms: Sequence[Arm], metric: Metric) -> str:
-    """Return a sentence on the final held-out accuracy of the first arm, which adds that a ranking is not a test."""
+def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
+    """Return a sentence on the final held-out accuracy of the first variant; it adds that a ranking is no test."""
     best = arms[0]
     value = best.figures[metric.key]
     ends = (
@@ -144,10 +145,10 @@ def _ranking(arms: Sequence[Arm], metric: Metric) -> str:
     )
 
 
-def _notes_on_arms(
-    arms: Mapping[str, Sequence[ArmRunData]],
+def _notes_on_variants(
+    arms: Mapping[str, Sequence[VariantRunData]],
     baseline: str | None,
-    differences: Sequence[ArmDifference],
+    differences: Sequence[VariantDifference],
     excluded: Sequence[ExcludedRun],
 ) -> Iterable[str]:
     missing = sorted({run.arm for run in excluded if run.arm and run.arm not in arms})
@@ -155,9 +156,10 @@ def _notes_on_arms(
         yield f"All runs of {_shorten_list(missing)} were excluded."
     single = [name for name, runs in arms.items() if len(runs) == 1]
     if single:
-        yield f"One seed, so no interval: {_shorten_list(single)}."
+        yield f"Only one seed, and therefore no interval: {_shorten_list(single)}."
     if len({tuple(record.run.seed for record in runs) for runs in arms.values()}) > 1:
-        yield "The arms do not have the same seeds; an arm is compared over the seeds that it shares with the baseline."
+        yield "The variants do not have the same seeds; each variant is compared over the seeds that it shares with "
+        "the baseline."
     if len(arms) < 2:
         return
     if baseline is None:
@@ -167,24 +169,24 @@ def _notes_on_arms(
     elif len(arms) > 2:
         metrics = len({difference.figure for difference in differences})
         yield (
-            f"{plural(len(differences), 'comparison')}: {len(arms) - 1} arms against {baseline} in {metrics} metrics. "
-            "p-values are adjusted over the arms for each metric (Holm), not over the metrics."
+            f"{plural(len(differences), 'comparison')}: {len(arms) - 1} variants against {baseline} in {metrics} "
+            "metrics. p-values are adjusted over the variants for each metric (Holm), not over the metrics."
         )
 
 
 def _notes_on_comparability(
-    arms: Mapping[str, Sequence[ArmRunData]], sets: Sequence[str], has_pass_at_k: bool
+    arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str], has_pass_at_k: bool
 ) -> Iterable[str]:
     """Yield where the runs differ in their length, their settings or their evaluation sets."""
     records = [record for runs in arms.values() for record in runs]
     unequal = [name for name, runs in arms.items() if len({record.steps for record in runs}) > 1]
     if unequal:
         yield (
-            f"Runs of unequal length in {_shorten_list(unequal)}: curves cover the common steps, "
-            "final metrics are those of each run's last step."
+            f"Runs of unequal length in {_shorten_list(unequal)}: curves cover the common steps; final metrics are "
+            f"taken at the last step of each run."
         )
     if len({record.steps for record in records}) > 1:
-        yield "The runs were not all trained for the same number of steps."
+        yield "The numbers of steps of the runs differ."
     for name, runs in arms.items():
         keys = differing_settings(record.settings for record in runs)
         if keys:
@@ -201,7 +203,7 @@ def _notes_on_comparability(
         )
     others = sorted({label for record in records for label in record.sets} - set(sets))
     if others:
-        yield f"Excluded, since not every run was evaluated on them: {', '.join(others)}."
+        yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
     ns = sorted({record.sets[label].n for record in records for label in sets})
     if len(ns) > 1:
         yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
@@ -214,8 +216,8 @@ def _notes_on_equal_accuracy(equal: EqualAccuracy) -> Iterable[str]:
     if level is None:
         if equal.behind:
             yield (
-                "No entropy at equal held-out accuracy: fewer than two arms are left without those whose best value "
-                f"(median over seeds) is under half of the best arm's, {_shorten_list(equal.behind)}."
+                "No entropy at equal held-out accuracy: fewer than two variants are left without those whose best "
+                f"value (median over seeds) is under half of the best variant's, {_shorten_list(equal.behind)}."
             )
         return
     if not level.is_crossed:
@@ -234,12 +236,12 @@ def _notes_on_equal_accuracy(equal: EqualAccuracy) -> Iterable[str]:
     )
     if equal.behind:
         yield (
-            f"No entropy at {reached}, since the best value (median over seeds) is under half of the best arm's: "
+            f"No entropy at {reached}, since the best value (median over seeds) is under half of the best variant's: "
             f"{_shorten_list(equal.behind)}."
         )
     if equal.missing:
         yield (
-            f"{plural(len(equal.missing), 'run')} of the compared arms without entropy at {reached}: "
+            f"{plural(len(equal.missing), 'run')} of the compared variants without entropy at {reached}: "
             f"{_shorten_list([_run_text(run) for run in equal.missing])}."
         )
 

@@ -21,19 +21,26 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison.equal_accuracy import percent_text
-from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import interval_band
 from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
 from bandpo_cli.reports.comparison.variants import Report
 from bandpo_cli.reports.run_plots import Series, smooth
-from bandpo_cli.reports.style import HEADER, HEIGHT, ArmStyle, arm_styles, escape_mathtext, side_legend
+from bandpo_cli.reports.style import (
+    HEADER,
+    HEIGHT,
+    VariantStyle,
+    escape_mathtext,
+    side_legend,
+    variant_styles,
+)
 
 Floats = NDArray[np.float64]
-Arms = Mapping[str, Sequence[ArmRunData]]
+Variants = Mapping[str, Sequence[VariantRunData]]
 
-MAX_ARMS_PLOTTED = 12
-"""Lines of more arms cannot be distinguished: only the most accurate ones and the baseline are plotted."""
+MAX_VARIANTS_PLOTTED = 12
+"""Lines of more variants cannot be distinguished: only the most accurate ones and the baseline are plotted."""
 
 _MAX_RATE_TICKS = 8
 """Learning rates up to this number are the ticks of their axis."""
@@ -49,7 +56,7 @@ _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of an arm at the S steps that all its R runs have.
+    """Values of a variant at the S steps that all its R runs have.
 
     Attributes:
         steps: [S].
@@ -65,7 +72,7 @@ class Curve:
         return np.asarray(self.values_RS.mean(axis=0))
 
 
-def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
+def plot_all(arms: Variants, report: Report, out: Path) -> dict[str, Path]:
     """Plot into `out` what the runs of `arms` have data for, and the tuning of `report`.
 
     Line styles are assigned in the order of `arms`.
@@ -75,11 +82,11 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
     """
     subtitle, sets = escape_mathtext(report.title), report.sets
     order = [arm.name for arm in report.arms]
-    names = [name for name in order if name in order[:MAX_ARMS_PLOTTED] or name == report.baseline]
-    styles = arm_styles([name for name in arms if name in names], report.baseline)
+    names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
+    styles = variant_styles([name for name in arms if name in names], report.baseline)
     plotted = {name: arms[name] for name in names}
 
-    def accuracy(record: ArmRunData) -> Series:
+    def accuracy(record: VariantRunData) -> Series:
         return accuracy_of(record, sets)
 
     ns = {record.sets[label].n for runs in arms.values() for record in runs for label in sets}
@@ -118,8 +125,8 @@ def plot_accuracy_lr(
     """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
 
     Args:
-        lines: accuracies by name of the line and learning rate, one value per seed. With more than `MAX_ARMS_PLOTTED`
-            lines, those with the highest best mean are plotted.
+        lines: accuracies by name of the line and learning rate, one value per seed. With more than
+            `MAX_VARIANTS_PLOTTED` lines, those with the highest best mean are plotted.
         subtitle: first part of the line under the title.
         y_label: label of the y axis.
         title: title of the plot.
@@ -130,8 +137,8 @@ def plot_accuracy_lr(
         name: {rate: float(np.mean(line[rate])) for rate in sorted(line)} for name, line in lines.items()
     }
     best = {name: max(line.values()) for name, line in means.items()}
-    names = sorted(best, key=lambda name: -best[name])[:MAX_ARMS_PLOTTED]
-    styles = arm_styles([name for name in lines if name in names], None)
+    names = sorted(best, key=lambda name: -best[name])[:MAX_VARIANTS_PLOTTED]
+    styles = variant_styles([name for name in lines if name in names], None)
     seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
     subtitle += " · means over seeds, a large dot for the best"
     if len(names) < len(lines):
@@ -179,23 +186,23 @@ def common_curve(curves: Sequence[Series]) -> Curve | None:
     return Curve(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
 
 
-def entropy_of(record: ArmRunData) -> Series:
+def entropy_of(record: VariantRunData) -> Series:
     """Return the entropy over the steps, smoothed as in the plot of a single run."""
     return record.entropy[0], smooth(record.entropy[1])[0] if record.entropy[1] else []
 
 
 def _plot_over_steps(
-    arms: Arms,
-    styles: Mapping[str, ArmStyle],
-    series_of: Callable[[ArmRunData], Series],
+    arms: Variants,
+    styles: Mapping[str, VariantStyle],
+    series_of: Callable[[VariantRunData], Series],
     texts: tuple[str, str, str],
     percent: bool,
 ) -> Figure | None:
-    """Plot one line per arm with its band; the legend says what the bands are.
+    """Plot one line per variant with its band; the legend says what the bands are.
 
     Args:
-        arms: the runs of each arm.
-        styles: the line style of each arm.
+        arms: the runs of each variant.
+        styles: the line style of each variant.
         series_of: returns the series of a run.
         texts: title, subtitle and label of the y axis.
         percent: whether the values are shares in [0, 1], shown in percent.
@@ -233,9 +240,9 @@ def _plot_over_steps(
 
 
 def _plot_accuracy_entropy(
-    arms: Arms,
-    styles: Mapping[str, ArmStyle],
-    accuracy: Callable[[ArmRunData], Series],
+    arms: Variants,
+    styles: Mapping[str, VariantStyle],
+    accuracy: Callable[[VariantRunData], Series],
     level: float | None,
     subtitle: str,
     y_label: str,
@@ -279,8 +286,8 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _plot_clip_table(arms: Arms, styles: Mapping[str, ArmStyle], subtitle: str) -> Figure | None:
-    """Plot the clipped share of the tokens as a table of arms and bins of π_old; None without data."""
+def _plot_clip_table(arms: Variants, styles: Mapping[str, VariantStyle], subtitle: str) -> Figure | None:
+    """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
     clipped = {name: _mean_by_key([record.clipped_by_bin for record in runs]) for name, runs in arms.items()}
     names = [name for name in arms if clipped[name]]
     if not names:

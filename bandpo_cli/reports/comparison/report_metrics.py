@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.equal_accuracy import EqualAccuracy, percent_text
-from bandpo_cli.reports.comparison.runs import ArmRunData, mean
+from bandpo_cli.reports.comparison.runs import VariantRunData, mean
 from bandpo_cli.reports.comparison.statistics import Limits
 
 HELD_OUT_ACCURACY = "held-out accuracy"
@@ -26,7 +26,7 @@ class Metric:
         key: column in leaderboard.csv.
         name: heading in tables.
         about: definition, with the unit.
-        compared: whether arms are compared by this metric; tables then show its interval.
+        compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
         largest: largest possible value, null for none; the smallest possible value of every metric is 0.
@@ -51,7 +51,7 @@ class Metric:
         return f"{number}%" if self.percent else number
 
 
-def common_sets(records: Sequence[ArmRunData]) -> list[str]:
+def common_sets(records: Sequence[VariantRunData]) -> list[str]:
     """Return the evaluation sets that all runs have.
 
     Raises:
@@ -67,16 +67,18 @@ def common_sets(records: Sequence[ArmRunData]) -> list[str]:
     return sets
 
 
-def common_k(records: Sequence[ArmRunData], sets: Sequence[str]) -> int | None:
+def common_k(records: Sequence[VariantRunData], sets: Sequence[str]) -> int | None:
     """Return the largest k for which all runs have pass@k on all sets; None if there is none."""
     shared = [set(record.sets[label].passes) for record in records for label in sets]
     return max(set.intersection(*shared), default=None)
 
 
-def report_metrics(records: Sequence[ArmRunData], sets: Sequence[str], level: float | None) -> list[Metric]:
+def report_metrics(
+    records: Sequence[VariantRunData], sets: Sequence[str], level: float | None
+) -> list[Metric]:
     """Return the metrics of a report on these runs, accuracy first; with several sets their mean first, then each set.
 
-    Arms are compared by the accuracy in a set, not by its area and pass@k.
+    Variants are compared by the accuracy in a set, not by its area and pass@k.
 
     Args:
         records: the runs.
@@ -95,7 +97,8 @@ def report_metrics(records: Sequence[ArmRunData], sets: Sequence[str], level: fl
         reached = percent_text(level)
         about = (
             f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs "
-            "reach, without arms and runs whose best is under half of the best arm's; linear between evaluations"
+            "reach, without variants and runs whose best accuracy is under half of the best variant's; linear "
+            "between evaluations"
         )
         metrics.append(Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", about, largest=None))
     if k:
@@ -121,7 +124,7 @@ def report_metrics(records: Sequence[ArmRunData], sets: Sequence[str], level: fl
 
 
 def run_values(
-    record: ArmRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
+    record: VariantRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
 ) -> dict[str, float]:
     """Return the values of a run by key of the metric, without the metrics for which the run has no value."""
     evaluations = [record.sets[label] for label in sets]

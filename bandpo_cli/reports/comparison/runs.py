@@ -12,7 +12,7 @@ from typing import Any
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.metric_names import SCORE
-from bandpo_cli.reports.comparison.selection import ArmRun, read_settings
+from bandpo_cli.reports.comparison.selection import VariantRun, read_settings
 from bandpo_cli.reports.comparison.statistics import area_under
 from bandpo_cli.reports.run_plots import Series, series
 from bandpo_cli.storage.run_folder import iterate_metrics
@@ -49,11 +49,11 @@ class Evaluations:
 
 
 @dataclass(frozen=True)
-class ArmRunData:
+class VariantRunData:
     """Data of a finished run that a report uses.
 
     Attributes:
-        run: arm, seed and folder.
+        run: variant, seed and folder.
         settings: the run's config by dotted key.
         steps: number of the last step.
         sets: results by evaluation set; only the sets evaluated at the last step.
@@ -64,7 +64,7 @@ class ArmRunData:
         step_seconds: seconds of each step, without evaluations and checkpoints.
     """
 
-    run: ArmRun
+    run: VariantRun
     settings: dict[str, Any]
     steps: int
     sets: dict[str, Evaluations]
@@ -91,7 +91,7 @@ class ExcludedRun:
     reason: str
 
 
-def read_arm_run(run: ArmRun) -> ArmRunData | ExcludedRun:
+def read_variant_run(run: VariantRun) -> VariantRunData | ExcludedRun:
     """Return the data of `run`, or why it is excluded: failed, unfinished, not evaluated, damaged or missing."""
     try:
         return _read_finished_run(run)
@@ -99,7 +99,7 @@ def read_arm_run(run: ArmRun) -> ArmRunData | ExcludedRun:
         return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
-def accuracy_of(record: ArmRunData, sets: Sequence[str]) -> Series:
+def accuracy_of(record: VariantRunData, sets: Sequence[str]) -> Series:
     """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
     curves = [dict(zip(record.sets[label].steps, record.sets[label].mean, strict=True)) for label in sets]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -111,7 +111,7 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _read_finished_run(run: ArmRun) -> ArmRunData:
+def _read_finished_run(run: VariantRun) -> VariantRunData:
     """Return the data of `run`.
 
     Raises:
@@ -129,7 +129,7 @@ def _read_finished_run(run: ArmRun) -> ArmRunData:
     training = [record for record in records if record["step"] > 0]
     bins = _sum_bins(training)
     tokens = math.fsum(share for _, share in bins.values())
-    return ArmRunData(
+    return VariantRunData(
         run=run,
         settings=settings,
         steps=last,

@@ -1,8 +1,8 @@
-"""Selection of the runs of a report and their grouping into arms.
+"""Selection of the runs of a report and their grouping into variants.
 
-The runs of a sweep have the arms of its plan (`sweep.yaml`). Other runs are grouped by their settings: runs whose
-configs differ only in `seed` and in settings without effect on the results (`tracking`, `checkpoint`, ...) are one arm,
-named by its method and by the settings that differ.
+The runs of a sweep have the variants of its plan (`sweep.yaml`). Other runs are grouped by their settings: runs whose
+configs differ only in `seed` and in settings without effect on the results (`tracking`, `checkpoint`, ...) are one
+variant, named by its method and by the settings that differ.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
-_SAME_ARM = ("seed", *WITHOUT_EFFECT)
-"""Settings and sections in which the runs of an arm may differ: the seed makes repetitions of an arm."""
+_SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
+"""Settings and sections in which the runs of a variant may differ: the seed makes repetitions of a variant."""
 
 
 @dataclass(frozen=True)
-class ArmRun:
-    """A run and the arm that it belongs to.
+class VariantRun:
+    """A run and the variant that it belongs to.
 
     Attributes:
-        arm: name of the arm.
-        seed: seed of the run; runs of different arms are paired by it.
+        arm: name of the variant.
+        seed: seed of the run; runs of different variants are paired by it.
         folder: run folder. A missing folder is allowed: the report lists the run as excluded.
     """
 
@@ -56,15 +56,15 @@ class Selection:
 
     Attributes:
         title: name of the sweep or of the folder, or the number of runs.
-        baseline: the arm that the others are compared with; None for no comparison.
+        baseline: the variant that the others are compared with; None for no comparison.
         runs: in the order of the plan, or as given.
-        notes: sentences about how the arms were formed.
+        notes: sentences about how the variants were formed.
         sweep: the sweep; None for runs selected in another way.
     """
 
     title: str
     baseline: str | None
-    runs: list[ArmRun]
+    runs: list[VariantRun]
     notes: tuple[str, ...] = ()
     sweep: SweepFolder | None = None
 
@@ -74,7 +74,7 @@ def select_runs(
 ) -> Selection:
     """Return the runs that `paths` name: the folder of one sweep, or run folders and folders that contain them.
 
-    A path that does not exist is looked up in `runs_dir`. The arms of a single sweep are those of its plan. In all
+    A path that does not exist is looked up in `runs_dir`. The variants of a single sweep are those of its plan. In all
     other cases, and with `by`, runs are grouped by the settings that differ, or by the settings that `by` names.
 
     Raises:
@@ -94,20 +94,20 @@ def select_runs(
         arms = dict.fromkeys(run.arm for run in selection.runs if run.arm)
         if baseline not in arms:
             raise UserError(
-                f"--baseline {baseline}: no arm of that name{nearest(baseline, arms)}; arms: {', '.join(arms)}"
+                f"--baseline {baseline}: no variant of that name{nearest(baseline, arms)}; variants: {', '.join(arms)}"
             )
         selection = replace(selection, baseline=baseline)
     return selection
 
 
 def read_sweep(folder: Path) -> Selection:
-    """Return the runs of a sweep with the arms of its plan, including runs without a folder.
+    """Return the runs of a sweep with the variants of its plan, including runs without a folder.
 
     Raises:
         UserError: `sweep.yaml` is damaged; the message names the place.
     """
     sweep = SweepFolder.read(folder)
-    runs = [ArmRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
+    runs = [VariantRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
     title = str(sweep.plan.get("name") or folder.resolve().name)
     return Selection(title, sweep.baseline, runs, sweep=sweep)
 
@@ -134,10 +134,10 @@ def is_within(key: str, sections: Iterable[str]) -> bool:
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
-    """Return the keys outside `_SAME_ARM` whose values differ between the runs, in the order of the configs."""
+    """Return the keys outside `_SAME_VARIANT` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
     keys = dict.fromkeys(key for run in listed for key in run)
-    return [key for key in keys if not is_within(key, _SAME_ARM) and _differs(key, listed)]
+    return [key for key in keys if not is_within(key, _SAME_VARIANT) and _differs(key, listed)]
 
 
 def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
@@ -159,8 +159,8 @@ def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
     return list(chosen)
 
 
-def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> list[str]:
-    """Return the name of each run's arm, such as `kl 0.05 lr=1e-4`, made of all settings that differ or of `keys`.
+def variant_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> list[str]:
+    """Return the name of each run's variant, such as `kl 0.05 lr=1e-4`, made of all settings that differ or of `keys`.
 
     Two runs have the same name exactly when these settings are equal.
     """
@@ -168,7 +168,7 @@ def arm_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -> li
     shown_keys = _independent_keys(runs, compared_keys) if keys is None else compared_keys
     names, ids_by_name = [], dict[str, list[tuple[str, ...]]]()
     for run in runs:
-        name = _arm_name(run, shown_keys, by_method=keys is None)
+        name = _variant_name(run, shown_keys, by_method=keys is None)
         id_ = tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys)
         ids = ids_by_name.setdefault(name, [])
         if id_ not in ids:
@@ -221,8 +221,8 @@ def _find_folder(path: Path, runs_dir: Path) -> Path:
     )
 
 
-def _runs_in(path: Path) -> list[ArmRun]:
-    """Return the runs in a folder; those outside a sweep have neither arm nor seed yet."""
+def _runs_in(path: Path) -> list[VariantRun]:
+    """Return the runs in a folder; those outside a sweep have neither variant nor seed yet."""
     if os.path.isfile(path / PLAN_FILE) and not os.path.isfile(path / "config.yaml"):
         return read_sweep(path).runs
     here = [path] if os.path.isfile(path / "config.yaml") else []
@@ -233,28 +233,28 @@ def _runs_in(path: Path) -> list[ArmRun]:
         raise UserError(
             f"{path}: no runs here (no config.yaml or {PLAN_FILE}, here or in its subfolders){hint}"
         )
-    return [ArmRun("", 0, folder) for folder in folders]
+    return [VariantRun("", 0, folder) for folder in folders]
 
 
 def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
-    """Return the same runs with arms made of their settings. A run without readable settings keeps its arm."""
+    """Return the same runs with variants made of their settings. A run without readable settings keeps its variant."""
     settings: dict[Path, dict[str, Any]] = {}
     for run in selection.runs:
         with suppress(UserError):  # the report lists the run with the reason
             settings[run.folder] = read_settings(run.folder)
     keys = chosen_keys(by, settings.values()) if by else None
-    names = dict(zip(settings, arm_names(list(settings.values()), keys), strict=True))
+    names = dict(zip(settings, variant_names(list(settings.values()), keys), strict=True))
     runs = []
     for run in selection.runs:
         seed = settings.get(run.folder, {}).get("seed")
         arm = names.get(run.folder, run.arm)
-        runs.append(ArmRun(arm, seed if isinstance(seed, int) else run.seed, run.folder))
+        runs.append(VariantRun(arm, seed if isinstance(seed, int) else run.seed, run.folder))
     others = [] if keys is None else [key for key in differing_settings(settings.values()) if key not in keys]
     values = [
         f"{key} ({', '.join(dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run))})"
         for key in others
     ]
-    note = f"The arms are grouped by {', '.join(by)} only; the runs also differ in {', '.join(values)}."
+    note = f"The variants are grouped by {', '.join(by)} only; the runs also differ in {', '.join(values)}."
     return replace(
         selection,
         runs=runs,
@@ -289,7 +289,7 @@ def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str
     return independent
 
 
-def _arm_name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
+def _variant_name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
     """Return the method, where `by_method` or `keys` include it, then `key=value` for the run's other settings."""
     words: list[str] = []
     others = list(keys)

@@ -39,14 +39,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Difference between an arm and the baseline over their common seeds.
+    """Difference between a variant and the baseline over their common seeds.
 
     The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        change: arm − baseline, mean over the common seeds.
+        change: variant − baseline, mean over the common seeds.
         p: two-sided p-value of the paired t-test; None where `change` has no interval.
-        higher, lower: number of seeds in which the arm's value is greater or smaller than the baseline's.
+        higher, lower: number of seeds in which the variant's value is greater or smaller than the baseline's.
     """
 
     change: Estimate
@@ -80,9 +80,10 @@ def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
 def paired_test(
     arm: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = NO_LIMITS
 ) -> PairedTest | None:
-    """Return the paired comparison of two arms over their common seeds; None without a common seed.
+    """Return the paired comparison of two variants over their common seeds; None without a common seed.
 
-    Pairing removes what a seed changes in both arms alike: the order of the problems, the evaluation before training.
+    Pairing removes what a seed changes in both variants alike: the order of the problems, the evaluation before
+        training.
 
     Args:
         arm: value of the metric by seed.

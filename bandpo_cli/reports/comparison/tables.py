@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.reports.comparison.report_metrics import Metric
 from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest
-from bandpo_cli.reports.comparison.variants import SPREAD, Arm, Report
+from bandpo_cli.reports.comparison.variants import SPREAD, Report, Variant
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
@@ -37,22 +37,22 @@ def value_text(metric: Metric, estimate: Estimate | None) -> str:
 
 
 def interval_text(metric: Metric, estimate: Estimate | None, sign: bool = False) -> str:
-    """Return `0.451 – 0.497`; '' without an interval and for metrics that arms are not compared by."""
+    """Return `0.451 – 0.497`; '' without an interval and for metrics that variants are not compared by."""
     if not metric.compared or estimate is None or estimate.low is None or estimate.high is None:
         return ""
     between = " to " if sign else " – "
     return between.join(metric.text(end, sign) for end in (estimate.low, estimate.high))
 
 
-def range_text(metric: Metric, arm: Arm) -> str:
-    """Return the interval of a metric of an arm, or the spread of its steps where the metric has one; else ''."""
+def range_text(metric: Metric, arm: Variant) -> str:
+    """Return the interval of a metric of a variant, or the spread of its steps where the metric has one; else ''."""
     spread = arm.spreads.get(metric.key)
     if spread is not None:
         return " – ".join(map(metric.text, spread))
     return interval_text(metric, arm.figures.get(metric.key))
 
 
-def short_range_text(metric: Metric, arm: Arm) -> str:
+def short_range_text(metric: Metric, arm: Variant) -> str:
     """Return the same for narrow columns: `±0.023`, or `0–0.797` for an interval that ends at a limit of the metric."""
     estimate = arm.figures.get(metric.key)
     if metric.key in arm.spreads or not interval_text(metric, estimate):
@@ -85,7 +85,7 @@ def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | No
 
 
 def leaderboard_csv(report: Report) -> str:
-    """Return one row per arm, highest accuracy first, with unrounded numbers; a missing value is an empty cell.
+    """Return one row per variant, highest accuracy first, with unrounded numbers; a missing value is an empty cell.
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
@@ -115,7 +115,7 @@ def render(template: str, report: Report, plots: Mapping[str, Path] | None = Non
     """
     environment = Environment(
         loader=PackageLoader("bandpo_cli.reports"),
-        autoescape=template.endswith(".html"),  # names of arms and runs are user input
+        autoescape=template.endswith(".html"),  # names of variants and runs are user input
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

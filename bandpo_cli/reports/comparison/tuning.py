@@ -1,4 +1,4 @@
-"""Tuned settings of a sweep, chosen from the arms of an earlier sweep, and the accuracies by learning rate."""
+"""Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the accuracies by learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets, run_values
-from bandpo_cli.reports.comparison.runs import ArmRunData, accuracy_of
+from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting, method_name
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
@@ -22,19 +22,19 @@ Lines = dict[str, dict[float, list[float]]]
 
 _LEARNING_RATE = "optim.lr"
 _LR_PART = re.compile(r"(?:^|\s)(?:optim\.)?lr=\S+")
-"""The part of an arm's name that gives its learning rate."""
+"""The part of a variant's name that gives its learning rate."""
 
 
 @dataclass(frozen=True)
-class TunedArm:
-    """An arm of the tuning sweep. The fields are keys of `bandpo report --format json`.
+class TunedVariant:
+    """A variant of the tuning sweep. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        group: the group that the arm belongs to, which is an arm of the tuned sweep.
-        arm: name of the arm.
-        settings: the settings in which the arms of its group differ, by dotted key.
+        group: the group that the variant belongs to, which is a variant of the tuned sweep.
+        arm: name of the variant.
+        settings: the settings in which the variants of its group differ, by dotted key.
         values: the value of the metric for each tuning seed.
-        chosen: whether the arm is the best of its group.
+        chosen: whether the variant is the best of its group.
     """
 
     group: str
@@ -62,45 +62,45 @@ class TunedArm:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The arms that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
+    """The variants that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
 
     Attributes:
         sweep: name of the tuning sweep.
         metric: the metric that decides, `accuracy` or `area` of the report.
         seeds: the tuning seeds.
-        arms: the arms of the tuning sweep, group by group.
+        arms: the variants of the tuning sweep, group by group.
     """
 
     sweep: str
     metric: Literal["accuracy", "area"]
     seeds: Sequence[int]
-    arms: Sequence[TunedArm]
+    arms: Sequence[TunedVariant]
 
     @property
     def caption(self) -> str:
-        """What the table of the tuning arms shows."""
+        """What the table of the tuning variants shows."""
         seeds = ", ".join(map(str, self.seeds))
         return f"{self.metric} in the sweep {self.sweep}, seeds {seeds}, which no run of this report has"
 
     @property
-    def groups(self) -> dict[str, list[TunedArm]]:
-        """The arms of each group."""
-        groups: dict[str, list[TunedArm]] = {}
+    def groups(self) -> dict[str, list[TunedVariant]]:
+        """The variants of each group."""
+        groups: dict[str, list[TunedVariant]] = {}
         for arm in self.arms:
             groups.setdefault(arm.group, []).append(arm)
         return groups
 
     @property
-    def chosen(self) -> dict[str, TunedArm]:
-        """The best arm of each group."""
+    def chosen(self) -> dict[str, TunedVariant]:
+        """The best variant of each group."""
         return {arm.group: arm for arm in self.arms if arm.chosen}
 
     def notes(self) -> list[str]:
-        """Return a line per group: the best arm, its value, and the number of arms that it was chosen from."""
+        """Return a line per group: the best variant, its value, and the number of variants that it was chosen from."""
         seeds = plural(len(self.seeds), "seed")
         return [
             f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over {seeds}, "
-            f"the best of {plural(len(self.groups[group]), 'arm')}"
+            f"the best of {plural(len(self.groups[group]), 'variant')}"
             for group, best in self.chosen.items()
         ]
 
@@ -116,7 +116,7 @@ class Tuning:
         return [f"{tried_in}: {', '.join(ends)}."] if ends else []
 
     def by_learning_rate(self) -> Lines:
-        """Return the values of the arms, a line per group and other tuned settings: `kl delta=0.02`."""
+        """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
         lines: Lines = {}
         for arm in self.arms:
             rate = arm.settings.get(_LEARNING_RATE)
@@ -133,21 +133,21 @@ class Tuning:
 def choose(
     sweep: str,
     metric: Literal["accuracy", "area"],
-    groups: Mapping[str, Mapping[str, Sequence[ArmRunData]]],
+    groups: Mapping[str, Mapping[str, Sequence[VariantRunData]]],
 ) -> Tuning:
-    """Return the arms with their values, the best of each group chosen; of equal arms the first.
+    """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
     Args:
         sweep: name of the tuning sweep.
         metric: the metric that decides, of which more is better.
-        groups: the runs of each arm of each group, with the same seeds for every arm.
+        groups: the runs of each variant of each group, with the same seeds for every variant.
 
     Raises:
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
     records = [record for arms in groups.values() for runs in arms.values() for record in runs]
     sets = common_sets(records)
-    candidates: list[TunedArm] = []
+    candidates: list[TunedVariant] = []
     for group, arms in groups.items():
         differing = differing_settings(record.settings for runs in arms.values() for record in runs)
         values: dict[str, list[float]] = {}
@@ -159,7 +159,7 @@ def choose(
         best = max(values, key=lambda name: fmean(values[name]))
         for name, runs in arms.items():
             settings = {key: runs[0].settings[key] for key in differing if key in runs[0].settings}
-            candidates.append(TunedArm(group, name, settings, values[name], chosen=name == best))
+            candidates.append(TunedVariant(group, name, settings, values[name], chosen=name == best))
     return Tuning(sweep, metric, sorted({record.run.seed for record in records}), candidates)
 
 
@@ -179,19 +179,19 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
         raise UserError(f"{sweep.path / PLAN_FILE}: {place}: {first['msg']}") from None
 
 
-def accuracy_by_learning_rate(arms: Mapping[str, Sequence[ArmRunData]], sets: Sequence[str]) -> Lines:
+def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]) -> Lines:
     """Return the last accuracies of the runs, the learning rates ascending.
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is that of its
-    arms without `lr=...`, or that of its method where these names differ; a second line of a name ends with ` #2`.
+    variants without `lr=...`, or that of its method where these names differ; a second line of a name ends with ` #2`.
 
     Args:
-        arms: the runs of each arm.
+        arms: the runs of each variant.
         sets: the evaluation sets whose mean accuracy is used.
     """
     records = [record for runs in arms.values() for record in runs if _learning_rate(record) > 0]
     keys = [key for key in differing_settings(run.settings for run in records) if key != _LEARNING_RATE]
-    groups: dict[tuple[str, ...], list[ArmRunData]] = {}
+    groups: dict[tuple[str, ...], list[VariantRunData]] = {}
     for record in records:
         others = tuple(format_setting(record.settings.get(key, ABSENT)) for key in keys)
         groups.setdefault(others, []).append(record)
@@ -206,7 +206,7 @@ def accuracy_by_learning_rate(arms: Mapping[str, Sequence[ArmRunData]], sets: Se
     return lines
 
 
-def _learning_rate(record: ArmRunData) -> float:
+def _learning_rate(record: VariantRunData) -> float:
     """Return the learning rate of a run; 0 where its settings have none."""
     rate = record.settings.get(_LEARNING_RATE)
     return float(rate) if _is_number(rate) else 0.0

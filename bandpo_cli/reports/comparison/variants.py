@@ -1,4 +1,4 @@
-"""Estimates of the metrics by arm, comparison of arms with the baseline, and the `Report` that holds the results.
+"""Estimates of the metrics by variant, comparisons with the baseline, and the `Report` that holds the results.
 
 All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
-from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.comparison.statistics import (
     LEVEL,
@@ -27,21 +27,21 @@ from bandpo_cli.reports.comparison.statistics import (
 from bandpo_cli.reports.comparison.tuning import Tuning
 
 Values = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""The values of all runs, by arm, seed and key of the metric."""
+"""The values of all runs, by variant, seed and key of the metric."""
 
 SPREAD = (0.1, 0.9)
 """Quantiles of the single steps that the spread of a metric lies between: the middle 80% of the steps."""
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """The runs that differ only in their seed. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        name: name of the arm.
+        name: name of the variant.
         seeds: seeds of the runs that are included.
         steps: smallest and largest number of steps of these runs.
-        settings: the settings in which the arms differ, as a user would type them.
+        settings: the settings in which the variants differ, as a user would type them.
         figures: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
         spreads: range of the middle 80% of the steps of all runs, by key of the metric; only for the seconds per step.
     """
@@ -55,14 +55,14 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class ArmDifference:
-    """Difference between an arm and the baseline in one metric. The fields are keys of `--format json`.
+class VariantDifference:
+    """Difference between a variant and the baseline in one metric. The fields are keys of `--format json`.
 
     Attributes:
-        arm: name of the arm.
+        arm: name of the variant.
         figure: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
-        p_holm: p-value adjusted over the arms compared in this metric; None without a test.
+        p_holm: p-value adjusted over the variants compared in this metric; None without a test.
         verdict: conclusion in words.
     """
 
@@ -75,19 +75,19 @@ class ArmDifference:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of comparing arms. The fields are keys of `bandpo report --format json`.
+    """Results of comparing variants. The fields are keys of `bandpo report --format json`.
 
     Attributes:
         title: what was compared, such as the name of a sweep.
-        about: numbers of arms, seeds and steps in one line.
+        about: numbers of variants, seeds and steps in one line.
         finding: the result in one sentence.
-        baseline: the arm that the others are compared with; None for no comparison.
+        baseline: the variant that the others are compared with; None for no comparison.
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
         accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
         figures: the metrics, accuracy first.
         arms: highest accuracy first.
-        differences: ordered by metric, then by arm.
-        tuning: the arms that the settings were chosen from; None for settings that no sweep chose.
+        differences: ordered by metric, then by variant.
+        tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         left_out: excluded runs.
         files: written files by name.
@@ -100,8 +100,8 @@ class Report:
     sets: tuple[str, ...]
     accuracy_level: float | None
     figures: tuple[Metric, ...]
-    arms: tuple[Arm, ...]
-    differences: tuple[ArmDifference, ...]
+    arms: tuple[Variant, ...]
+    differences: tuple[VariantDifference, ...]
     tuning: Tuning | None
     notes: tuple[str, ...]
     left_out: tuple[ExcludedRun, ...]
@@ -118,13 +118,13 @@ class Report:
         return plain
 
 
-def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
-    """Return the runs of each arm, sorted by seed.
+def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[VariantRunData]]:
+    """Return the runs of each variant, sorted by seed.
 
     Raises:
-        UserError: two runs of an arm have the same seed; the message names both.
+        UserError: two runs of a variant have the same seed; the message names both.
     """
-    arms: dict[str, dict[int, ArmRunData]] = {}
+    arms: dict[str, dict[int, VariantRunData]] = {}
     for record in records:
         run, other = record.run, arms.setdefault(record.run.arm, {}).setdefault(record.run.seed, record)
         if other is not record:
@@ -133,15 +133,15 @@ def group_by_arm(records: Iterable[ArmRunData]) -> dict[str, list[ArmRunData]]:
                 f"they differ in {', '.join(keys[:3])}: add it to --by" if keys else "give only one of them"
             )
             raise UserError(
-                f"{other.run.folder} and {run.folder} are both seed {run.seed} of the arm '{run.arm}'; {advice}"
+                f"{other.run.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; {advice}"
             )
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 
 
-def evaluate_arms(
-    arms: Mapping[str, Sequence[ArmRunData]], values: Values, metrics: Sequence[Metric]
-) -> list[Arm]:
-    """Return the arms with the estimates of their metrics, highest accuracy first."""
+def evaluate_variants(
+    arms: Mapping[str, Sequence[VariantRunData]], values: Values, metrics: Sequence[Metric]
+) -> list[Variant]:
+    """Return the variants with the estimates of their metrics, highest accuracy first."""
     keys = differing_settings(record.settings for records in arms.values() for record in records)
     evaluated = []
     for name, records in arms.items():
@@ -156,7 +156,7 @@ def evaluate_arms(
             for key in keys
         }
         evaluated.append(
-            Arm(
+            Variant(
                 name=name,
                 seeds=tuple(record.run.seed for record in records),
                 steps=(min(record.steps for record in records), max(record.steps for record in records)),
@@ -168,33 +168,33 @@ def evaluate_arms(
     return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
 
 
-def compare_arms(
+def compare_variants(
     order: Sequence[str], values: Values, baseline: str, metrics: Sequence[Metric]
-) -> list[ArmDifference]:
-    """Return the difference of each arm in `order` from the baseline in each metric with `compared`.
+) -> list[VariantDifference]:
+    """Return the difference of each variant in `order` from the baseline in each metric with `compared`.
 
-    p-values are adjusted over the arms, separately for each metric.
+    p-values are adjusted over the variants, separately for each metric.
     """
     differences = []
     for metric in metrics:
         if not metric.compared:
             continue
-        by_arm = {name: _by_seed(values[name], metric) for name in order}
-        base = by_arm.pop(baseline)
-        pairs = {name: paired_test(by_seed, base, metric.limits) for name, by_seed in by_arm.items()}
+        by_variant = {name: _by_seed(values[name], metric) for name in order}
+        base = by_variant.pop(baseline)
+        pairs = {name: paired_test(by_seed, base, metric.limits) for name, by_seed in by_variant.items()}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
             p_holm = adjusted.get(name)
-            has_values = bool(by_arm[name] and base)
+            has_values = bool(by_variant[name] and base)
             differences.append(
-                ArmDifference(name, metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
+                VariantDifference(name, metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
             )
     return differences
 
 
 def verdict(pair: PairedTest | None, p_holm: float | None, has_values: bool) -> str:
-    """Return the conclusion that a difference allows, in words; `has_values`: arm and baseline have the metric."""
+    """Return the conclusion that a difference allows, in words; `has_values`: variant and baseline have the metric."""
     if pair is None:
         return "no common seed" if has_values else "no value"
     change = pair.change

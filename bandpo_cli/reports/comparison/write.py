@@ -12,62 +12,63 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.comparison import tables
 from bandpo_cli.reports.comparison.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
-from bandpo_cli.reports.comparison.plots import MAX_ARMS_PLOTTED, plot_all
+from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.comparison.report_metrics import common_k, common_sets, report_metrics, run_values
-from bandpo_cli.reports.comparison.runs import ArmRunData, ExcludedRun, read_arm_run
-from bandpo_cli.reports.comparison.selection import ArmRun
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
+from bandpo_cli.reports.comparison.selection import VariantRun
 from bandpo_cli.reports.comparison.tuning import Tuning
 from bandpo_cli.reports.comparison.variants import (
-    ArmDifference,
     Report,
-    compare_arms,
-    evaluate_arms,
-    group_by_arm,
+    VariantDifference,
+    compare_variants,
+    evaluate_variants,
+    group_by_variant,
 )
 from bandpo_cli.storage.files import write_text
 
 
 def write_report(
-    runs: Sequence[ArmRun],
+    runs: Sequence[VariantRun],
     title: str,
     baseline: str | None,
     out: Path,
     notes: Sequence[str] = (),
     tuning: Tuning | None = None,
 ) -> Report:
-    """Compare the arms of `runs` and write leaderboard.csv, report.md, report.html and the plots into `out`.
+    """Compare the variants of `runs` and write leaderboard.csv, report.md, report.html and the plots into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
     with the reason.
 
     Args:
-        runs: the runs with their arms and seeds.
+        runs: the runs with their variants and seeds.
         title: heading of the report.
-        baseline: the arm that the others are compared with; None for no comparison.
+        baseline: the variant that the others are compared with; None for no comparison.
         out: folder to write to; it is created if needed.
         notes: sentences to place before the report's own notes.
-        tuning: the arms that the settings of `runs` were chosen from; None for settings that no sweep chose.
+        tuning: the variants that the settings of `runs` were chosen from; None for settings that no sweep chose.
 
     Returns:
         The content of the report, with the paths of the written files.
 
     Raises:
-        UserError: all runs are excluded, two runs of an arm have the same seed, the runs share no evaluation set,
-            `baseline` is not an arm, or `out` cannot be written to.
+        UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
+            `baseline` is not a variant, or `out` cannot be written to.
     """
     planned = dict.fromkeys(run.arm for run in runs)
     if baseline is not None and baseline not in planned:
         raise UserError(
-            f"baseline = {baseline!r}: no arm of that name{nearest(baseline, planned)}; arms: {', '.join(planned)}"
+            f"baseline = {baseline!r}: no variant of that name{nearest(baseline, planned)}; variants: "
+            f"{', '.join(planned)}"
         )
-    read = [read_arm_run(run) for run in runs]
+    read = [read_variant_run(run) for run in runs]
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
-    records = [run for run in read if isinstance(run, ArmRunData)]
+    records = [run for run in read if isinstance(run, VariantRunData)]
     if not records:
         more = f"; {len(excluded) - 1} more" if len(excluded) > 1 else ""
         why = f"all runs are excluded: {excluded[0].run}: {excluded[0].reason}{more}" if excluded else ""
         raise UserError(f"{title}: {why or 'no runs to report on'}")
-    arms = group_by_arm(records)
+    arms = group_by_variant(records)
     sets, equal = common_sets(records), entropy_at_equal_accuracy(arms, common_sets(records))
     level = equal.level.accuracy if equal.level is not None and equal.values else None
     k = common_k(records, sets)
@@ -76,17 +77,19 @@ def write_report(
         for name, members in arms.items()
     }
     metrics = report_metrics(records, sets, level)
-    evaluated = evaluate_arms(arms, values, metrics)
+    evaluated = evaluate_variants(arms, values, metrics)
     metrics = [metric for metric in metrics if any(metric.key in arm.figures for arm in evaluated)]
-    differences: list[ArmDifference] = []
+    differences: list[VariantDifference] = []
     if baseline in arms and len(arms) > 1:
-        differences = compare_arms([arm.name for arm in evaluated], values, str(baseline), metrics)
+        differences = compare_variants([arm.name for arm in evaluated], values, str(baseline), metrics)
     in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
     all_notes = [*notes, *report_notes(arms, baseline, differences, sets, bool(k), excluded, equal)]
     if tuning is not None:
         all_notes += tuning.notes_on_range()
-    if len(arms) > MAX_ARMS_PLOTTED:
-        all_notes.append(f"The plots show the {MAX_ARMS_PLOTTED} most accurate arms and the baseline.")
+    if len(arms) > MAX_VARIANTS_PLOTTED:
+        all_notes.append(
+            f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."
+        )
     report = Report(
         title=title,
         about=scope(evaluated, sets),
@@ -108,7 +111,7 @@ def write_report(
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
 
 
-def _write_files(report: Report, arms: dict[str, list[ArmRunData]], out: Path) -> Report:
+def _write_files(report: Report, arms: dict[str, list[VariantRunData]], out: Path) -> Report:
     """Write all files into a temporary folder, then move them to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out if out.is_dir() else out.parent
