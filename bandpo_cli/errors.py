@@ -242,15 +242,15 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     of their workers in types of their own.
     """
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
         # By name, since torch is not imported here.
-        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError":
-            return each
-        if isinstance(each, RuntimeError) and any(text in str(each) for text in _OUT_OF_MEMORY_TEXTS):
-            return each
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+            return cause
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY_TEXTS):
+            return cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 

@@ -90,7 +90,7 @@ class Ranks:
         padded[:, : len(columns[0])] = torch.stack([*columns])
         received = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(received, padded)
-        parts = (each[:, :length] for each, length in zip(received, lengths, strict=True))
+        parts = (value[:, :length] for value, length in zip(received, lengths, strict=True))
         return [*torch.cat([*parts], dim=1)]
 
     def any(self, flag: bool) -> bool:
@@ -137,7 +137,7 @@ class Ranks:
             if failure is not None and (rank == self.rank or str(failure) == str(received)):
                 raise failure
             raise _from_rank(rank, received)
-        return [cast(T, each) for each, _ in outcomes]
+        return [cast(T, outcome) for outcome, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank; raise its error on every rank."""

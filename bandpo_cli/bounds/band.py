@@ -83,10 +83,10 @@ def logprob_bounds(
 
     The trainer calls this function: its settings are checked when they are read, and the log-probs are its own.
     """
-    found, x = find_divergence(divergence), as_array(old_logprobs)
+    entry, x = find_divergence(divergence), as_array(old_logprobs)
     if is_tensor(x) and x.device.type == "mps":
-        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), found, delta, max_ratio)))
-    return _band(x, found, delta, max_ratio)
+        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), entry, delta, max_ratio)))
+    return _band(x, entry, delta, max_ratio)
 
 
 def _as_float(value: Any) -> float:

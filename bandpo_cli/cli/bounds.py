@@ -56,7 +56,7 @@ def bounds(
         typer.Option(
             metavar="METHODS",
             help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
-            autocompletion=several_of([each.name for each in METHODS.values() if _is_comparable(each)]),
+            autocompletion=several_of([item.name for item in METHODS.values() if _is_comparable(item)]),
         ),
     ] = None,
     max_ratio: Annotated[

@@ -76,15 +76,15 @@ def folder_of(*kinds: str) -> Callable[[typer.Context, str], Candidates]:
 
     def complete(context: typer.Context, incomplete: str) -> Candidates:
         root = Path(context.params.get("runs_dir") or "runs")
-        found = [(name, kind) for kind in kinds for name in folders_containing(root, PLACES[kind])]
+        names = [(name, kind) for kind in kinds for name in folders_containing(root, PLACES[kind])]
         if "run" in kinds:
             sweeps = folders_containing(root, PLACES["sweep"])
-            found += [
+            names += [
                 (f"{sweep}/{name}", "run")
                 for sweep in sweeps
                 for name in folders_containing(root / sweep, PLACES["run"])
             ]
-        return sorted(found)
+        return sorted(names)
 
     return complete
 

@@ -150,13 +150,13 @@ def print_files(console: Console, result: EvalResult) -> None:
 def print_comparison(console: Console, result: ComparisonResult, show: int, style: str) -> None:
     """Print what changed from A to B, with the `show` most changed problems of each set."""
     if style == "json":
-        sets = {label: each.as_json() for label, each in result.sets.items()}
+        sets = {label: value.as_json() for label, value in result.sets.items()}
         print_json({"a": str(result.path_a), "b": str(result.path_b), "sets": sets})
         return
     print_line(console, str(result.path_a), "A")
     print_line(console, str(result.path_b), "B")
-    for label, each in result.sets.items():
-        _print_set(console, label, each, show)
+    for label, item in result.sets.items():
+        _print_set(console, label, item, show)
 
 
 class EvalProgressBar:
@@ -217,19 +217,19 @@ class EvalProgressBar:
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
     """Print a table and a histogram for each evaluation set."""
-    for label, each in scores.items():
+    for label, score in scores.items():
         console.print()
         console.print(
-            Text.assemble((label, "bold"), f"  {plural(len(each.by_problem), 'problem')} × {_n(each)}"
-                          f" = {each.completions:,} completions"),
+            Text.assemble((label, "bold"), f"  {plural(len(score.by_problem), 'problem')} × {_n(score)}"
+                          f" = {score.completions:,} completions"),
             highlight=False,
             soft_wrap=True,
         )  # fmt: skip
-        console.print(_table(each))
+        console.print(_table(score))
         console.print()
-        if ungraded := ungraded_line(each):
+        if ungraded := ungraded_line(score):
             print_line(console, ungraded)
-        for line in histogram(each):
+        for line in histogram(score):
             console.print(line, highlight=False)
 
 
@@ -300,20 +300,20 @@ def _n(scores: Scores) -> str:
 
 
 def _counts(problems: Mapping[str, Sized], noun: str = "problem") -> str:
-    return ", ".join(f"{label} ({plural(len(each), noun)})" for label, each in problems.items())
+    return ", ".join(f"{label} ({plural(len(problem), noun)})" for label, problem in problems.items())
 
 
 def _print_set(console: Console, label: str, comparison: Comparison, show: int) -> None:
     console.print()
     print_line(console, _problems(comparison), label)
     table = make_table("", ">A", ">B", ">B − A", ">95% interval")
-    for name, each in comparison.metrics.items():
+    for name, metric in comparison.metrics.items():
         table.add_row(
             metric_label(name),
-            metric_text(name, each.a),
-            metric_text(name, each.b),
-            _signed(name, each.change.value),
-            interval_text(name, each.change),
+            metric_text(name, metric.a),
+            metric_text(name, metric.b),
+            _signed(name, metric.change.value),
+            interval_text(name, metric.change),
         )
     console.print(table)
     print_line(

@@ -53,8 +53,10 @@ def verl(
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.experiments import import_verl
 
-    found = import_verl(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
+    imported = import_verl(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
     console = open_console()
-    print_line(console, f"{found.status}, step {found.last_step:,} of {found.steps:,}", str(found.folder))
-    if found.left_out:
-        print_line(console, ", ".join(found.left_out), "left out")
+    print_line(
+        console, f"{imported.status}, step {imported.last_step:,} of {imported.steps:,}", str(imported.folder)
+    )
+    if imported.left_out:
+        print_line(console, ", ".join(imported.left_out), "left out")

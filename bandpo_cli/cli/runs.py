@@ -74,13 +74,13 @@ def runs(
     """
     from bandpo_cli.experiments.overview import list_runs
 
-    found = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
+    runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     from bandpo_cli.cli.console import open_console, print_json
 
     if format_ == "json":
-        print_json([asdict(run) | {"path": str(run.path)} for run in found])
+        print_json([asdict(run) | {"path": str(run.path)} for run in runs])
     else:
-        _print_table(open_console(), found)
+        _print_table(open_console(), runs)
 
 
 def _print_table(console: Console, runs: Sequence[RunOverview]) -> None:

@@ -72,7 +72,7 @@ def samples(
         # A group has one prompt, which may be longer than all of its completions together.
         _print_completion(console, completion, with_prompt=completion["prompt"] != previous)
         previous = completion["prompt"]
-    right = sum(each["accuracy"] == 1 for each in chosen)
+    right = sum(item["accuracy"] == 1 for item in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
     console.print(
         f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}",

@@ -40,39 +40,41 @@ def show(
     from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.experiments.overview import describe_run
 
-    found = describe_run(run, runs_dir)
+    described = describe_run(run, runs_dir)
     if format_ == "json":
-        print_json(_as_json(found))
+        print_json(_as_json(described))
     else:
-        _print_description(open_console(), found, runs_dir, all_)
+        _print_description(open_console(), described, runs_dir, all_)
 
 
-def _as_json(found: RunDescription) -> dict[str, object]:
-    overview = asdict(found.overview) | {"path": str(found.overview.path)}
+def _as_json(described: RunDescription) -> dict[str, object]:
+    overview = asdict(described.overview) | {"path": str(described.overview.path)}
     return {
         **overview,
-        "config": found.config.model_dump(mode="json"),
+        "config": described.config.model_dump(mode="json"),
         "changed": {
-            key: {"value": value, "default": default} for key, (value, default) in found.changed.items()
+            key: {"value": value, "default": default} for key, (value, default) in described.changed.items()
         },
-        "metrics": {key: {"first": first, "last": last} for key, (first, last) in found.metrics.items()},
-        "checkpoints": found.checkpoints,
-        "sampled_steps": found.sampled_steps,
-        "plots": [str(path) for path in found.plots],
-        "seconds": found.seconds,
+        "metrics": {key: {"first": first, "last": last} for key, (first, last) in described.metrics.items()},
+        "checkpoints": described.checkpoints,
+        "sampled_steps": described.sampled_steps,
+        "plots": [str(path) for path in described.plots],
+        "seconds": described.seconds,
     }
 
 
-def _print_description(console: Console, found: RunDescription, runs_dir: Path, every_metric: bool) -> None:
+def _print_description(
+    console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
+) -> None:
     from bandpo_cli.cli.console import format_duration, print_column, print_line
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
     from bandpo_cli.tracking.link import ui_text
     from bandpo_cli.tracking.store import tracking_store
 
-    run, config = found.overview, found.config
+    run, config = described.overview, described.config
     progress = (
-        f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(found.seconds)}"
+        f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
     )
     rows = [
         ("run", str(run.path)),
@@ -83,12 +85,12 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         (
             "settings",
             "\n".join(
-                f"{key} = {value}  (default {default})" for key, (value, default) in found.changed.items()
+                f"{key} = {value}  (default {default})" for key, (value, default) in described.changed.items()
             ),
         ),
-        ("checkpoints", _steps(found.checkpoints)),
-        ("completions", _steps(found.sampled_steps)),
-        ("plots", ", ".join(path.name for path in found.plots)),
+        ("checkpoints", _steps(described.checkpoints)),
+        ("completions", _steps(described.sampled_steps)),
+        ("plots", ", ".join(path.name for path in described.plots)),
     ]
     print_statement(console, [(heading, text or "none") for heading, text in rows], [], [])
     if config.tracking.mlflow:
@@ -96,22 +98,22 @@ def _print_description(console: Console, found: RunDescription, runs_dir: Path, 
         # Not a row of the table, which would break the address into lines that a terminal does not link.
         print_column(console, ui_text(run.path, store), "MLflow", max(len(heading) for heading, _ in rows))
     console.print()
-    console.print(_metric_table(found, every_metric), highlight=False)
+    console.print(_metric_table(described, every_metric), highlight=False)
     if run.status in ("FAILED", "KILLED"):
         console.print()
         print_line(console, resume_command("train", run.path, runs_dir), "resume with:")
 
 
-def _metric_table(found: RunDescription, every_metric: bool) -> Table:
+def _metric_table(described: RunDescription, every_metric: bool) -> Table:
     from rich.text import Text
 
     from bandpo_cli.cli.console import make_table
 
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
-    chosen = [key for key in found.metrics if every_metric or key in order or _is_score(key)]
+    chosen = [key for key in described.metrics if every_metric or key in order or _is_score(key)]
     for key in sorted(chosen, key=lambda key: order.get(key, len(order) * key.startswith("eval/"))):
-        (first_step, first), (last_step, last) = found.metrics[key]
+        (first_step, first), (last_step, last) = described.metrics[key]
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
     return table
 

@@ -78,8 +78,8 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
         rows.append(("sampling", "one step ahead: an engine process samples while the trainer updates"))
     if ranks > 1:
         fewest, more = divmod(sampling.prompts, ranks)
-        each = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
-        rows.append(("ranks", f"{ranks} processes, {each} of a step's {sampling.prompts} prompts each"))
+        share = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
+        rows.append(("ranks", f"{ranks} processes, {share} of a step's {sampling.prompts} prompts each"))
     if evaluation.every:
         sets = _held_out(config, task)
         rows.append(("evaluation", f"{sets} × {evaluation.samples}, every {evaluation.every} steps"))
@@ -182,7 +182,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     if steps:
         first, last = steps[0], steps[-1]
         line("training", f"accuracy {first['train/accuracy']:.3f} → {last['train/accuracy']:.3f}")
-    entropies = [found for record in steps if (found := record["train/entropy"]) is not None]
+    entropies = [entropy for record in steps if (entropy := record["train/entropy"]) is not None]
     if entropies:
         line("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token")
     line("run folder", str(result.folder))
@@ -218,7 +218,7 @@ def profile_table(profile: StepProfile) -> Table:
     """Return the table. Parts of a phase are indented; `other` is the time of a step outside of all phases."""
     steps = profile.steps
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    on_gpu = any(each.gpu_seconds for each in profile.phases.values())
+    on_gpu = any(item.gpu_seconds for item in profile.phases.values())
     table = make_table(span, ">s/step", ">share", *([">GPU s/step"] if on_gpu else []), ">calls/step")
 
     def add(label: str, seconds: float, phase: PhaseTime | None = None) -> None:

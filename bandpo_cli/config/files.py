@@ -36,10 +36,10 @@ class FileLayer(dict[str, Any]):
         node = yaml.compose(read_text(self.path, self.where), Loader=yaml.SafeLoader)
         line = None
         for key in keys:
-            found = next(_entries(node, key), None)
-            if found is None:
+            entry = next(_entries(node, key), None)
+            if entry is None:
                 return None
-            line, node = found
+            line, node = entry
         return None if line is None else f"{self.where}, line {line}"
 
 
@@ -57,8 +57,8 @@ def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]
 
 def shipped_configs() -> dict[str, Path]:
     """Return the configuration files of the package by name: `gsm8k`, `methods/clip`, `paper/base`."""
-    found = sorted(SHIPPED.rglob(f"*{_SUFFIX}"))
-    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in found}
+    paths = sorted(SHIPPED.rglob(f"*{_SUFFIX}"))
+    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in paths}
 
 
 def describe_config(path: Path) -> str:

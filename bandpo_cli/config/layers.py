@@ -152,15 +152,15 @@ def flatten(
     elif (
         expand_lists
         and isinstance(settings, list)
-        and any(isinstance(each, dict | list) for each in settings)
+        and any(isinstance(setting, dict | list) for setting in settings)
     ):
         nested = enumerate(settings)
     else:
         return {path: settings}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in nested:
-        found |= flatten(value, expand_lists, keep_empty, f"{path}.{key}" if path else str(key))
-    return found
+        flat |= flatten(value, expand_lists, keep_empty, f"{path}.{key}" if path else str(key))
+    return flat
 
 
 def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def merge(base: Layer, over: Layer, model: type[BaseModel]) -> dict[str, Any]:
 def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first error as `key = value: what is wrong and what is allowed`, with the number of further errors."""
     # A setting may be missing because its name is misspelt.
-    errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
+    errors = sorted(error.errors(include_url=False), key=lambda item: item["type"] == "missing")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return _one_message(errors[0], model) + more
 
@@ -253,8 +253,12 @@ def _merge_tagged(earlier: Layer, value: Layer, field: FieldInfo, choice: Choice
 def _nested_section(field: FieldInfo) -> type[BaseModel] | None:
     """Return the settings class that a field allows: `X`, `X | None`, `tuple[X, ...]`; None for plain values."""
     options = get_args(field.annotation) or (field.annotation,)
-    options = tuple(inner for each in options for inner in (each, *get_args(each)))  # tuple[X, ...] | None
-    return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    options = tuple(
+        inner for option in options for inner in (option, *get_args(option))
+    )  # tuple[X, ...] | None
+    return next(
+        (option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None
+    )
 
 
 def _one_message(error: ErrorDetails, model: type[BaseModel]) -> str:

@@ -76,7 +76,7 @@ class Choice:
 
 def choice_of(field: FieldInfo) -> Choice | None:
     """Return the choice that a field of a section is, None for any other field."""
-    return next((each for each in field.metadata if isinstance(each, Choice)), None)
+    return next((item for item in field.metadata if isinstance(item, Choice)), None)
 
 
 def check_known(value: Any, allowed: Collection[str]) -> str:

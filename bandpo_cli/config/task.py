@@ -108,16 +108,16 @@ class TaskSettings(Section):
             raise ValueError(
                 "the list is empty; name at least one grader, or use null for the grader of the task"
             )
-        if any(each.grader is None for each in rewards[1:]):
+        if any(reward.grader is None for reward in rewards[1:]):
             raise ValueError("each entry but the first needs a grader")
         if rewards[0].grader is not None and "grader" not in cls.model_fields:
             raise ValueError(
                 "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry"
             )
-        labels = [each.label for each in rewards]
+        labels = [reward.label for reward in rewards]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"two entries have the name '{repeated}'; give each a different `name`")
-        if all(each.weight == 0 for each in rewards):
+        if all(reward.weight == 0 for reward in rewards):
             raise ValueError("every weight is 0, so there is no reward to train on")
         return rewards
 
@@ -188,7 +188,7 @@ class DataTask(TaskSettings):
         """The name of the data set; of the task `data` the names of its sources."""
         if self.name != DATA_TASK:
             return self.name
-        names = (each.label or each.name or Path(str(each.path)).stem for each in self.train)
+        names = (item.label or item.name or Path(str(item.path)).stem for item in self.train)
         return "+".join(names) or self.name
 
     @property
@@ -278,9 +278,9 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
         ConfigError: a data file does not exist, or there are several values that are not members of one task.
     """
     members = [split_member(text) for text in texts]
-    tasks = {found[0] for found in members if found}
+    tasks = {member[0] for member in members if member}
     if None not in members and len(tasks) == 1:
-        return {"name": tasks.pop(), "names": [found[1] for found in members if found]}
+        return {"name": tasks.pop(), "names": [member[1] for member in members if member]}
     if len(texts) == 1:
         return _task_from_argument(texts[0])
     raise ConfigError(
@@ -293,7 +293,7 @@ def _task_from_argument(text: str) -> dict[str, Any]:
     path = Path(text)
     if path.suffix.lower() in FILE_SUFFIXES and not path_exists(user_path(text)):
         folder = user_path(text).parent
-        names = [each.name for each in folder.glob("*.*")] if path_exists(folder) else []
+        names = [item.name for item in folder.glob("*.*")] if path_exists(folder) else []
         raise ConfigError(f"--task {text}: there is no such file{nearest(path.name, names)}")
     if text not in task_names() and (path.suffix.lower() in FILE_SUFFIXES or path_exists(path)):
         return {"name": DATA_TASK, "train": [{"path": text}]}

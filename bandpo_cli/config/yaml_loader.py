@@ -138,7 +138,7 @@ def _check_expanded_size(max_values: int, root: yaml.Node) -> None:
             raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
         if id(node) not in sizes:
             children = (
-                child for each in node.value for child in (each if isinstance(each, tuple) else (each,))
+                child for item in node.value for child in (item if isinstance(item, tuple) else (item,))
             )
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
             if sizes[id(node)] > max_values:

@@ -108,8 +108,8 @@ def find_record(text: str, runs_dir: Path) -> Path:
         return folder / RECORD_FILE
     if Path(text).suffix == ".json":
         return user_path(text)
-    found = find_run(text, runs_dir)
-    if found is None:
+    match = find_run(text, runs_dir)
+    if match is None:
         names = sorted(
             [*folders_containing(runs_dir, RECORD_FILE), *folders_containing(runs_dir, "config.yaml")]
         )
@@ -117,7 +117,7 @@ def find_record(text: str, runs_dir: Path) -> Path:
             f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
             f"{RECORD_FILE}, or RUN@STEP"
         )
-    run, step = found
+    run, step = match
     steps: dict[int, Path] = {
         number: path
         for path in sorted((run.path / "evals").glob("step-*.json"))

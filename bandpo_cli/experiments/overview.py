@@ -325,7 +325,7 @@ def read_completions_of(
     if not steps:
         raise UserError(f"{folder.path} has no completions: the run has completed no step")
     if step is not None and step not in steps:
-        near = min(steps, key=lambda each: abs(each - step))
+        near = min(steps, key=lambda item: abs(item - step))
         raise UserError(
             f"--step {step}: no completions of this step are stored; the nearest is --step {near}"
         )

@@ -169,15 +169,15 @@ def checkpoint_warnings(config: RunConfig) -> list[str]:
     The step of a checkpoint needs an evaluation to be compared. Where the only evaluations are those before the first
     and after the last step, there is nothing to compare, and no interval of checkpoints changes that.
     """
-    each, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
     by_evaluation = metric is None or metric.startswith("eval/")
-    if not (config.checkpoint.keep_best and by_evaluation and 0 < each < config.steps):
+    if not (config.checkpoint.keep_best and by_evaluation and 0 < saved < config.steps):
         return []
-    if not 0 < evaluated < config.steps or math.lcm(each, evaluated) < config.steps:
+    if not 0 < evaluated < config.steps or math.lcm(saved, evaluated) < config.steps:
         return []
-    better = max(interval for interval in range(1, min(each, evaluated) + 1) if evaluated % interval == 0)
+    better = max(interval for interval in range(1, min(saved, evaluated) + 1) if evaluated % interval == 0)
     return [
-        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {each} steps) "
+        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {saved} steps) "
         f"and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
     ]
 
@@ -276,9 +276,9 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     """
     if text == EMBEDDED_MODEL:
         return ModelRef(text)
-    found = find_run(text, runs_dir)
-    if found is not None:
-        run, step = found
+    match = find_run(text, runs_dir)
+    if match is not None:
+        run, step = match
         return _checkpoint(run, step, option)
     folder = user_path(text).absolute()
     run_path = folder.parent.parent

@@ -146,7 +146,7 @@ def copy_embedded_model(folder: Path) -> None:
 def problem_to_json(problem: Problem) -> str:
     """Return a problem as JSON; `problem_from_json` is the inverse."""
     prompt = problem.prompt
-    messages = prompt if isinstance(prompt, str) else [[each.role, each.content] for each in prompt]
+    messages = prompt if isinstance(prompt, str) else [[item.role, item.content] for item in prompt]
     fields = {**vars(problem), "prompt": messages, "extra": dict(problem.extra)}
     return json.dumps(fields, ensure_ascii=False)
 

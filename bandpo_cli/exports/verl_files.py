@@ -184,5 +184,5 @@ def hydra_value(value: Any) -> str:
         escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
         return f"'{escaped}'"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
     return "[" + ",".join(map(hydra_value, value)) + "]"

@@ -90,7 +90,7 @@ class RewardFunction:
         by_component = []
         for component in self._components:
             grader = component.grader
-            named = problems if grader is None else [replace(each, grader=grader) for each in problems]
+            named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
             by_component.append(self._pool.grade(named, texts))
         return [weighted_grade(self._components, grades) for grades in zip(*by_component, strict=True)]
 

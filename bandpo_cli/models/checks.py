@@ -118,7 +118,7 @@ def check_weight_format(location: str, path: str) -> None:
     folder = Path(location)
     if not path_exists(folder) or path_exists(folder / WEIGHTS) or path_exists(folder / INDEX):
         return
-    pickles = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLES)
+    pickles = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES)
     gguf = gguf_file(folder)
     if pickles:
         why = (
@@ -186,7 +186,7 @@ def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: 
     prefix = f"{model.base_model_prefix}."
     for kind, names in (
         ("missing", info["missing_keys"]),
-        ("of another shape than in config.json", [each[0] for each in info["mismatched_keys"]]),
+        ("of another shape than in config.json", [item[0] for item in info["mismatched_keys"]]),
         ("not in the model of config.json", [n for n in info["unexpected_keys"] if n.startswith(prefix)]),
     ):
         if names:

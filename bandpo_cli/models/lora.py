@@ -141,7 +141,7 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
         targets = sorted(set(settings.target_modules))
         for name in targets:
             _check_target(name, model, modules, linear, short)
-    widest = max(min(modules[each].weight.shape) for name in targets for each in _matching(name, modules))
+    widest = max(min(modules[item].weight.shape) for name in targets for item in _matching(name, modules))
     if settings.rank > widest:
         raise UserError(
             f"model.lora.rank = {settings.rank}: the largest of the layers to adapt has rank {widest}; "
@@ -220,7 +220,7 @@ def merge_adapter_of(layer: LoraLayer, name: str, weight: torch.Tensor, dtype: t
         weight: the complete weight of the layer itself.
         dtype: dtype of forward passes, to which A and B are rounded first, since passes compute with them.
     """
-    a, b = (full_tensor(each[_NAME].weight.detach().to(dtype)) for each in (layer.lora_A, layer.lora_B))
+    a, b = (full_tensor(item[_NAME].weight.detach().to(dtype)) for item in (layer.lora_A, layer.lora_B))
     return merged_weight(name, weight, a, b, layer.scaling[_NAME])
 
 

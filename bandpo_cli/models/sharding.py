@@ -68,7 +68,7 @@ def is_sharded(model: nn.Module) -> bool:
 def model_class(model: nn.Module) -> type[nn.Module]:
     """Return the class of the model; `fully_shard` replaces it by a subclass of it and of `FSDPModule`."""
     return cast(
-        type[nn.Module], next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+        type[nn.Module], next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))
     )
 
 

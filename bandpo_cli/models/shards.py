@@ -57,12 +57,12 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     """
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     shapes: dict[str, torch.Size] = {}
-    for name, each in saved.items():
-        assert isinstance(each, TensorStorageMetadata)
+    for name, value in saved.items():
+        assert isinstance(value, TensorStorageMetadata)
         # DCP leaves parts of a target unchanged that no file has.
-        if sum(chunk.sizes.numel() for chunk in each.chunks) != each.size.numel():
+        if sum(chunk.sizes.numel() for chunk in value.chunks) != value.size.numel():
             raise ValueError(f"{folder}: parts of {name} are missing")
-        shapes[name] = each.size
+        shapes[name] = value.size
     return shapes
 
 
@@ -109,6 +109,6 @@ def _shard_errors(ranks: Ranks) -> Iterator[None]:
         own = failures.get(ranks.rank)
         if own is not None and not isinstance(own, Exception):
             raise own from None
-        rank, cause = min(failures.items(), key=lambda each: each[0])
+        rank, cause = min(failures.items(), key=lambda item: item[0])
         reason = getattr(cause, "strerror", None) or first_line(cause, max_chars=500)
         raise ShardError(f"{reason} (rank {rank})" if ranks.size > 1 else reason) from cause

@@ -65,8 +65,8 @@ def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, torch.
             weights[name] = tensor.cpu()
     if ranks.is_main and not has_adapters(model):
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        buffers = {name: each for name, each in model.state_dict().items() if name not in parameters}
-        weights |= {name: each.cpu().clone() for name, each in buffers.items()}
+        buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+        weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
     return weights
 
 
@@ -89,9 +89,9 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     aliases = (
         dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     )
-    targets = {name: each.detach() for name, each in model.state_dict().items() if name not in aliases}
+    targets = {name: value.detach() for name, value in model.state_dict().items() if name not in aliases}
     shapes = ranks.agree(lambda: saved_shapes(folder))[0]
-    if all(shapes.get(name) == each.shape for name, each in targets.items()):
+    if all(shapes.get(name) == target.shape for name, target in targets.items()):
         read_shards(folder, targets, ranks)
         return
     ranks.agree(lambda: _copy_complete(model, folder, targets))

@@ -249,8 +249,8 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception:  # noqa: BLE001 - a template is a program that the model's author wrote
         return None
-    _, found, after = text.rpartition(answer)
-    if not found:
+    _, match, after = text.rpartition(answer)
+    if not match:
         return None
     tokens: dict[str, int] = tokenizer.get_added_vocab()
     following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]

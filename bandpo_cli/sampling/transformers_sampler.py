@@ -142,7 +142,7 @@ class TransformersSampler:
         flat = []
         for values, count, stop in zip(rows, counts.tolist(), stopped.tolist(), strict=True):
             ids, *floats = (row[:count].tobytes() for row in values)
-            reported = (array(FLOAT_TYPE, each) for each in floats)
+            reported = (array(FLOAT_TYPE, item) for item in floats)
             reason: FinishReason = "stop" if stop else "length"
             flat.append(Completion(array(TOKEN_TYPE, ids), next(reported), reason, self._version, *reported))
         return [flat[i : i + n] for i in range(0, len(flat), n)]

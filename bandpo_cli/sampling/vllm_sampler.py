@@ -308,7 +308,7 @@ class VllmSampler:
     def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
         """Return completions of one prompt, whatever version the engine has."""
         (output,) = self._generate([prompt], [_request(params, seed)])
-        return [self._completion(each) for each in output.outputs]
+        return [self._completion(item) for item in output.outputs]
 
 
 def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: bool) -> tuple[vllm.LLM, int]:

@@ -80,5 +80,5 @@ def _enqueue(
     """Add a batch to the queue; vLLM's ids are `<number>-<random>`, and its outputs have the number alone."""
     with engine_call():
         ids = llm.enqueue(prompts, requests, use_tqdm=False)
-    numbers = [int(each.partition("-")[0]) for each in ids]
+    numbers = [int(item.partition("-")[0]) for item in ids]
     return _Batch(numbers, sum(request.n for request in requests))

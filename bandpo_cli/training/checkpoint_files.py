@@ -89,8 +89,8 @@ class TrainedState:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, of sharded ones those of all ranks; weights that share their memory count once."""
-        distinct = {each.data_ptr(): each for each in self.weights.values()}
-        return sum(each.nbytes for each in (*distinct.values(), *self.optimizer.values()))
+        distinct = {weight.data_ptr(): weight for weight in self.weights.values()}
+        return sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
 
 
 def _never_abandon() -> None:
@@ -190,9 +190,9 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
     with _write_errors(folder):
         write_shards(shards, state.optimizer, ranks)
     # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
-    found = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
-    if any(each != found[0] for each in found):
-        rank = next(rank for rank, each in enumerate(found) if each != found[0])
+    names = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
+    if any(item != names[0] for item in names):
+        rank = next(rank for rank, value in enumerate(names) if value != names[0])
         raise RunError(
             f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; the run "
             "folder must be on a file system that all machines share"
@@ -271,7 +271,7 @@ def write_tensors(
     Args:
         check: called before each chunk; what it raises ends the writing.
     """
-    ordered = sorted(tensors.items(), key=lambda each: (_DTYPES.index(each[1].dtype), each[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (_DTYPES.index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in ordered:

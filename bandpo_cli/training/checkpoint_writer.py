@@ -68,8 +68,8 @@ class StateCopy:
         """Return the bytes that `allocate` would take; torch allocates pinned memory in powers of two."""
         missing = [tensor for key, tensor in _distinct(_local(state)).items() if key not in self._tensors]
         return sum(
-            1 << (each.nbytes - 1).bit_length() if each.device.type == "cuda" else each.nbytes
-            for each in missing
+            1 << (item.nbytes - 1).bit_length() if item.device.type == "cuda" else item.nbytes
+            for item in missing
         )
 
     def allocate(self, state: TrainedState) -> None:

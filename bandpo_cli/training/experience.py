@@ -256,7 +256,7 @@ def _sampled(
         raise RunError("the sampler returned a completion without a token, not even an end token")
     device = policy.device
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
-    has_entropies = all(len(each.entropies) == len(each.token_ids) for each in completions)
+    has_entropies = all(len(item.entropies) == len(item.token_ids) for item in completions)
     sampler_logprobs = _flat(completions, lambda completion: completion.logprobs, device)
     return Experience(
         groups=groups,
@@ -311,7 +311,9 @@ def _flat(
     completions: Sequence[Completion], values: Callable[[Completion], array[float]], device: torch.device
 ) -> torch.Tensor:
     """Return a value per token of all completions, [N] float32."""
-    return device_tensor(np.concatenate([np.asarray(values(each)) for each in completions]), device)
+    return device_tensor(
+        np.concatenate([np.asarray(values(completion)) for completion in completions]), device
+    )
 
 
 def _forward(

@@ -207,13 +207,13 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     for batch in batches:
         rows[batch.label] += batch.rows
     check_not_all_failed(
-        [row["verdict"] for each in rows.values() for row in each],
-        [row["grader"] for each in rows.values() for row in each],
+        [row["verdict"] for set_rows in rows.values() for row in set_rows],
+        [row["grader"] for set_rows in rows.values() for row in set_rows],
         lambda: first_errors(components.grader, components.ranks),
     )
-    scores = {label: score(label, each, settings.k) for label, each in rows.items()}
+    scores = {label: score(label, set_rows, settings.k) for label, set_rows in rows.items()}
     if components.ranks.is_main:
         folder.write_eval(
-            step, {"step": step, "sets": {label: each.as_json() for label, each in scores.items()}}
+            step, {"step": step, "sets": {label: value.as_json() for label, value in scores.items()}}
         )
     return metric_record(scores)

@@ -95,9 +95,9 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     """Return the mean reward, and that of each of `task.rewards` before its weight, over those that have a value."""
     values = {"train/reward": [grade.reward for grade in grades if grade.has_reward]}
     for name in grades[0].components:
-        found = (grade.components[name] for grade in grades)
-        values[f"train/reward/{name}"] = [value for value in found if value is not None]
-    means = {key: sum(each) / len(each) for key, each in values.items() if each}
+        column = (grade.components[name] for grade in grades)
+        values[f"train/reward/{name}"] = [value for value in column if value is not None]
+    means = {key: sum(value) / len(value) for key, value in values.items() if value}
     without = sum(not grade.has_reward and not is_ungraded(grade) for grade in grades)
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
@@ -108,22 +108,25 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     Each is the metric of the tokens whose values are known. If no entropy is, it is NaN; the others are absent.
     `train/entropy_token_share` is the share of the tokens with an entropy; absent where all have one.
     """
-    parts = [*experiences, *(each.left_out for each in experiences if each.left_out is not None)]
-    entropies = [each.entropy for each in parts if each.entropy is not None]
+    parts = [
+        *experiences,
+        *(experience.left_out for experience in experiences if experience.left_out is not None),
+    ]
+    entropies = [part.entropy for part in parts if part.entropy is not None]
     metrics = {"train/entropy": torch.cat(entropies).mean().item() if entropies else math.nan}
-    share = sum(map(len, entropies)) / sum(len(each.sampler_logprobs) for each in parts)
+    share = sum(map(len, entropies)) / sum(len(part.sampler_logprobs) for part in parts)
     if share < 1:
         metrics["train/entropy_token_share"] = share
     gaps = [
-        (each.sampler_logprobs - each.trainer_logprobs).abs()
-        for each in parts
-        if each.trainer_logprobs is not None
+        (part.sampler_logprobs - part.trainer_logprobs).abs()
+        for part in parts
+        if part.trainer_logprobs is not None
     ]
     if gaps:
         gap = torch.cat(gaps)
         metrics["sampler/logprob_gap_mean"] = gap.mean().item()
         metrics["sampler/logprob_gap_max"] = gap.max().item()
-    importance_weights = [each.importance_weights for each in parts if each.importance_weights is not None]
+    importance_weights = [part.importance_weights for part in parts if part.importance_weights is not None]
     if importance_weights:
         weights = torch.cat(importance_weights)
         metrics["sampler/importance_mean"] = weights.mean().item()
@@ -144,16 +147,18 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
     advantages = torch.cat([experience.trained_advantages for experience in trained])
     states = [
-        each.loss.clip_state(each.columns, forward.ratios, each.trained_advantages, forward.gradient_weights)
-        for each, forward in zip(trained, forwards, strict=True)
+        experience.loss.clip_state(
+            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
+        )
+        for experience, forward in zip(trained, forwards, strict=True)
     ]
     outside = [state.outside for state in states if state.outside is not None]
     state = ClipState(
-        torch.cat([each.at_upper for each in states]),
-        torch.cat([each.at_lower for each in states]),
+        torch.cat([state.at_upper for state in states]),
+        torch.cat([state.at_lower for state in states]),
         torch.cat(outside) if outside else None,
     )
-    left_out = [each.left_out.old_logprobs for each in trained if each.left_out is not None]
+    left_out = [batch.left_out.old_logprobs for batch in trained if batch.left_out is not None]
     metrics |= {
         **clip_metrics(state, old_logprobs, *left_out),
         **gradient_metrics(gradient_weights, advantages, old_logprobs),
@@ -163,7 +168,7 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
         "optim/loss": torch.stack([forward.loss for forward in forwards]).double().mean().item(),
         "optim/grad_norm": sum(updates.grad_norms) / len(updates.grad_norms),
     }
-    references = [each.ref_logprobs for each in trained if each.ref_logprobs is not None]
+    references = [batch.ref_logprobs for batch in trained if batch.ref_logprobs is not None]
     if references:
         metrics["kl/ref"] = k3(logprobs, torch.cat(references)).mean().item()
     return metrics

@@ -61,19 +61,19 @@ class Optimizer:
         """
         self._config = config
         self._total = total_updates
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._names = list(trained)
-        self._pairs = [(each, _master(each)) for each in trained.values()]
+        self._pairs = [(parameter, _master(parameter)) for parameter in trained.values()]
         self._parameters = [master for _, master in self._pairs]
         self._with_master = {
             name
-            for name, (each, master) in zip(self._names, self._pairs, strict=True)
-            if master.dtype != _checkpoint_dtype(model, each)
+            for name, (parameter, master) in zip(self._names, self._pairs, strict=True)
+            if master.dtype != _checkpoint_dtype(model, parameter)
         }
-        narrow = [(each, master) for each, master in self._pairs if each is not master]
-        self._narrow: list[torch.Tensor] = [each for each, _ in narrow]
+        narrow = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
+        self._narrow: list[torch.Tensor] = [parameter for parameter, _ in narrow]
         self._masters: list[torch.Tensor] = [master for _, master in narrow]
-        self._fused = all(each.device.type in FUSED_DEVICES for each in self._parameters)
+        self._fused = all(parameter.device.type in FUSED_DEVICES for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
             self._parameters,
             lr=config.lr,
@@ -101,7 +101,7 @@ class Optimizer:
         """
         state: dict[str, torch.Tensor] = {}
         for name, master in zip(self._names, self._parameters, strict=True):
-            state |= {f"{name}.{moment}": each for moment, each in self._adamw.state[master].items()}
+            state |= {f"{name}.{moment}": value for moment, value in self._adamw.state[master].items()}
             if name in self._with_master:
                 state[f"{name}.master"] = master.detach()
         return state
@@ -152,9 +152,9 @@ class Optimizer:
 
     def _check_keys(self, keys: Iterable[str]) -> None:
         """Raise ValueError if the keys of a saved state belong to a model with other parameters or types."""
-        found = [key.rpartition(".") for key in keys]
-        mismatched = {name for name, _, _ in found} - set(self._names)
-        mismatched |= self._with_master ^ {name for name, _, kind in found if kind == "master"}
+        parts = [key.rpartition(".") for key in keys]
+        mismatched = {name for name, _, _ in parts} - set(self._names)
+        mismatched |= self._with_master ^ {name for name, _, kind in parts if kind == "master"}
         if mismatched:
             raise ValueError(
                 f"the optimizer state belongs to other parameters or types ({min(mismatched)} among them)"

@@ -112,7 +112,7 @@ class PackedWork:
         sampled_tokens = sum(
             len(rollout.completion.token_ids) for group in rollouts.sampled for rollout in group.rollouts_G
         )
-        trained_tokens = sum(int(each.all_lengths.sum()) for each in trained)
+        trained_tokens = sum(int(item.all_lengths.sum()) for item in trained)
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
@@ -187,7 +187,9 @@ class _PassCost:
         total = 0.0
         for prompt, *completions in rows:
             tokens = prompt + sum(completions)
-            pairs = _causal_pairs(prompt) + sum(prompt * each + _causal_pairs(each) for each in completions)
+            pairs = _causal_pairs(prompt) + sum(
+                prompt * completion + _causal_pairs(completion) for completion in completions
+            )
             total += 2 * self._weights * tokens + 2 * self._head * sum(completions) + self._per_pair * pairs
         return total
 

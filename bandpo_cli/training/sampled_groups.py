@@ -52,7 +52,7 @@ class SampledGroups:
     def nbytes(self) -> int:
         """Approximate size of the file that `write_sampled` writes, in bytes."""
         completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
-        return sum(12 * len(each.token_ids) + 128 for each in completions)
+        return sum(12 * len(completion.token_ids) + 128 for completion in completions)
 
 
 def write_sampled(path: Path, batch: SampledGroups) -> None:
@@ -60,10 +60,10 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
     rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
     completions = [rollout.completion for rollout in rollouts]
     tensors = {
-        "lengths": torch.tensor([len(each.token_ids) for each in completions], dtype=torch.int32),
-        "token_ids": _joined(each.token_ids for each in completions),
-        "logprobs": _joined(each.logprobs for each in completions),
-        "entropies": _joined(each.entropies for each in completions),
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int32),
+        "token_ids": _joined(completion.token_ids for completion in completions),
+        "logprobs": _joined(completion.logprobs for completion in completions),
+        "entropies": _joined(completion.entropies for completion in completions),
     }
     indices = {id(group): index for index, group in enumerate(batch.sampled)}
     metadata = {
@@ -72,7 +72,7 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
         "position": batch.position,
         "trained": [indices[id(group)] for group in batch.groups],
         "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
-        "finish_reasons": [each.finish_reason for each in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
         "grades": [_as_json(rollout.grade) for rollout in rollouts],
     }
     save_file(tensors, path, {_METADATA: json.dumps(metadata)})
@@ -104,8 +104,8 @@ def read_sampled(
     sampled = []
     for problem, prompt, completions in zip(problems, encode(problems), completions_PG, strict=True):
         rollouts = [
-            Rollout(problem, prompt.text, prompt.token_ids, each, next(texts), next(grades))
-            for each in completions
+            Rollout(problem, prompt.text, prompt.token_ids, completion, next(texts), next(grades))
+            for completion in completions
         ]
         sampled.append(Group(problem, tuple(rollouts)))
     return SampledGroups(

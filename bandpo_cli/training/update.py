@@ -162,7 +162,7 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     # The gradients have been summed over the ranks in the backward passes.
     (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
     logprobs, ratios, gradient_weights, *entropies = experience.gather(
-        policy.ranks, [torch.cat(each) for each in zip(*columns, strict=True)]
+        policy.ranks, [torch.cat(column) for column in zip(*columns, strict=True)]
     )
     return Forward(
         loss=all_losses.sum(),
@@ -251,9 +251,9 @@ def check_finite_weights(model: nn.Module) -> None:
 
 def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
     """Raise NonFiniteError for the first tensor with non-finite values; None is skipped."""
-    found = {name: (~torch.isfinite(values)).sum() for name, values in named.items() if values is not None}
-    counts = torch.stack([*found.values()]).tolist()  # one transfer from the device for all of them
-    for name, bad in zip(found, counts, strict=True):
+    counted = {name: (~torch.isfinite(values)).sum() for name, values in named.items() if values is not None}
+    counts = torch.stack([*counted.values()]).tolist()  # one transfer from the device for all of them
+    for name, bad in zip(counted, counts, strict=True):
         if bad:
             values = named[name]
             assert values is not None
@@ -310,6 +310,6 @@ def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
     return {
         name: [None] * len(lengths)
         if column is None
-        else [each.tolist() for each in torch.split(column, lengths)]
+        else [item.tolist() for item in torch.split(column, lengths)]
         for name, column in columns.items()
     }
